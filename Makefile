@@ -1,0 +1,38 @@
+# make demo    train heads on the embedded backbone and measure them (about 8 minutes on two cores)
+# make test    the test suite              make lint    ruff and mypy
+# make install only the environment, in .venv
+#
+# PYTHON=python3.12 make test              another interpreter (3.11 or newer)
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: install demo test lint
+
+install: $(INSTALLED)
+
+# Written last, so an interrupted install is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headstart needs Python 3.11 or newer: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Each run trains afresh: the folder of an earlier one would be resumed.
+demo: $(INSTALLED)
+	rm -rf out/demo
+	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
+	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
+	$(BIN)/headstart bench --heads out/demo/eagle3 --heads out/demo/medusa \
+	  --prompts recipes/quickstart/prompts.jsonl --temperature 0 --temperature 1 --json out/demo/report.json
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy

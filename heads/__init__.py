@@ -1,0 +1,1 @@
+"""What a drafter is, and each of them: one file a method."""

@@ -1,0 +1,238 @@
+"""A causal model of `transformers`, unmodified, seen through the few things drafters and the decoder need of it.
+
+The only code that knows model classes. Shape suffixes: B batch, T positions, S slots (keys), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headstart.heads.base import Features
+from headstart.heads.errors import UserError
+
+EMBEDDED = "embedded"
+"""The name of the small backbone that ships with the project."""
+KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+
+
+class Backbone:
+    """``model`` frozen, with `embed`, `readout` and `read`. The model object is the caller's own and stays usable as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config()
+        if model.config.is_encoder_decoder:
+            raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
+        self.base: nn.Module = model.base_model
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.unembed: nn.Module = model.get_output_embeddings()
+        self.dim: int = self.config.hidden_size
+        self.vocab: int = self.unembed.weight.shape[0]
+        self.num_layers: int = self.config.num_hidden_layers
+        self.layers = _decoder_layers(self.base, self.num_layers)
+        self.windows = _windows(self.config.to_dict(), type(model).__name__)
+        self._post = _postprocessing(self)
+
+    @property
+    def name(self) -> str:
+        return str(self.model.config.name_or_path)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """The context length the configuration states."""
+        return self.config.to_dict().get("max_position_embeddings") or self.config.to_dict().get("n_positions")
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Final hidden states ``[..., D]`` -> logits ``[..., V]``, soft-capped or scaled as the family does."""
+        return _POSTPROCESS[self._post[0]](self.unembed(hidden), self._post[1])
+
+    @torch.no_grad()
+    def read(
+        self,
+        tokens_BT: Tensor,
+        cache: Any = None,
+        positions_BT: Tensor | None = None,
+        see: dict[str, Tensor] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Features:
+        """The features of the tokens; with a cache they continue it.
+
+        ``see``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
+        right end needs no mask, since nothing before it looks there.
+        """
+        mask = None
+        if see is not None:
+            masks = {kind: _additive(allowed, self.dtype) for kind, allowed in see.items()}
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        with _tapped(self.layers, taps) as tapped:
+            out = self.base(
+                input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
+            )
+        return Features(tokens_BT, out.last_hidden_state, {tap: tapped[tap] for tap in taps} or None)
+
+    def fingerprint(self) -> str:
+        """A hash of a sample of the embedding and the readout, rounded to bf16: the same weights in another dtype agree."""
+        digest = hashlib.sha256()
+        for weight in (self.embed.weight, self.unembed.weight):
+            if weight.dtype.is_floating_point:
+                sample = weight.detach().flatten()[:: max(1, weight.numel() // 4096)][:4096]
+                digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def contract(self) -> dict[str, Any]:
+        """What a drafter depends on; stored with its checkpoint and compared when it is loaded."""
+        return {
+            "model_type": self.config.model_type,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab,
+            "weights": self.fingerprint(),
+        }
+
+
+def resolve(path: str) -> str:
+    """``embedded`` -> the folder of the backbone that ships; anything else unchanged."""
+    if path != EMBEDDED:
+        return path
+    import headstart.recipes as recipes
+
+    return str(Path(next(iter(recipes.__path__))) / "quickstart" / "backbone")
+
+
+def load_backbone(
+    path: str,
+    *,
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    trust_remote_code: bool = False,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    device: str | torch.device | None = None,
+) -> Backbone:
+    """A folder or hub id (or ``embedded``) as a frozen backbone. Reads safetensors only; runs a repository's code only if told to.
+
+    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU. Raises UserError when there is no such model.
+    """
+    where = resolve(path)
+    on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    wanted = dtypes.get(dtype) or (torch.float32 if on.type == "cpu" else "auto")
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        if config.is_encoder_decoder:
+            raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=wanted, trust_remote_code=trust_remote_code, attn_implementation=attention, use_safetensors=True
+        )
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise _cannot_load("backbone", path, error) from error
+    return Backbone(model.to(on))
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a backbone. Raises UserError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise _cannot_load("tokenizer", path, error) from error
+
+
+def _cannot_load(what: str, path: str, error: Exception) -> UserError:
+    cause = " ".join(str(error).split())[:300]
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and path != EMBEDDED and not Path(path).exists():
+        return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
+    if "trust_remote_code" in cause:
+        return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
+
+
+def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    found = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not found:
+        raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+    return found[0]
+
+
+def _windows(config: dict[str, Any], name: str) -> dict[str, int | None]:
+    """Kind of attention layer -> how many positions it looks back (None: all of them)."""
+    kinds = sorted(set(config.get("layer_types") or ["full_attention"]))
+    unknown = [kind for kind in kinds if kind not in KINDS_OF_LAYER]
+    if unknown:
+        raise UserError(f"{name} has layers of kind {unknown[0]!r}; supported: {', '.join(KINDS_OF_LAYER)}")
+    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds}
+
+
+def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device).masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+
+
+@contextmanager
+def _tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Keeps the residual stream after each of ``taps`` layers while the model runs, and nothing else."""
+    kept: dict[int, Tensor] = {}
+
+    def after(tap: int):
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            kept[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        kept[0] = args[0] if args else kwargs["hidden_states"]
+
+    handles = [
+        layers[tap - 1].register_forward_hook(after(tap)) if tap else layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        for tap in taps
+    ]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_POSTPROCESS = {
+    "none": lambda logits, value: logits,
+    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
+    "logit_scale": lambda logits, value: logits * value,
+    "logits_scaling": lambda logits, value: logits / value,
+    "logits_scaling (multiplied)": lambda logits, value: logits * value,
+    "lm_head_multiplier": lambda logits, value: logits * value,
+}
+
+
+@torch.no_grad()
+def _postprocessing(backbone: Backbone) -> tuple[str, float]:
+    """What the family does to its logits: the rule of its configuration that gives the model's own logits on two tokens."""
+    config = backbone.config.to_dict()
+    tokens = torch.arange(2, device=backbone.device)[None]
+    said = backbone.model(input_ids=tokens).logits
+    raw = backbone.unembed(backbone.base(input_ids=tokens).last_hidden_state)
+    for rule, apply in _POSTPROCESS.items():
+        value = config.get(rule.split(" ")[0])
+        if (rule == "none" or value) and torch.allclose(apply(raw, value).float(), said.float(), rtol=2e-2, atol=1e-2 * said.abs().max().item()):
+            if rule == "none" and config.get("final_logit_softcapping"):
+                continue
+            return rule, float(value or 1.0)
+    raise UserError(
+        f"{type(backbone.model).__name__} changes its logits in a way Headstart does not know (transformers {transformers.__version__}); "
+        f"known rules: {', '.join(_POSTPROCESS)}"
+    )

@@ -1,0 +1,179 @@
+"""What a drafter is: one module that is trained on known text and then guesses unknown text.
+
+Alignment, stated once and used everywhere. The backbone has read ``x_0 .. x_t``; its own output layer gives the root
+``x_{t+1}``. Depth ``k`` (from 0) drafts ``x_{t+2+k}`` from the features up to ``t``, the root, and the ``k`` tokens
+drafted in between.
+
+Shape suffixes: B batch, T positions, D width, V vocabulary, N tree nodes, K depth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.heads.backbone import Backbone
+
+NOT_METHODS = {"base", "backbone", "checkpoint", "errors", "kv", "layers"}
+"""Files of this folder that are not drafters."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the backbone knows of a run of consecutive tokens; read live or from disk, a drafter cannot tell."""
+
+    tokens_BT: Tensor
+    hidden_BTD: Tensor
+    """The final hidden state, after the final norm."""
+    taps: dict[int, Tensor] | None = None
+    """Tap number -> [B, T, D]: the residual stream after that many layers (0 is the embedding), before the final norm."""
+    learn_BT: Tensor | None = None
+    """True where ``x_j`` is a token to learn to draft."""
+    document_BT: Tensor | None = None
+    """Which document a position belongs to; -1 is padding, at the right end of a row. None: one document, no padding."""
+
+    def gather(self, index_BT: Tensor, valid_BT: Tensor) -> Features:
+        """The positions ``index_BT`` of each row; where ``valid_BT`` is False the position is padding."""
+
+        def pick(x_BTD: Tensor) -> Tensor:
+            return x_BTD.gather(1, index_BT[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+        taps = None if self.taps is None else {number: pick(tap) for number, tap in self.taps.items()}
+        document = torch.where(valid_BT, 0, -1)
+        return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """How many positions of each row are not padding."""
+        if self.document_BT is None:
+            return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
+        return (self.document_BT >= 0).sum(1)
+
+
+class Drafter(nn.Module):
+    """Subclass it, give the members below, put it in ``heads/<kind>.py``: that is a new method.
+
+    Constructor: ``(backbone, *, depth=..., ...)``; ``self.arguments`` holds the keyword arguments, to build it again.
+    ``self.backbone[0]`` is the backbone: in a list, so that it is no submodule, since it is frozen and not the drafter's to save.
+    """
+
+    depth: int
+    """K: how many tokens beyond the root are drafted."""
+    taps: tuple[int, ...] = ()
+    """The backbone layers whose residual stream this drafter reads."""
+    vocabulary: Tensor | None = None
+    """int64 [DV]: the backbone's token for each token of the draft vocabulary, ascending; None: the whole vocabulary."""
+    arguments: dict[str, Any]
+    file_name: str = "model.safetensors"
+    """The name serving engines expect for the weights."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = [backbone]
+
+    def forward(self, features: Features) -> list[Tensor]:
+        """Training: K tensors, the k-th ``[B, max(T-2-k, 0), D]``; its position t drafts ``x_{t+2+k}`` from the true tokens."""
+        raise NotImplementedError
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        """Hidden states ``[..., D]`` of one depth -> logits ``[..., DV]`` over the draft vocabulary.
+
+        ``parent_tokens [...]`` are the tokens the hidden states were stepped with, for heads that correct by them.
+        """
+        raise NotImplementedError
+
+    def begin(self, features: Features, state: Any = None) -> Any:
+        """Decoding: take in the features of newly accepted tokens (rows right-padded, document -1); the state to draft from."""
+        raise NotImplementedError
+
+    def step(self, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Any]:
+        """Decoding: hidden states ``[B, N, D]`` of N nodes of one depth, and the state that knows them.
+
+        ``tokens_BN`` are the nodes' tokens (depth 0: the roots), ``parents_BN`` their parents' places among the nodes of the
+        depth before. A drafter that does not look at the tokens may return ``[B, 1, D]``.
+        """
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` that serving engines read beside the weights."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights under the names that serving engines expect."""
+        return self.state_dict()
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `tensors`; strict."""
+        self.load_state_dict(dict(tensors), strict=True)
+
+    def save_pretrained(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint; ``extra`` is kept as its provenance. `headstart.load` reads it, and so do serving engines."""
+        from headstart.heads.checkpoint import save_drafter
+
+        save_drafter(self, Path(folder), dict(extra or {}))
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False) -> None:
+        """Save to a hub repository of that id, made if need be."""
+        from headstart.heads.checkpoint import push_drafter
+
+        push_drafter(self, repo_id, private)
+
+
+def methods() -> list[str]:
+    """The kinds of drafter that ship: the file names of this folder."""
+    import headstart.heads as here
+
+    return sorted(module.name for module in pkgutil.iter_modules(here.__path__) if module.name not in NOT_METHODS)
+
+
+def find_drafter(kind: str) -> type[Drafter]:
+    """``medusa`` is the drafter in heads/medusa.py; a dotted name is a module of the user's own."""
+    known = methods()
+    if "." not in kind and kind not in known:
+        near = difflib.get_close_matches(kind, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(known)}, or the dotted name of a module of your own")
+    name = kind if "." in kind else f"headstart.heads.{kind}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or the dotted name of an importable module") from None
+    found = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Drafter) and c.__module__ == name]
+    if len(found) != 1:
+        raise UserError(f"{name} must define exactly one Drafter; found {len(found)}")
+    return found[0]
+
+
+def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
+    """A fresh drafter of that kind for that backbone.
+
+    Raises UserError for an unknown kind, an unknown argument, or a value the drafter refuses.
+    """
+    cls = find_drafter(kind)
+    known = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "backbone")]
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"unknown argument drafter.{name} for {kind}{hint} (it takes {', '.join(known)})")
+    return cls(backbone, **arguments)
+
+
+def require_count(name: str, value: Any, least: int = 1, of: str = "drafter") -> None:
+    """Raise UserError unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{of}.{name} is a whole number of at least {least}; got {value!r}")

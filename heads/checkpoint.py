@@ -1,0 +1,136 @@
+"""A drafter on disk: the directory serving engines load, plus ``headstart.json`` with the feature contract and provenance.
+
+    config.json             what engines read (each drafter's `config`)
+    <file_name>             the weights, safetensors, under the names engines expect (each drafter's `tensors`)
+    headstart.json          kind and arguments, the backbone's contract, a hash of the weights, where they come from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.errors import UserError
+
+CARD = "headstart.json"
+FORMAT = 1
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A hash of the chat template; None if the tokenizer has none."""
+    template = tokenizer.chat_template
+    return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16] if template else None
+
+
+def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
+    """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the card last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backbone = drafter.backbone[0]
+    module = type(drafter).__module__
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+        work = Path(name)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.tensors().items()}
+        save_file(tensors, work / drafter.file_name, metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(drafter.config(), indent=2) + "\n")
+        card = {
+            "format": FORMAT,
+            "kind": module.removeprefix("headstart.heads."),
+            "arguments": drafter.arguments,
+            "backbone": backbone.name,
+            "contract": backbone.contract() | {"taps": list(drafter.taps)},
+            "weights": {"file": drafter.file_name, "sha256": _hash(work / drafter.file_name)},
+            "provenance": extra,
+        }
+        (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        for file in (drafter.file_name, "config.json", CARD):
+            os.replace(work / file, folder / file)
+
+
+def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
+    """Upload the checkpoint to the hub."""
+    with tempfile.TemporaryDirectory() as name:
+        save_drafter(drafter, Path(name), {})
+        api = HfApi()
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=name)
+
+
+def read_card(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The local folder of a checkpoint (fetched if ``path`` is a hub id) and its ``headstart.json``."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _fetch(str(path))
+    card_file = folder / CARD
+    if not card_file.is_file():
+        raise UserError(f"{path} has no {CARD}: not heads saved by Headstart (or the run that writes them has not saved yet)")
+    try:
+        card = json.loads(card_file.read_text())
+        if card["format"] != FORMAT:
+            raise UserError(f"{card_file} is of format {card['format']}; this version reads format {FORMAT}")
+        return folder, {key: card[key] for key in ("kind", "arguments", "backbone", "contract", "weights", "provenance")}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{card_file} is damaged ({type(error).__name__}: {error}); train or fetch the heads again") from None
+
+
+def load_drafter(
+    path: str | Path, backbone: Backbone, *, tokenizer: PreTrainedTokenizerBase | None = None, other_backbone: bool = False
+) -> Drafter:
+    """The trained drafter of a checkpoint, in the backbone's dtype and on its device.
+
+    Raises UserError when the files are missing or damaged, or when the backbone is not the one the heads were trained on
+    (``other_backbone`` allows another one of the same shape; the text stays exact, only fewer tokens may be accepted).
+    """
+    folder, card = read_card(path)
+    check_contract(str(path), card, backbone, other_backbone)
+    stored = card["provenance"].get("chat_template")
+    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not other_backbone:
+        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {template_hash(tokenizer)}: use the same one")
+    file = folder / card["weights"]["file"]
+    if not file.is_file():
+        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
+    if _hash(file) != card["weights"]["sha256"]:
+        raise UserError(f"{file} is truncated or changed (its hash is not the one in {CARD}); train or fetch the heads again")
+    drafter = build_drafter(card["kind"], backbone, card["arguments"])
+    try:
+        drafter.load_tensors(load_file(file))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
+    return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def check_contract(path: str, card: dict[str, Any], backbone: Backbone, other_backbone: bool) -> None:
+    """Refuse a backbone that the heads were not trained on, naming both sides."""
+    trained, found = card["contract"], backbone.contract()
+    for key, value in found.items():
+        if trained.get(key) == value or (key == "weights" and other_backbone):
+            continue
+        hint = "; if it is a fine-tune of it, pass other_backbone=True" if key == "weights" else ""
+        raise UserError(
+            f"{path} was trained on {card['backbone'] or 'another backbone'} ({key} {trained.get(key)}); this backbone is "
+            f"{backbone.name or type(backbone.model).__name__} ({key} {value}): load the backbone it was trained on{hint}"
+        )
+
+
+def _fetch(path: str) -> Path:
+    try:
+        return Path(snapshot_download(path))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"no heads at {path!r}: no such folder, and not to be had from the hub ({cause}); give a folder or a hub id") from None
+
+
+def _hash(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,195 @@
+"""EAGLE-3 (2503.01840): one decoder layer that reads three fused backbone layers, trained on its own outputs.
+
+Row t of the first pass is the pair (embedding of ``x_{t+1}``, fused taps of t); what comes out drafts ``x_{t+2}`` and, before
+its norm, is fed back in place of the fused taps for the next depth. The training-time test runs those ``depth`` passes at
+all positions at once: pass k attends to the keys of the first pass up to t and to its own earlier passes at t. Names, norm
+order and the state fed back are those that serving engines load (``norm_before_residual`` false).
+
+Shape suffixes: B batch, T positions, S keys, D width, H heads, N tree nodes, M drafted nodes so far, K depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.errors import UserError
+from headstart.heads.kv import RaggedKV, slots_behind, visible
+from headstart.heads.layers import PairLayer, Rotary, llama_like
+
+
+@dataclass(frozen=True)
+class State:
+    """What an EAGLE-3 head knows of each row: the keys of its pairs, the state that waits for its next token, the drafted nodes."""
+
+    kv: RaggedKV
+    lengths_B: Tensor
+    longest: int
+    pending_BD: Tensor
+    hidden_BND: Tensor | None = None
+    ancestors_BNM: Tensor | None = None
+    """Of the last depth's nodes among all nodes drafted so far."""
+
+
+class Eagle3(Drafter):
+    """``depth`` passes of one layer.
+
+    ``taps``: three layers, by default ``(2, L//2, L-3)``. ``draft_vocab``: how many of the most frequent tokens are drafted
+    (None: all). ``intermediate_size``: width of the feed-forward part (None: the backbone's).
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        depth: int = 5,
+        taps: Sequence[int] | None = None,
+        draft_vocab: int | None = None,
+        intermediate_size: int | None = None,
+    ) -> None:
+        super().__init__(backbone)
+        require_count("depth", depth)
+        self.depth, self.draft_vocab = depth, draft_vocab
+        self.taps = _taps(taps, backbone.num_layers)
+        self.arguments = {"depth": depth, "taps": list(self.taps), "draft_vocab": draft_vocab, "intermediate_size": intermediate_size}
+        for name in ("draft_vocab", "intermediate_size"):
+            if self.arguments[name] is not None:
+                require_count(name, self.arguments[name])
+        if draft_vocab is not None and draft_vocab > backbone.vocab:
+            raise UserError(f"drafter.draft_vocab is at most the backbone's vocabulary of {backbone.vocab}; got {draft_vocab}")
+        self.layer_config: LlamaConfig = llama_like(backbone, intermediate_size)
+        D = backbone.dim
+        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        self.midlayer = PairLayer(self.layer_config)
+        self.norm = nn.RMSNorm(D, eps=self.layer_config.rms_norm_eps)
+        self.lm_head = nn.Linear(D, draft_vocab or backbone.vocab, bias=False)
+        self.rotary = Rotary(self.layer_config)
+        if draft_vocab is None:
+            self.lm_head.weight.data.copy_(backbone.unembed.weight)
+        else:
+            self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(backbone.vocab, dtype=torch.bool))
+            self.use_vocabulary(torch.arange(draft_vocab))
+
+    def use_vocabulary(self, tokens: Tensor) -> None:
+        """Draft these backbone tokens (int64 ``[DV]``) and no others; the readout starts as the backbone's rows of them."""
+        tokens = tokens.sort().values.to(self.d2t.device)
+        assert len(tokens) == self.draft_vocab and len(tokens.unique()) == len(tokens)
+        self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
+        self.t2d.zero_()
+        self.t2d[tokens] = True
+        self.lm_head.weight.data.copy_(self.backbone[0].unembed.weight[tokens.to(self.backbone[0].device)])
+        self.vocabulary = tokens
+
+    def fuse(self, features: Features) -> Tensor:
+        """The tapped layers side by side, brought to one width: ``[B, T, D]``."""
+        assert features.taps is not None
+        return self.fc(torch.cat([features.taps[tap] for tap in self.taps], -1).to(self.fc.weight.dtype))
+
+    def forward(self, features: Features) -> list[Tensor]:
+        T = features.tokens_BT.shape[1]
+        if T < 3:
+            return [self.fc.weight.new_zeros(len(features.tokens_BT), 0, self.fc.out_features) for _ in range(self.depth)]
+        embedded_BTD = self.backbone[0].embed(features.tokens_BT)
+        state_BTD = self.fuse(features)
+        apart_BTT = None
+        if features.document_BT is not None and bool((features.document_BT > 0).any()):
+            apart_BTT = features.document_BT[:, :, None] != features.document_BT[:, None, :]
+        passes, out = [], []
+        for k in range(self.depth):
+            Tk = max(T - 2 - k, 0)
+            state_BTD, keys_values = self.midlayer.taught(embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], passes, self.rotary, apart_BTT)
+            passes.append(keys_values)
+            out.append(state_BTD)
+        return out
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def begin(self, features: Features, state: State | None = None) -> State:
+        fused_BTD, lengths_B = self.fuse(features), features.lengths_B
+        last_B = (lengths_B - 1).clamp(min=0)
+        last_BD = fused_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+        if state is None:
+            first = State(RaggedKV(), torch.zeros_like(lengths_B), 0, last_BD)
+            return self._take_in(first, features.tokens_BT[:, 1:], fused_BTD[:, :-1], (lengths_B - 1).clamp(min=0))
+        before_BTD = torch.cat([state.pending_BD[:, None], fused_BTD[:, :-1]], 1)
+        pending_BD = torch.where((lengths_B > 0)[:, None], last_BD, state.pending_BD)
+        return self._take_in(replace(state, pending_BD=pending_BD), features.tokens_BT, before_BTD, lengths_B)
+
+    def _take_in(self, state: State, tokens_BT: Tensor, before_BTD: Tensor, counts_B: Tensor) -> State:
+        """Write the keys of new pairs behind each row's end; what lies past a row's count is overwritten later."""
+        lengths_B = state.lengths_B + counts_B
+        longest = int(lengths_B.max())
+        if tokens_BT.shape[1]:
+            slots = slots_behind(state.lengths_B, state.longest, tokens_BT.shape[1])
+            pair = self.midlayer.pair(self.backbone[0].embed(tokens_BT), before_BTD)
+            state.kv.write(*self.midlayer.keys_values(pair, self.rotary(slots.index_BN, slots.reach)), slots)
+        return State(state.kv, lengths_B, longest, state.pending_BD)
+
+    def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
+        B, N = tokens_BN.shape
+        itself = torch.eye(N, dtype=torch.bool, device=tokens_BN.device).expand(B, N, N)
+        if depth == 0:
+            before_BND, ancestors_BNM = state.pending_BD[:, None].expand(-1, N, -1), itself
+        else:
+            assert state.hidden_BND is not None and state.ancestors_BNM is not None
+            before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
+            earlier_BNM = state.ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, state.ancestors_BNM.shape[-1]))
+            ancestors_BNM = torch.cat([earlier_BNM, itself], -1)
+        M = ancestors_BNM.shape[-1]
+        slots = slots_behind(state.lengths_B, state.longest, N, shift=M - N)
+        rotation = self.rotary((state.lengths_B + depth)[:, None], state.longest + depth + 1)
+        pair = self.midlayer.pair(self.backbone[0].embed(tokens_BN), before_BND)
+        keys, values = state.kv.write(*self.midlayer.keys_values(pair, rotation), slots)
+        see_BNS = visible(state.lengths_B, state.longest, ancestors_BNM)
+        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, (keys, values), see_BNS)
+        return hidden_BND, replace(state, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
+
+    def config(self) -> dict[str, Any]:
+        """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
+        config = self.layer_config.to_dict()
+        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+        rope = config["rope_parameters"]
+        scaled = {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else None
+        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
+        return {name: config[name] for name in keep} | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaled,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            "draft_vocab_size": self.draft_vocab or self.backbone[0].vocab,
+            "norm_before_residual": False,
+            "num_aux_hidden_states": len(self.taps),
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]},
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_tensors(tensors)
+        if self.draft_vocab is not None:
+            self.vocabulary = self.t2d.nonzero().flatten()
+            offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
+            if not torch.equal(offsets, self.d2t):
+                raise UserError("the tensors d2t and t2d disagree about the draft vocabulary; the checkpoint is damaged, train or fetch it again")
+
+
+def _taps(taps: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    chosen = sorted(set(taps)) if taps is not None else [2, num_layers // 2, num_layers - 3]
+    if taps is None and (num_layers < 6 or len(set(chosen)) < 3):
+        chosen = sorted({1, num_layers // 2, num_layers - 1} - {0}) if num_layers > 1 else [num_layers]
+    if not chosen or any(not isinstance(tap, int) or not 0 <= tap <= num_layers for tap in chosen):
+        raise UserError(f"drafter.taps are layer counts from 0 (the embedding) to {num_layers}; got {taps!r}")
+    return tuple(chosen)

@@ -1,0 +1,143 @@
+"""The decoder layer of an EAGLE-type head, Llama-shaped, over pairs (embedding, state); and its rotary table.
+
+Shape suffixes: B batch, T positions, N nodes, S keys, D width, H heads, C head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+
+from headstart.heads.backbone import Backbone
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, ``[B, 1, T, C]``."""
+
+
+def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig:
+    """The configuration of one Llama layer with the backbone's widths, heads, context and rotary base."""
+    own: dict[str, Any] = backbone.config.to_dict()
+    heads = backbone.config.num_attention_heads
+    rope = own.get("rope_parameters")
+    if not rope or "rope_type" not in rope:
+        rope = (rope or {}).get("full_attention") or {"rope_type": "default", "rope_theta": 10000.0}
+    return LlamaConfig(
+        vocab_size=backbone.vocab,
+        hidden_size=backbone.dim,
+        intermediate_size=intermediate_size or own.get("intermediate_size") or 4 * backbone.dim,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=own.get("num_key_value_heads") or heads,
+        head_dim=own.get("head_dim") or backbone.dim // heads,
+        max_position_embeddings=backbone.max_positions or 2048,
+        rms_norm_eps=own.get("rms_norm_eps") or 1e-6,
+        rope_parameters=dict(rope),
+        bos_token_id=own.get("bos_token_id"),
+        eos_token_id=own.get("eos_token_id"),
+        pad_token_id=own.get("pad_token_id"),
+        tie_word_embeddings=False,
+    )
+
+
+class Rotary(nn.Module):
+    """Positions -> cosines and sines, from a table that grows as positions are asked for."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.compute = LlamaRotaryEmbedding(config)
+        self.table: Rotation | None = None
+
+    def forward(self, positions_BT: Tensor, up_to: int) -> Rotation:
+        """All positions are below ``up_to``, which the host knows, so that none needs to be read back."""
+        if self.table is None or self.table[0].shape[0] < up_to or self.table[0].device != positions_BT.device:
+            places = torch.arange(max(512, 2 * up_to), device=positions_BT.device)[None]
+            cos, sin = self.compute(places.float(), places)
+            self.table = cos[0], sin[0]
+        cos, sin = self.table
+        return cos[positions_BT][:, None], sin[positions_BT][:, None]
+
+
+def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    low, high = x_BHTC.chunk(2, -1)
+    return (x_BHTC * cos + torch.cat([-high, low], -1) * sin).to(x_BHTC.dtype)
+
+
+class PairAttention(nn.Module):
+    """Grouped-query attention over inputs of twice the width."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        C, D = config.head_dim, config.hidden_size
+        self.num_heads, self.num_kv, self.head_dim = config.num_attention_heads, config.num_key_value_heads, C
+        self.q_proj = nn.Linear(2 * D, self.num_heads * C, bias=False)
+        self.k_proj = nn.Linear(2 * D, self.num_kv * C, bias=False)
+        self.v_proj = nn.Linear(2 * D, self.num_kv * C, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * C, D, bias=False)
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def repeat(self, x_BHTC: Tensor) -> Tensor:
+        return x_BHTC.repeat_interleave(self.num_heads // self.num_kv, 1)
+
+
+class PairLayer(nn.Module):
+    """norm(embedding) beside norm(state) -> attention -> feed-forward, both added to the state (2503.01840)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(D, eps=eps)
+        self.hidden_norm = nn.RMSNorm(D, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(D, eps=eps)
+        self.self_attn = PairAttention(config)
+        self.mlp = LlamaMLP(config)
+
+    def pair(self, embedded_BTD: Tensor, state_BTD: Tensor) -> Tensor:
+        """``[B, T, 2D]``: what queries, keys and values are made of."""
+        return torch.cat([self.input_layernorm(embedded_BTD.to(state_BTD.dtype)), self.hidden_norm(state_BTD)], -1)
+
+    def keys_values(self, pair: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        attn = self.self_attn
+        return rotate(attn.split(attn.k_proj(pair), attn.num_kv), rotation), attn.split(attn.v_proj(pair), attn.num_kv)
+
+    def finish(self, state: Tensor, mixed_BHTC: Tensor) -> Tensor:
+        state = state + self.self_attn.o_proj(mixed_BHTC.transpose(1, 2).flatten(2))
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+    def attend(self, pair: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], see_BNS: Tensor) -> Tensor:
+        """Decoding: N nodes look at the keys they may see."""
+        attn = self.self_attn
+        query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
+        keys, values = attn.repeat(past[0]), attn.repeat(past[1])
+        mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=see_BNS[:, None])
+        return self.finish(state, mixed)
+
+    def taught(
+        self, embedded: Tensor, state: Tensor, passes: list[tuple[Tensor, Tensor]], rotary: Rotary, apart_BTT: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Training, pass ``len(passes)`` at all positions: the new states, and this pass's keys and values.
+
+        Position t stands at t + pass for its rotation; it sees the first pass up to t and the later passes at t alone.
+        """
+        attn, k, T = self.self_attn, len(passes), state.shape[1]
+        rotation = rotary(torch.arange(k, k + T, device=state.device)[None], k + T)
+        pair = self.pair(embedded, state)
+        query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
+        own = tuple(attn.repeat(x) for x in self.keys_values(pair, rotation))
+        first_keys, first_values = (x[:, :, :T] for x in (passes[0] if passes else own))
+        barred = torch.ones(T, T, dtype=torch.bool, device=state.device).triu(1)
+        barred = barred if apart_BTT is None else barred | apart_BTT[:, None, :T, :T]
+        scores = (query @ first_keys.mT).masked_fill(barred, float("-inf"))
+        later = [(key[:, :, :T], value[:, :, :T]) for key, value in [*passes, own][1:]]
+        alone = [(query * key).sum(-1, keepdim=True) for key, _ in later]
+        weights = (torch.cat([scores, *alone], -1) * attn.head_dim**-0.5).softmax(-1)
+        mixed = weights[..., :T] @ first_values
+        for j, (_, value) in enumerate(later):
+            mixed = mixed + weights[..., T + j : T + j + 1] * value
+        return self.finish(state, mixed), own

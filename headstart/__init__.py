@@ -1,0 +1,53 @@
+"""Headstart: train lookahead heads on a frozen language model, and decode the same text faster with them.
+
+The public names below are found on first use, so that `import headstart` loads neither torch nor transformers.
+"""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+    from headstart.heads.base import Drafter, Features
+    from headstart.inference.heads import Heads, load
+    from headstart.inference.tree import TreeShape
+    from headstart.training.recipe import load_recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backbone",
+    "Drafter",
+    "Features",
+    "Heads",
+    "TreeShape",
+    "__version__",
+    "load",
+    "load_backbone",
+    "load_recipe",
+    "load_tokenizer",
+]
+
+_HOME = {
+    "Backbone": "headstart.heads.backbone",
+    "Drafter": "headstart.heads.base",
+    "Features": "headstart.heads.base",
+    "Heads": "headstart.inference.heads",
+    "TreeShape": "headstart.inference.tree",
+    "load": "headstart.inference.heads",
+    "load_backbone": "headstart.heads.backbone",
+    "load_recipe": "headstart.training.recipe",
+    "load_tokenizer": "headstart.heads.backbone",
+}
+"""The module each public name lives in."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headstart' has no attribute {name!r}")
+    value = import_module(_HOME[name]).__dict__[name]
+    globals()[name] = value   # found once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

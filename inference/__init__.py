@@ -1,0 +1,1 @@
+"""How drafts are grown, picked and kept; measuring; the commands."""

@@ -1,0 +1,148 @@
+"""Heads on their backbone: what a user loads, and the callable that transformers' ``generate`` takes.
+
+    heads = headstart.load("out/qwen3-8b-eagle3", backbone=model)
+    model.generate(**inputs, custom_generate=heads.generate, do_sample=True, temperature=0.7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import load_drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decode import Decoder, Pass
+from headstart.inference.noise import row_seeds
+from headstart.inference.request import Request, read_request
+from headstart.inference.text import sequences
+from headstart.inference.tree import TreeShape
+
+
+@dataclass
+class HeadsOutput(GenerateDecoderOnlyOutput):
+    """What ``return_dict_in_generate=True`` gives: transformers' own fields, and how the text came about."""
+
+    passes: int | None = None
+    """Backbone passes after the one over the prompt."""
+    tau: float | None = None
+    """Tokens a row wrote per pass, the backbone's own included: 1 is plain decoding."""
+    acceptance_per_depth: list[float] | None = None
+    """Share of passes in which the draft of each depth was accepted; tau is 1 + their sum."""
+    seconds: dict[str, float] | None = None
+    """Seconds spent drafting, verifying and on the host, over all passes (on an accelerator exact only with ``timed=True``)."""
+
+
+class Heads:
+    """A backbone and the drafter trained on it; without a drafter, plain decoding by the same rule."""
+
+    def __init__(self, backbone: Backbone, drafter: Drafter | None = None) -> None:
+        self.backbone, self.drafter = backbone, drafter
+        _hand_over(backbone.model)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        seed: int | list[int] | None = None,
+        tree: TreeShape | None = None,
+        speculate: bool = True,
+        timed: bool = False,
+        **model_kwargs: Any,
+    ) -> HeadsOutput | Tensor:
+        """For ``model.generate(..., custom_generate=heads.generate)``; the keyword arguments from ``seed`` on are its own.
+
+        ``seed``: an int (row i has seed + i), a list with one a row, or None for torch's default generator. ``tree``: how large
+        the candidate trees are. ``speculate=False``: plain decoding by the same rule. ``timed``: exact times on an accelerator.
+        Raises UserError (a ValueError) for what is not supported.
+        """
+        if model is not self.backbone.model:
+            raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
+        request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
+        decoder = Decoder(self.backbone, self.drafter if speculate else None, request, tree or TreeShape(), seeds_B)
+        decoder.start()
+        passes = list(decoder.run(timed))
+        if streamer is not None:
+            streamer.end()
+        return _output(decoder, passes, request) if request.dictionary else sequences(decoder.texts, request)
+
+
+def load(
+    path: str | Path | None,
+    backbone: PreTrainedModel | Backbone,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    other_backbone: bool = False,
+) -> Heads:
+    """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule.
+
+    Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
+    """
+    on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
+    return Heads(on, None if path is None else load_drafter(path, on, tokenizer=tokenizer, other_backbone=other_backbone))
+
+
+def _output(decoder: Decoder, passes: list[Pass], request: Request) -> HeadsOutput:
+    runs = [written for one in passes for written in one.written_B if written]
+    depth = decoder.drafter.depth if decoder.drafter is not None else 0
+    return HeadsOutput(
+        sequences=sequences(decoder.texts, request),
+        scores=_by_step(decoder.scores) if request.scores else None,
+        logits=_by_step(decoder.logits) if request.logits else None,
+        passes=len(passes),
+        tau=sum(runs) / len(runs) if runs else 1.0,
+        acceptance_per_depth=[sum(run > k + 1 for run in runs) / max(len(runs), 1) for k in range(depth)],
+        seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
+    )
+
+
+def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Per row and token -> per step ``[B, V]``; a row that has ended has zeros."""
+    longest = max(len(row) for row in rows)
+    return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))
+
+
+def _hand_over(model: PreTrainedModel) -> None:
+    """Let ``streamer`` and ``tokenizer`` (for stop strings) reach our callable.
+
+    transformers 5.23 drops both on the way to any ``custom_generate`` callable, and refuses stop strings for want of the tokenizer.
+    """
+    if "_extract_generation_mode_kwargs" in vars(model):
+        return
+    original = model._extract_generation_mode_kwargs
+
+    def extract(
+        self: PreTrainedModel,
+        custom_generate: str | Callable | None,
+        kwargs: dict[str, Any],
+        synced_gpus: bool | None,
+        assistant_model: PreTrainedModel | None,
+        streamer: BaseStreamer | None,
+    ) -> dict[str, Any]:
+        tokenizer = kwargs.get("tokenizer")
+        found = original(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, Heads):
+            if assistant_model is not None:
+                raise UserError("assistant_model and heads both draft; leave assistant_model out")
+            found |= {"streamer": streamer, "tokenizer": tokenizer}
+        return found
+
+    model._extract_generation_mode_kwargs = MethodType(extract, model)

@@ -1,0 +1,165 @@
+"""The house: who may import whom, what must be importable without extras, how long a file may be, what is public.
+
+    train_heads.py -> training -> inference -> heads -> torch, transformers
+"""
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headstart
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("heads", "inference", "training")
+"""From the bottom up: a layer imports itself and those before it."""
+LONGEST_FILE = 300
+PUBLIC = {
+    "Backbone",
+    "Drafter",
+    "Features",
+    "Heads",
+    "TreeShape",
+    "__version__",
+    "load",
+    "load_backbone",
+    "load_recipe",
+    "load_tokenizer",
+}
+FACADE_FOR_ALL = {"__version__", "recipes"}
+"""What any layer may take from `headstart` itself (recipes are data); other public names are imported from where they live."""
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import of a file, wherever it stands; relative ones made absolute."""
+    package = ["headstart", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def fault(layer: str, name: str) -> str | None:
+    """Why a module of this layer may not import this name."""
+    top, _, rest = name.partition(".")
+    if top in LAYERS:
+        return f"write headstart.{name}"
+    if top in ("train_heads", "tests"):
+        return f"nothing imports {top}"
+    if top != "headstart" or not rest:
+        return None
+    below = rest.split(".")[0]
+    if below in LAYERS:
+        return f"{layer}/ may not import {below}/" if LAYERS.index(below) > LAYERS.index(layer) else None
+    return None if below in FACADE_FOR_ALL else f"import {below} from the module it lives in"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_run_one_way(layer: str) -> None:
+    found = [(path, line, name) for path in sources(layer) for line, name in imported(path)]
+    faults = [f"{path.relative_to(ROOT)}:{line}: {name}: {why}" for path, line, name in found if (why := fault(layer, name))]
+    assert not faults, "\n".join(faults)
+
+
+def test_scripts_and_tests_use_the_one_import_root() -> None:
+    paths = [*sources("tests"), *sources("benchmarks"), *ROOT.glob("*.py")]
+    faults = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in paths for line, name in imported(path) if name.split(".")[0] in LAYERS]
+    assert not faults, "write headstart.<layer>: " + ", ".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "allowed"),
+    [
+        ("heads", "torch.nn", True),
+        ("heads", "headstart.heads.base.Drafter", True),
+        ("heads", "headstart.inference.tree", False),
+        ("heads", "heads.base", False),
+        ("heads", "headstart.recipes", True),
+        ("inference", "headstart.heads.base", True),
+        ("inference", "headstart.training", False),
+        ("training", "headstart.inference.measure", True),
+        ("training", "headstart.__version__", True),
+        ("training", "headstart.load", False),
+        ("training", "train_heads", False),
+    ],
+)
+def test_the_rule_itself(layer: str, name: str, allowed: bool) -> None:
+    assert (fault(layer, name) is None) == allowed
+
+
+@pytest.mark.parametrize("folder", [*LAYERS, "recipes"])
+def test_one_import_root_by_relative_links(folder: str) -> None:
+    link = ROOT / "headstart" / folder
+    assert link.is_symlink() and os.readlink(link) == f"../{folder}"
+
+
+def test_no_file_is_long() -> None:
+    paths = [path for folder in (*LAYERS, "recipes", "tests", "benchmarks") for path in sources(folder)]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in [*paths, *ROOT.glob("*.py")]}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
+
+
+def test_every_drafter_names_its_paper() -> None:
+    """One file a method, and its first lines say where the method comes from."""
+    found = {}
+    for path in sources("heads"):
+        module = ast.parse(path.read_text())
+        bases = [ast.unparse(base).split(".")[-1] for node in module.body if isinstance(node, ast.ClassDef) for base in node.bases]
+        if "Drafter" in bases:
+            found[path.stem] = bool(re.search(r"\b\d{4}\.\d{5}\b", ast.get_docstring(module) or ""))
+    assert {"medusa", "eagle3"} <= set(found)
+    assert all(found.values()), f"no arXiv id in the docstring of {[name for name, cited in found.items() if not cited]}"
+
+
+IMPORT_EVERYTHING = """
+import importlib, importlib.machinery, sys
+
+class WithoutExtras(importlib.machinery.PathFinder):
+    # Finds nothing for a refused name, which is what a library sees that looks for a package not installed.
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ("wandb", "peft") else super().find_spec(name, path, target)
+
+sys.meta_path = [WithoutExtras if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+import headstart
+assert not {"torch", "transformers", "yaml"} & set(sys.modules), "import headstart loads a library"
+
+layers = ("heads", "inference", "training")
+for i, layer in enumerate(layers):
+    for name in MODULES[layer]:
+        importlib.import_module(name)
+    above = [name for name in sys.modules for other in layers[i + 1:] if name.startswith(f"headstart.{other}")]
+    assert not above, f"importing {layer} imports {above}"
+import train_heads
+assert not {"wandb", "peft"} & set(sys.modules), "an extra was imported"
+for name in headstart.__all__:
+    assert getattr(headstart, name) is not None
+"""
+
+
+def test_every_module_imports_without_extras() -> None:
+    modules = {
+        layer: [".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__") for path in sources(layer)]
+        for layer in LAYERS
+    }
+    code = f"MODULES = {modules!r}\n{IMPORT_EVERYTHING}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(headstart.__all__) == PUBLIC
+    assert PUBLIC <= set(dir(headstart))
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        headstart.__getattr__("lod")

@@ -1,0 +1,8 @@
+"""Train lookahead heads: accelerate launch train_heads.py RECIPE [section.key=value ...]"""
+
+import sys
+
+from headstart.training.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

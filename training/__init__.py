@@ -1,0 +1,1 @@
+"""How a drafter is taught."""

@@ -1,0 +1,142 @@
+"""What a run tells: a JSONL file always, Weights & Biases when asked, and a progress bar with the numbers that matter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from headstart.heads.errors import UserError
+from headstart.training.recipe import Recipe, to_dict
+
+
+@dataclass
+class Meter:
+    """Sums since the last line of the log; part of the saved state, so that a resumed run writes the same lines."""
+
+    steps: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    count_K: list[float] = field(default_factory=list)
+    correct_K: list[float] = field(default_factory=list)
+    overlap_K: list[float] = field(default_factory=list)
+
+    def add(self, loss: float, grad_norm: float, tokens: int, depths: list[list[float]], seconds: float) -> None:
+        """``depths``: count, correct and overlap of one optimiser step."""
+        self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + loss, self.grad_norm + grad_norm
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        before = [self.count_K, self.correct_K, self.overlap_K] if self.count_K else [[0.0] * len(row) for row in depths]
+        both = zip(before, depths, strict=True)
+        self.count_K, self.correct_K, self.overlap_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
+
+    def record(self) -> dict[str, Any]:
+        """Means; accuracy and overlap per depth."""
+        return {
+            "loss": self.loss / self.steps,
+            "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
+            "overlap": [round(x / max(n, 1.0), 5) for x, n in zip(self.overlap_K, self.count_K, strict=True)],
+            "grad_norm": self.grad_norm / self.steps,
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        }
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Log:
+    """``<save.dir>/log.jsonl`` and its companions. Of the processes of a run, only the first has one that writes."""
+
+    def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
+        self.main, self.steps, self.wandb = main, steps, None
+        if not main:
+            return
+        path = Path(recipe.save.dir) / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_until(path, done)
+        self.file = path.open("a")
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
+        if recipe.log.wandb != "off":
+            self.wandb = _start_wandb(recipe)
+
+    def say(self, text: str) -> None:
+        """To the person, above the progress bar."""
+        if self.main:
+            tqdm.write(text, file=sys.stderr)
+
+    def line(self, step: int, record: dict[str, Any]) -> None:
+        """One line of the log: a step's training numbers, or an evaluation's."""
+        if not self.main:
+            return
+        self.file.write(json.dumps({"step": step, **record}) + "\n")
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log(_scalars(record), step=step)
+        shown = _shown(record)
+        if "loss" not in record:
+            self.say(f"step {step}/{self.steps}: {shown}")
+        elif self.bar.disable:
+            self.say(f"step {step}/{self.steps}  {shown}")
+        else:
+            self.bar.set_postfix_str(shown, refresh=False)
+
+    def advance(self) -> None:
+        if self.main:
+            self.bar.update()
+
+    def close(self) -> None:
+        if not self.main:
+            return
+        self.bar.close()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def require_wandb(recipe: Recipe) -> None:
+    """Raise UserError, before anything is loaded, if Weights & Biases is asked for and not there."""
+    if recipe.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"log.wandb={recipe.log.wandb} needs wandb, which is not installed; pip install wandb, or set log.wandb=off")
+
+
+def _start_wandb(recipe: Recipe) -> Any:
+    import wandb
+
+    return wandb.init(project=recipe.log.project, name=recipe.log.name, mode=recipe.log.wandb, dir=recipe.save.dir, config=to_dict(recipe))
+
+
+def _keep_until(path: Path, done: int) -> None:
+    """Drop the lines after the step that is resumed from, and one half written: they are about to be written again."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= done:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    temporary = path.with_name("log.jsonl.tmp")
+    temporary.write_text("".join(kept) if done else "")
+    os.replace(temporary, path)
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Lists as one curve an entry: accuracy/0, accuracy/1, ..."""
+    flat: dict[str, float] = {}
+    for key, value in record.items():
+        flat |= {f"{key}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {key: value}
+    return flat
+
+
+def _shown(record: dict[str, Any]) -> str:
+    if "tau" in record:
+        accepted = " ".join(f"{x:.0%}" for x in record["acceptance_per_depth"])
+        return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}"
+    accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
+    return f"loss {record['loss']:.4f}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s"

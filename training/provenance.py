@@ -1,0 +1,49 @@
+"""Where trained heads come from: kept with them, so that they can be made again."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from headstart import __version__
+from headstart.heads.checkpoint import template_hash
+from headstart.training.recipe import Recipe, to_dict
+
+
+def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What does not change during a run."""
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = recipe.data.chat_template
+    return {
+        "recipe": to_dict(recipe),
+        "chat_template": template_hash(tokenizer),
+        "command": shlex.join(sys.argv),
+        "commit": _commit(),
+        "versions": {
+            "headstart": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this source, with a mark if files differ from it; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("-dirty" if changed else "")

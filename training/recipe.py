@@ -1,0 +1,236 @@
+"""A run, written down. Every key a recipe may hold is a field below; anything else is an error.
+
+    recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafter.depth=3"])
+
+Sections are checked as they are made, so a ``Recipe`` built in Python is held to the same rules as one that was read.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headstart.training import strict
+from headstart.training.objective import TERMS
+from headstart.training.strict import RecipeError
+
+
+def _check(holds: bool, key: str, rule: str, got: Any) -> None:
+    if not holds:
+        raise RecipeError(f"{key} {rule}; got {got!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    path: str
+    """A causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """What its weights are loaded as; ``auto`` is what they were saved as."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model's repository."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """How it computes attention; ``eager`` is slower and for models without the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: str
+    """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset."""
+    split: str = "train"
+    """Split of a named dataset; a file has none."""
+    subset: str | None = None
+    """Configuration of a named dataset, where it has several."""
+    eval: str | None = None
+    """Held-out rows, named like ``train``; null keeps ``eval_rows`` rows of ``train`` away from training instead."""
+    eval_split: str = "test"
+    """Split of ``eval``, where that is a named dataset."""
+    eval_rows: int = 64
+    """How many rows to hold out, or to read at most from ``eval``; 0 trains on every row and evaluates nothing."""
+    format: Literal["auto", "messages", "conversations", "text"] = "auto"
+    """Turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto`` looks at the rows."""
+    column: str | None = None
+    """Where the rows keep it, if not in a column named like the format."""
+    chat_template: str | None = None
+    """A Jinja chat template for a tokenizer that has none, or instead of its own."""
+    max_length: int = 2048
+    """Tokens a sample may have."""
+    long: Literal["truncate", "skip", "error"] = "truncate"
+    """What to do with longer ones; how many there were is reported."""
+    limit: int | None = None
+    """Read at most this many rows of ``train``."""
+    learn: Literal["assistant", "all"] = "assistant"
+    """Learn to draft the assistant's turns or every token; of plain text every token is learned."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_length >= 4, "data.max_length", "is at least 4 tokens", self.max_length)
+        _check(self.eval_rows >= 0, "data.eval_rows", "is 0 or more", self.eval_rows)
+        _check(self.limit is None or self.limit >= 1, "data.limit", "is at least 1, or null", self.limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
+    """Divergence -> weight: ``kl`` is forward KL from the backbone's distribution, ``ce`` cross-entropy on its choice."""
+    depth_decay: float = 0.8
+    """Depth k weighs this to the power k."""
+    chunk: int = 1024
+    """Positions whose logits are held at a time; less memory when smaller."""
+
+    def __post_init__(self) -> None:
+        for name, weight in self.terms.items():
+            _check(name in TERMS, "objective.terms", f"knows {', '.join(TERMS)}", name)
+            _check(0 <= weight < float("inf"), f"objective.terms.{name}", "is a weight, 0 or more", weight)
+        _check(any(self.terms.values()), "objective.terms", "needs a weight above 0", self.terms)
+        _check(0 < self.depth_decay <= 1, "objective.depth_decay", "is above 0 and at most 1", self.depth_decay)
+        _check(self.chunk >= 1, "objective.chunk", "is at least 1 position", self.chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    steps: int | None = None
+    """Optimiser steps; governs alone, without ``epochs``."""
+    epochs: float | None = None
+    """Times through the data; 1 when neither this nor ``steps`` is given."""
+    batch_size: int = 8
+    """Sequences an optimiser step, over all processes and accumulation."""
+    micro_batch: int | None = None
+    """Sequences a process puts through one forward; null is its whole share of the batch, without accumulation."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    warmup: float = 0.03
+    """Fraction of the steps over which the learning rate rises."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    min_lr: float = 0.1
+    """Fraction of ``lr`` at which the schedule ends."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast of the drafter's forward; its weights stay in fp32."""
+
+    def __post_init__(self) -> None:
+        both = f"and train.epochs={self.epochs} are two lengths of one run; set either to null"
+        _check(None in (self.steps, self.epochs), "train.steps", both, self.steps)
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "epochs", 1.0)
+        _check(self.steps is None or self.steps >= 1, "train.steps", "is at least 1", self.steps)
+        _check(self.epochs is None or 0 < self.epochs < float("inf"), "train.epochs", "is above 0", self.epochs)
+        _check(self.batch_size >= 1, "train.batch_size", "is at least 1", self.batch_size)
+        divides = self.micro_batch is None or (self.micro_batch >= 1 and self.batch_size % self.micro_batch == 0)
+        _check(divides, "train.micro_batch", f"divides train.batch_size={self.batch_size}", self.micro_batch)
+        _check(0 < self.lr < float("inf"), "train.lr", "is above 0", self.lr)
+        _check(all(0 <= beta < 1 for beta in self.betas), "train.betas", "are at least 0 and below 1", self.betas)
+        _check(0 <= self.weight_decay < float("inf"), "train.weight_decay", "is 0 or more", self.weight_decay)
+        _check(0 < self.clip, "train.clip", "is above 0 (.inf never clips)", self.clip)
+        _check(0 <= self.warmup < 1, "train.warmup", "is the fraction of steps spent warming up, 0 <= warmup < 1", self.warmup)
+        _check(0 <= self.min_lr <= 1, "train.min_lr", "is a fraction of train.lr, 0 <= min_lr <= 1", self.min_lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    every: int = 0
+    """Steps between evaluations, each of which decodes held-out prompts; 0 evaluates at the end alone."""
+    prompts: int = 20
+    """How many held-out prompts to decode."""
+    prompt_tokens: int = 64
+    """Of plain text, the first this many tokens are the prompt; a conversation is asked up to its last answer."""
+    max_new_tokens: int = 64
+    """Tokens to write after each prompt."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    nodes: int = 24
+    """Candidates a backbone pass verifies."""
+    width: int = 8
+    """Candidates a depth of the tree keeps growing from."""
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 0, "eval.every", "is 0 or more", self.every)
+        for name in ("prompts", "prompt_tokens", "max_new_tokens", "nodes", "width"):
+            _check(vars(self)[name] >= 1, f"eval.{name}", "is at least 1", vars(self)[name])
+        _check(0 <= self.temperature < float("inf"), "eval.temperature", "is 0 or more", self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    dir: str
+    """Folder of the trained heads, the log and the state to resume from."""
+    every: int = 0
+    """Steps between checkpoints; 0 saves at the end alone."""
+    keep: int = 2
+    """Checkpoints to keep on disk."""
+    resume: bool = True
+    """Go on from the last checkpoint in ``dir``, if there is one."""
+
+    def __post_init__(self) -> None:
+        _check(self.dir != "", "save.dir", "is the name of a folder", self.dir)
+        _check(self.every >= 0, "save.every", "is 0 or more", self.every)
+        _check(self.keep >= 1, "save.keep", "is at least 1", self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    wandb: Literal["off", "online", "offline"] = "off"
+    """A JSONL log is always written; this one beside it."""
+    project: str = "headstart"
+    """Project in Weights & Biases."""
+    name: str | None = None
+    """Name of the run there; null lets it choose."""
+    every: int = 10
+    """Steps between lines."""
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 1, "log.every", "is at least 1", self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    backbone: Backbone
+    """The frozen model."""
+    drafter: dict[str, Any]
+    """``kind`` names the file in heads/ (or a module of your own); the rest are that drafter's own arguments."""
+    data: Data
+    """What to learn from."""
+    objective: Objective = field(default_factory=Objective)
+    """What learning lowers."""
+    train: Train = field(default_factory=Train)
+    """How it is lowered."""
+    eval: Eval = field(default_factory=Eval)
+    """How accepted tokens per pass are measured."""
+    save: Save
+    """Where the heads go."""
+    log: Log = field(default_factory=Log)
+    """Where the numbers go."""
+    seed: int = 0
+    """Of the drafter's first weights and of the order of the data."""
+
+    def __post_init__(self) -> None:
+        if "kind" not in self.drafter:
+            raise RecipeError("missing key drafter.kind: the drafter to train, as in drafter.kind=eagle3")
+        _check(isinstance(self.drafter["kind"], str), "drafter.kind", "is text", self.drafter["kind"])
+        _check(self.seed >= 0, "seed", "is 0 or more", self.seed)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace what it says."""
+    tree = strict.read(Path(path))
+    for change in overrides:
+        strict.override(tree, change)
+    try:
+        return strict.build(Recipe, tree)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The whole recipe, defaults written out, as JSON and YAML hold it."""
+    return strict.to_dict(recipe)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults written out; ``load_recipe`` reads it back to an equal one."""
+    return strict.dump(recipe)
