@@ -6,13 +6,15 @@ The only code that knows model classes. Shape suffixes: B batch, T positions, S 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,18 +35,21 @@ class Backbone:
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
         self.base: nn.Module = model.base_model
-        self.embed: nn.Module = model.get_input_embeddings()
-        self.unembed: nn.Module = model.get_output_embeddings()
+        self.embed: Any = model.get_input_embeddings()
+        self.unembed: Any = model.get_output_embeddings()
         self.dim: int = self.config.hidden_size
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.layers = _decoder_layers(self.base, self.num_layers)
-        self.windows = _windows(self.config.to_dict(), type(model).__name__)
+        self.windows = _windows(self.config.to_dict(), model)
         self._post = _postprocessing(self)
+        _require_masks(self)
 
     @property
     def name(self) -> str:
-        return str(self.model.config.name_or_path)
+        """The folder or hub id it was loaded from; ``embedded`` for the one that ships, wherever it is installed."""
+        name = str(self.model.config.name_or_path)
+        return EMBEDDED if name == resolve(EMBEDDED) else name
 
     @property
     def device(self) -> torch.device:
@@ -136,12 +141,20 @@ def load_backbone(
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
-        model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=wanted, trust_remote_code=trust_remote_code, attn_implementation=attention, use_safetensors=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=wanted,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+        if report["missing_keys"]:
+            lacking = sorted(report["missing_keys"])
+            raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
     except UserError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise _cannot_load("backbone", path, error) from error
     return Backbone(model.to(on))
 
@@ -159,7 +172,7 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and path != EMBEDDED and not Path(path).exists():
         return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
-    if "trust_remote_code" in cause:
+    if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
 
@@ -171,17 +184,38 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def _windows(config: dict[str, Any], name: str) -> dict[str, int | None]:
+def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
     """Kind of attention layer -> how many positions it looks back (None: all of them)."""
-    kinds = sorted(set(config.get("layer_types") or ["full_attention"]))
-    unknown = [kind for kind in kinds if kind not in KINDS_OF_LAYER]
+    # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
+    alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
+    unknown = [kind for kind in kinds if kind not in KINDS_OF_LAYER] or (["recurrent"] if model._is_stateful else [])
     if unknown:
-        raise UserError(f"{name} has layers of kind {unknown[0]!r}; supported: {', '.join(KINDS_OF_LAYER)}")
+        raise UserError(f"{type(model).__name__} has layers of kind {unknown[0]!r}; supported: {', '.join(KINDS_OF_LAYER)}")
     return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds}
 
 
 def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device).masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+
+
+def _require_masks(backbone: Backbone) -> None:
+    """Raise UserError unless a token reads the same beside many siblings as alone: the model follows 4-D masks and positions."""
+    N = min(24, backbone.max_positions or 24)
+    tokens = torch.arange(N, device=backbone.device)[None] % backbone.vocab
+    seen = torch.ones(N, N, dtype=torch.bool, device=backbone.device).tril()
+    seen[-1, 2:-1] = False
+    place = torch.arange(N, device=backbone.device)[None].clone()
+    place[0, -1] = 2
+    alone = backbone.read(tokens[:, [0, 1, N - 1]]).hidden_BTD[:, -1]
+    try:
+        beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
+    except (TypeError, ValueError, RuntimeError):
+        beside = None
+    if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():
+        name = type(backbone.model).__name__
+        raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
 
 
 @contextmanager
@@ -189,7 +223,7 @@ def _tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, 
     """Keeps the residual stream after each of ``taps`` layers while the model runs, and nothing else."""
     kept: dict[int, Tensor] = {}
 
-    def after(tap: int):
+    def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             kept[tap] = output[0] if isinstance(output, tuple) else output
 
@@ -228,9 +262,8 @@ def _postprocessing(backbone: Backbone) -> tuple[str, float]:
     raw = backbone.unembed(backbone.base(input_ids=tokens).last_hidden_state)
     for rule, apply in _POSTPROCESS.items():
         value = config.get(rule.split(" ")[0])
-        if (rule == "none" or value) and torch.allclose(apply(raw, value).float(), said.float(), rtol=2e-2, atol=1e-2 * said.abs().max().item()):
-            if rule == "none" and config.get("final_logit_softcapping"):
-                continue
+        known = bool(value) if rule != "none" else not config.get("final_logit_softcapping")
+        if known and torch.allclose(apply(raw, value).float(), said.float(), rtol=2e-2, atol=1e-2 * said.abs().max().item()):
             return rule, float(value or 1.0)
     raise UserError(
         f"{type(backbone.model).__name__} changes its logits in a way Headstart does not know (transformers {transformers.__version__}); "

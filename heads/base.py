@@ -73,7 +73,7 @@ class Drafter(nn.Module):
     """K: how many tokens beyond the root are drafted."""
     taps: tuple[int, ...] = ()
     """The backbone layers whose residual stream this drafter reads."""
-    vocabulary: Tensor | None = None
+    vocabulary: Tensor | None
     """int64 [DV]: the backbone's token for each token of the draft vocabulary, ascending; None: the whole vocabulary."""
     arguments: dict[str, Any]
     file_name: str = "model.safetensors"
@@ -82,6 +82,7 @@ class Drafter(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         self.backbone = [backbone]
+        self.register_buffer("vocabulary", None, persistent=False)  # a buffer, so that it follows the drafter to its device
 
     def forward(self, features: Features) -> list[Tensor]:
         """Training: K tensors, the k-th ``[B, max(T-2-k, 0), D]``; its position t drafts ``x_{t+2+k}`` from the true tokens."""
@@ -104,6 +105,10 @@ class Drafter(nn.Module):
         ``tokens_BN`` are the nodes' tokens (depth 0: the roots), ``parents_BN`` their parents' places among the nodes of the
         depth before. A drafter that does not look at the tokens may return ``[B, 1, D]``.
         """
+        raise NotImplementedError
+
+    def use_vocabulary(self, tokens: Tensor) -> None:
+        """Draft these backbone tokens (int64 ``[DV]``) and no others; called before training if there is a draft vocabulary."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def find_drafter(kind: str) -> type[Drafter]:
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or the dotted name of an importable module") from None
+        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or a dotted name that can be imported") from None
     found = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Drafter) and c.__module__ == name]
     if len(found) != 1:
         raise UserError(f"{name} must define exactly one Drafter; found {len(found)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.heads.errors import UserError
 
 CARD = "headstart.json"
 FORMAT = 1
+HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weights": dict, "provenance": dict}
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -79,7 +81,12 @@ def read_card(path: str | Path) -> tuple[Path, dict[str, Any]]:
         card = json.loads(card_file.read_text())
         if card["format"] != FORMAT:
             raise UserError(f"{card_file} is of format {card['format']}; this version reads format {FORMAT}")
-        return folder, {key: card[key] for key in ("kind", "arguments", "backbone", "contract", "weights", "provenance")}
+        found = {key: card[key] for key in HELD}
+        wrong = [key for key, kind in HELD.items() if not isinstance(found[key], kind)]
+        wrong += [f"weights.{key}" for key in ("file", "sha256") if not isinstance(card["weights"][key], str)]
+        if wrong or Path(card["weights"]["file"]).name != card["weights"]["file"]:
+            raise TypeError(f"{(wrong or ['weights.file'])[0]} is of another form")
+        return folder, found
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise UserError(f"{card_file} is damaged ({type(error).__name__}: {error}); train or fetch the heads again") from None
 
@@ -96,12 +103,15 @@ def load_drafter(
     check_contract(str(path), card, backbone, other_backbone)
     stored = card["provenance"].get("chat_template")
     if tokenizer is not None and stored and stored != template_hash(tokenizer) and not other_backbone:
-        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {template_hash(tokenizer)}: use the same one")
+        found = template_hash(tokenizer)
+        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
     file = folder / card["weights"]["file"]
     if not file.is_file():
         raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
     if _hash(file) != card["weights"]["sha256"]:
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {CARD}); train or fetch the heads again")
+    if card["kind"] not in methods() and card["kind"] not in sys.modules:
+        raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
     drafter = build_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))
@@ -128,7 +138,7 @@ def _fetch(path: str) -> Path:
         return Path(snapshot_download(path))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"no heads at {path!r}: no such folder, and not to be had from the hub ({cause}); give a folder or a hub id") from None
+        raise UserError(f"no heads at {path!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id") from None
 
 
 def _hash(file: Path) -> str:

@@ -22,7 +22,7 @@ from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, require_count
 from headstart.heads.errors import UserError
 from headstart.heads.kv import RaggedKV, slots_behind, visible
-from headstart.heads.layers import PairLayer, Rotary, llama_like
+from headstart.heads.layers import Norm, PairLayer, Rotary, llama_like
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Eagle3(Drafter):
     ``taps``: three layers, by default ``(2, L//2, L-3)``. ``draft_vocab``: how many of the most frequent tokens are drafted
     (None: all). ``intermediate_size``: width of the feed-forward part (None: the backbone's).
     """
+
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class Eagle3(Drafter):
         self.layer_config: LlamaConfig = llama_like(backbone, intermediate_size)
         D = backbone.dim
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        # The fused state starts as the deepest tap, which the readout already half understands, and a little of the others.
+        self.fc.weight.data.mul_(0.1)[:, -D:].add_(torch.eye(D))
         self.midlayer = PairLayer(self.layer_config)
-        self.norm = nn.RMSNorm(D, eps=self.layer_config.rms_norm_eps)
+        self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
         self.lm_head = nn.Linear(D, draft_vocab or backbone.vocab, bias=False)
         self.rotary = Rotary(self.layer_config)
         if draft_vocab is None:
@@ -102,10 +107,12 @@ class Eagle3(Drafter):
         apart_BTT = None
         if features.document_BT is not None and bool((features.document_BT > 0).any()):
             apart_BTT = features.document_BT[:, :, None] != features.document_BT[:, None, :]
-        passes, out = [], []
+        passes: list[tuple[Tensor, Tensor]] = []
+        out = []
         for k in range(self.depth):
             Tk = max(T - 2 - k, 0)
-            state_BTD, keys_values = self.midlayer.taught(embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], passes, self.rotary, apart_BTT)
+            next_BTD = embedded_BTD[:, k + 1 : k + 1 + Tk]
+            state_BTD, keys_values = self.midlayer.taught(next_BTD, state_BTD[:, :Tk], passes, self.rotary, apart_BTT)
             passes.append(keys_values)
             out.append(state_BTD)
         return out
@@ -156,8 +163,11 @@ class Eagle3(Drafter):
     def config(self) -> dict[str, Any]:
         """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
         config = self.layer_config.to_dict()
-        keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+        keep = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters",
+            "bos_token_id", "eos_token_id", "pad_token_id",
+        )  # fmt: skip
         rope = config["rope_parameters"]
         scaled = {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else None
         dtype = str(self.fc.weight.dtype).removeprefix("torch.")
@@ -183,13 +193,15 @@ class Eagle3(Drafter):
             self.vocabulary = self.t2d.nonzero().flatten()
             offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
             if not torch.equal(offsets, self.d2t):
-                raise UserError("the tensors d2t and t2d disagree about the draft vocabulary; the checkpoint is damaged, train or fetch it again")
+                raise UserError("d2t and t2d disagree about the draft vocabulary: the checkpoint is damaged; train or fetch it again")
 
 
 def _taps(taps: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    if taps is not None and (not isinstance(taps, list | tuple) or any(not isinstance(tap, int) or isinstance(tap, bool) for tap in taps)):
+        raise UserError(f"drafter.taps is a list of layer counts from 0 (the embedding) to {num_layers}; got {taps!r}")
     chosen = sorted(set(taps)) if taps is not None else [2, num_layers // 2, num_layers - 3]
     if taps is None and (num_layers < 6 or len(set(chosen)) < 3):
         chosen = sorted({1, num_layers // 2, num_layers - 1} - {0}) if num_layers > 1 else [num_layers]
-    if not chosen or any(not isinstance(tap, int) or not 0 <= tap <= num_layers for tap in chosen):
+    if not chosen or any(not 0 <= tap <= num_layers for tap in chosen):
         raise UserError(f"drafter.taps are layer counts from 0 (the embedding) to {num_layers}; got {taps!r}")
     return tuple(chosen)

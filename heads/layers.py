@@ -48,17 +48,24 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.compute = LlamaRotaryEmbedding(config)
+        self.compute = [LlamaRotaryEmbedding(config)]  # no submodule: .to(bfloat16) would round its frequencies
         self.table: Rotation | None = None
 
     def forward(self, positions_BT: Tensor, up_to: int) -> Rotation:
         """All positions are below ``up_to``, which the host knows, so that none needs to be read back."""
         if self.table is None or self.table[0].shape[0] < up_to or self.table[0].device != positions_BT.device:
-            places = torch.arange(max(512, 2 * up_to), device=positions_BT.device)[None]
-            cos, sin = self.compute(places.float(), places)
-            self.table = cos[0], sin[0]
+            places = torch.arange(max(512, 2 * up_to))[None]
+            cos, sin = self.compute[0](places.float(), places)
+            self.table = cos[0].to(positions_BT.device), sin[0].to(positions_BT.device)
         cos, sin = self.table
         return cos[positions_BT][:, None], sin[positions_BT][:, None]
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its weight, whatever autocast hands it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
@@ -92,9 +99,9 @@ class PairLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(D, eps=eps)
-        self.hidden_norm = nn.RMSNorm(D, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(D, eps=eps)
+        self.input_layernorm = Norm(D, eps=eps)
+        self.hidden_norm = Norm(D, eps=eps)
+        self.post_attention_layernorm = Norm(D, eps=eps)
         self.self_attn = PairAttention(config)
         self.mlp = LlamaMLP(config)
 
@@ -129,7 +136,8 @@ class PairLayer(nn.Module):
         rotation = rotary(torch.arange(k, k + T, device=state.device)[None], k + T)
         pair = self.pair(embedded, state)
         query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
-        own = tuple(attn.repeat(x) for x in self.keys_values(pair, rotation))
+        keys, values = self.keys_values(pair, rotation)
+        own = attn.repeat(keys), attn.repeat(values)
         first_keys, first_values = (x[:, :, :T] for x in (passes[0] if passes else own))
         barred = torch.ones(T, T, dtype=torch.bool, device=state.device).triu(1)
         barred = barred if apart_BTT is None else barred | apart_BTT[:, None, :T, :T]

@@ -46,27 +46,32 @@ class Medusa(Drafter):
             nn.Sequential(*(ResBlock(backbone.dim) for _ in range(layers)), nn.Linear(backbone.dim, backbone.vocab, bias=False))
             for _ in range(depth)
         )
-        for head in self.heads:
+        for head in self._heads:
             head[-1].weight.data.copy_(backbone.unembed.weight)
+
+    @property
+    def _heads(self) -> list[Any]:
+        """Each a sequence: residual blocks, then the readout."""
+        return list(self.heads)
 
     def forward(self, features: Features) -> list[Tensor]:
         T = features.tokens_BT.shape[1]
-        hidden = features.hidden_BTD.to(self.heads[0][-1].weight.dtype)
-        return [head[:-1](hidden[:, : max(T - 2 - k, 0)]) for k, head in enumerate(self.heads)]
+        hidden = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
+        return [head[:-1](hidden[:, : max(T - 2 - k, 0)]) for k, head in enumerate(self._heads)]
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self.heads[depth][-1](hidden)
+        return self._heads[depth][-1](hidden)
 
     def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
         """The state is the hidden state ``[B, 1, D]`` of each row's last position."""
-        hidden_BTD = features.hidden_BTD.to(self.heads[0][-1].weight.dtype)
+        hidden_BTD = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
         lengths_B = features.lengths_B
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         last_B1D = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[-1]))
         return last_B1D if state is None else torch.where(lengths_B[:, None, None] > 0, last_B1D, state)
 
     def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return self.heads[depth][:-1](state), state
+        return self._heads[depth][:-1](state), state
 
     def config(self) -> dict[str, Any]:
         """No ``architectures``: one engine that reads this layout refuses files that name one."""

@@ -44,6 +44,14 @@ COUNTING = (
 """Processors that look at nothing but how many ids there are."""
 
 
+BY_ROW = (
+    known.PrefixConstrainedLogitsProcessor,
+    known.EncoderRepetitionPenaltyLogitsProcessor,
+    known.EncoderNoRepeatNGramLogitsProcessor,
+)
+"""Processors that know the prompts or the rows by number."""
+
+
 def is_blind(processor: LogitsProcessor) -> bool:
     """True if the processor's scores do not depend on the ids."""
     if isinstance(processor, known.SequenceBiasLogitsProcessor):
@@ -62,15 +70,18 @@ class History:
 class Processing:
     """The processors of one call to generate, applied to trees."""
 
-    def __init__(self, processors: LogitsProcessorList, rows: int) -> None:
+    def __init__(self, processors: LogitsProcessorList, pads: list[int]) -> None:
+        rows = len(pads)
         for processor in processors:
             if isinstance(processor, known.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                raise UserError("guidance_scale runs the model a second time at every step, which tree decoding can't follow; leave it out")
-            if isinstance(processor, known.PrefixConstrainedLogitsProcessor) and rows > 1:
-                raise UserError(f"prefix_allowed_tokens_fn is told row numbers, which trees of {rows} rows don't have; decode one row at a time")
-        self.processors = processors
+                raise UserError("guidance_scale runs the model a second time at every step, which trees can't follow; leave it out")
+            if isinstance(processor, known.SynthIDTextWatermarkLogitsProcessor):
+                raise UserError("SynthID watermarks keep a state from step to step, which trees don't have; leave watermarking_config out")
+            if isinstance(processor, BY_ROW) and rows > 1:
+                raise UserError(f"{type(processor).__name__} goes by row numbers, which trees don't have; got {rows} rows, decode one at a time")
+        self.processors = LogitsProcessorList(_without_padding(processor, pads) for processor in processors)
         self.blind = all(is_blind(processor) for processor in processors)
-        self.one_by_one = any(isinstance(processor, known.PrefixConstrainedLogitsProcessor) for processor in processors)
+        self.one_by_one = any(isinstance(processor, BY_ROW) for processor in processors)
 
     @property
     def temperature(self) -> float:
@@ -100,6 +111,16 @@ class Processing:
         for processor in self.processors:
             scores_RV = processor(ids_RT if isinstance(processor, COUNTING) else ids_RT[:, pads:], scores_RV)
         return scores_RV
+
+
+def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProcessor:
+    """transformers tells the repetition penalty each row's padding, row by row; histories here have none."""
+    ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
+    if not isinstance(ignored, Tensor):
+        return processor
+    if ignored.tolist() != pads:
+        raise UserError("prompt_ignore_length goes by row numbers, which trees don't have; give one int, or decode without it")
+    return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
 
 
 def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> list[Tensor]:

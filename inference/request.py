@@ -53,7 +53,7 @@ def read_request(
     mask = model_kwargs.get("attention_mask")
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
-        raise UserError("attention_mask hides positions that are not at the left end of a row; pad on the left (tokenizer.padding_side='left')")
+        raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
     lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     if not lengths and not any(True for c in criteria if not isinstance(c, EosTokenCriteria)):
         raise UserError("nothing says when to stop; give max_new_tokens or max_length")
@@ -66,7 +66,7 @@ def read_request(
         limit=min(lengths) if lengths else 1 << 31,
         eos=eos,
         criteria=others,
-        processing=Processing(processors, len(ids_BT)),
+        processing=Processing(processors, pads),
         sample=bool(config.do_sample),
         pad_token=int(pad) if pad is not None else 0,
         streamer=streamer,

@@ -90,7 +90,8 @@ class Ranking:
 def grow(drafter: Drafter, state: Any, roots_B: Tensor, shape: TreeShape, ranking: Ranking) -> CandidateTree:
     """Depth by depth from the ``width`` likeliest nodes; of all, the ``nodes`` likeliest stay. Nothing is read back to the host."""
     depth = min(shape.depth or drafter.depth, drafter.depth)
-    tokens, parents, scores = [roots_B[:, None]], [torch.zeros_like(roots_B[:, None])], [roots_B.new_zeros(len(roots_B), 1, dtype=torch.float)]
+    tokens, parents = [roots_B[:, None]], [torch.zeros_like(roots_B[:, None])]
+    scores = [torch.zeros(len(roots_B), 1, device=roots_B.device)]
     places_BW, first = parents[0], 0
     for k in range(depth):
         hidden, state = drafter.step(state, tokens[-1], places_BW, k)
@@ -101,7 +102,7 @@ def grow(drafter: Drafter, state: Any, roots_B: Tensor, shape: TreeShape, rankin
         places_BW, drafted = best.indices // V, best.indices % V
         tokens.append(drafted if drafter.vocabulary is None else drafter.vocabulary[drafted])
         parents.append(first + places_BW)
-        scores.append(best.values)
+        scores.append(best.values.nan_to_num(nan=-math.inf))  # heads that have diverged may not push the root out of the tree
         first += scores[-2].shape[1]
     return _best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), shape.nodes, depth)
 

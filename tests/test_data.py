@@ -1,100 +1,190 @@
-"""Data: the exact text that is learned under templates of every style, every way rows can be wrong, batches, order, prompts."""
+"""Data: files and datasets read or refused, held-out rows, batches, order, draft vocabulary, prompts."""
 import gzip
 import json
+from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.heads.errors import UserError
-from headstart.training.conversation import Chat, as_messages, encode
-from headstart.training.data import Sample, collate, load_data, order, prompts, tokenise, vocabulary_by_frequency
+from headstart.training import rows as rows_module
+from headstart.training.data import Sample, collate, hold_out, load_data, order, prompts, tokenise, vocabulary_by_frequency
 from headstart.training.recipe import Data, Eval
 from headstart.training.rows import read_rows
 
-CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-LLAMA3 = """{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>' }}
-{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-VICUNA = """A chat.{{ ' ' }}{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}
-{%- elif m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}
-{%- else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"""
-GEMMA = """{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('roles must alternate') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
-QWEN3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}{% set text = m.content.split('</think>')[-1].lstrip('\n') %}{{ '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}
-{{- text + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-PLAIN = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-OPENING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
-
-SPECIAL = {
-    CHATML: "<|im_start|> <|im_end|>", QWEN3: "<|im_start|> <|im_end|>", OPENING: "<|im_start|> <|im_end|>",
-    LLAMA3: "<|start_header_id|> <|end_header_id|> <|eot_id|>", GEMMA: "<start_of_turn> <end_of_turn>",
-    PHI3: "<|user|> <|assistant|> <|end|>", VICUNA: "", PLAIN: "",
-}
-CORPUS = ["What is two and two? It is four.", "And three? Six, I think.", "USER: Hi ASSISTANT: Hello there", "user assistant model system"] * 3
-TURNS = [("user", "What is two?"), ("assistant", "It is four."), ("user", "And three?"), ("assistant", "Six, ünder one condition.")]
+ROWS = [{"text": f"It is {word}."} for word in ("two", "three", "fünf", "six")]
 
 
-def make_tokenizer(template: str | None = None, trim_offsets: bool = False, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that writes <s> before plain text, with the special tokens of the template."""
-    special = ["<s>", "</s>", *SPECIAL.get(template or "", "").split()]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
-    steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
-    if add_bos:
-        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]))
-    bpe.post_processor = processors.Sequence(steps)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", extra_special_tokens=special[2:])
-    tokenizer.chat_template = template
-    return tokenizer
+def write(path: Path, rows: list[dict]) -> str:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    match path.name.split(".", 1)[1]:
+        case "jsonl":
+            path.write_text(lines + "\n")    # an empty line at the end is nothing
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines.encode()))
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "json.gz":
+            path.write_bytes(gzip.compress(json.dumps(rows).encode()))
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
 
 
-def chat(*turns: tuple[str, str]) -> list[dict]:
-    return [{"role": role, "content": text} for role, text in turns]
+def sample(tokens: list[int], learn: str = "") -> Sample:
+    """``learn``: one character a token, x to learn; empty learns all."""
+    return Sample(torch.tensor(tokens), torch.tensor([mark == "x" for mark in learn or "x" * len(tokens)]))
 
 
-def learned(tokenizer, sample: Sample) -> list[str]:
-    """The runs of learned tokens, decoded."""
-    edges = [0, *(i for i in range(1, len(sample.learn)) if sample.learn[i] != sample.learn[i - 1]), len(sample.learn)]
-    runs = [sample.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if sample.learn[a]]
-    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "json.gz", "parquet"])
+def test_files_of_every_kind(tmp_path, ending):
+    source = write(tmp_path / f"rows.{ending}", ROWS)
+    assert read_rows(source) == ROWS
+    assert read_rows(source, limit=3) == ROWS[:3]
+    assert read_rows(source, limit=9) == ROWS
 
 
-def samples_of(tokenizer, *conversations: list[dict], **data) -> list[Sample]:
-    return tokenise([{"messages": turns} for turns in conversations], tokenizer, Data(train="x", **data), source="x.jsonl")[0]
+def test_conversations_survive_parquet(tmp_path):
+    rows = [{"messages": chat(*TURNS)}, {"messages": [{"role": "user", "content": "Hi", "name": "x"}, *chat(TURNS[1])]}]
+    tokenizer = make_tokenizer(CHATML)
+    read = read_rows(write(tmp_path / "rows.parquet", rows))
+    there, _ = tokenise(read, tokenizer, Data(train="x"), source="x")
+    here, _ = tokenise(rows, tokenizer, Data(train="x"), source="x")
+    assert [s.tokens.tolist() for s in there] == [s.tokens.tolist() for s in here]
 
 
-@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_shipped_file_is_found_wherever_the_package_is(tmp_path, monkeypatch):
+    folder = tmp_path / "somewhere" / "headstart"
+    (folder / "recipes" / "quickstart").mkdir(parents=True)
+    write(folder / "recipes" / "quickstart" / "train.jsonl.gz", ROWS)
+    monkeypatch.setattr(rows_module, "__file__", str(folder / "training" / "rows.py"))
+    monkeypatch.chdir(tmp_path)
+    assert read_rows("quickstart:train.jsonl.gz") == ROWS
+    with pytest.raises(UserError, match=r"no data file .*recipes/quickstart/other.jsonl"):
+        read_rows("quickstart:other.jsonl")
+
+
+def test_datasets_by_name_and_by_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "corpus").mkdir()
+    write(tmp_path / "corpus" / "train.jsonl", ROWS)
+    datasets.disable_progress_bars()
+    assert read_rows(str(tmp_path / "corpus"), split="train", limit=2) == ROWS[:2]
+    with pytest.raises(UserError, match=r"no data .*corpus, split test: it is no file here, and as a dataset it gives: Unknown split"):
+        read_rows(str(tmp_path / "corpus"), split="test")
+    asked = []
+
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_rows("someone/corpus", split="train_sft", subset="en") == ROWS
+    assert asked == [("someone/corpus", "en", "train_sft")]
+
+
+def test_a_dataset_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="no data nobody/nothing, split train: it is no file here, and as a dataset it gives: .+") as caught:
+        read_rows("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
-    ("template", "runs"),
+    ("name", "content", "message"),
     [
-        (CHATML, ["It is four.<|im_end|>", "Six, ünder one condition.<|im_end|>"]),
-        (LLAMA3, ["It is four.<|eot_id|>", "Six, ünder one condition.<|eot_id|>"]),
-        (VICUNA, [" It is four.</s>", " Six, ünder one condition.</s>"]),
-        (GEMMA, ["It is four.<end_of_turn>", "Six, ünder one condition.<end_of_turn>"]),
-        (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>\n</s>"]),
-        (PLAIN, ["It is four.\n", "Six, ünder one condition.\n"]),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": \n', "rows.jsonl, line 2: not valid JSON"),
+        ("rows.jsonl", b'{"text": "a"}\n\n["a"]\n', "rows.jsonl, line 3: a row is a mapping from column to value; got list"),
+        ("rows.jsonl", b"\n", "rows.jsonl holds no rows"),
+        ("rows.jsonl", b'{"text": "\xff"}\n', "rows.jsonl cannot be read: 'utf-8' codec"),
+        ("rows.json", b'{"text": "a"}\n{"text": "b"}\n', "rows.json, line 2: not valid JSON: Extra data; one row a line belongs in"),
+        ("rows.json", b'{"text": "a"}', "rows.json: a .json file of data is one list of rows"),
+        ("rows.jsonl.gz", b"plain", "rows.jsonl.gz cannot be read: Not a gzipped file"),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "rows.jsonl.gz cannot be read: Compressed file ended"),
+        ("rows.parquet", b"PAR1", "rows.parquet cannot be read"),
+        ("rows.txt", b"a", "rows.txt is not a kind of file that can be read; its name should end in .jsonl, .jsonl.gz, .json"),
+        ("rows.jsonl", None, "rows.jsonl: there is no such file"),
     ],
-    ids=["chatml", "llama3", "vicuna", "gemma", "phi3", "plain"],
 )
-def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_offsets):
-    tokenizer = make_tokenizer(template, trim_offsets)
-    (sample,) = samples_of(tokenizer, chat(*TURNS))
-    if template == PLAIN:   # "assistant: " ends in a space, which stands in the token of the first word: it begins outside
-        runs = [run.partition(" ")[2].join([" ", ""]) for run in runs] if not trim_offsets else [f" {run}" for run in runs]
-    assert learned(tokenizer, sample) == runs
-    assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # whole, with one <s> at most
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_rows(str(tmp_path / name))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_held_out_rows_are_spread_and_never_trained_on():
+    rows = [{"text": str(i)} for i in range(10)]
+    train, held = hold_out(rows, 3, "x")
+    assert [row["text"] for row in held] == ["0", "3", "6"]
+    assert [row for row in rows if row not in held] == train
+    with pytest.raises(UserError, match="data.eval_rows=10 would hold out all 10 rows of x"):
+        hold_out(rows, 10, "x")
+
+
+def test_what_a_recipe_names(tmp_path):
+    tokenizer = make_tokenizer()
+    train, held = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "held.jsonl", [{"text": "And three? Six, I think."}] * 5)
+
+    def texts(samples: list[Sample]) -> list[str]:
+        return [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
+
+    splits = load_data(Data(train=train, eval_rows=1, max_length=64), tokenizer, 64, progress=False)
+    assert texts(splits.eval) == ["It is two."] and texts(splits.train) == ["It is three.", "It is fünf.", "It is six."]
+    assert (splits.stats.rows, splits.stats.samples) == (3, 3)
+    splits = load_data(Data(train=train, eval=held, eval_rows=2, limit=3, max_length=64), tokenizer, 64, progress=False)
+    assert texts(splits.eval) == ["And three? Six, I think."] * 2 and len(splits.train) == 3
+    splits = load_data(Data(train=train, eval_rows=0, max_length=64), tokenizer, 64, progress=False)
+    assert splits.eval == [] and len(splits.train) == 4
+    with pytest.raises(UserError, match="data.max_length=65 is longer than the backbone's context of 64"):
+        load_data(Data(train=train, max_length=65), tokenizer, 64, progress=False)
+
+
+def test_collate_pads_on_the_right():
+    batch = collate([sample([5, 6, 7], ".xx"), sample([8], "x")])
+    assert batch.tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch.learn_BT.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.document_BT.tolist() == [[0, 0, 0], [0, -1, -1]]
+    assert (batch.tokens_BT.dtype, batch.learn_BT.dtype, batch.document_BT.dtype) == (torch.int64, torch.bool, torch.int64)
+
+
+def test_the_order_depends_on_epoch_and_seed_alone():
+    torch.manual_seed(0)
+    first = order(50, 0, 7)
+    torch.manual_seed(1)
+    assert order(50, 0, 7) == first and sorted(first) == list(range(50)) != first
+    assert len({tuple(order(50, epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
+    assert order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # written down: a resumed run must find it again
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_learned():
+    samples = [sample([9, 9, 9, 4, 4, 2, 2], "xxxxx.x"), sample([7, 7, 7], "...")]
+    assert vocabulary_by_frequency(samples, 2, 12).tolist() == [4, 9]
+    assert vocabulary_by_frequency(samples, 3, 12).tolist() == [2, 4, 9]
+    assert vocabulary_by_frequency(samples, 5, 12).tolist() == [0, 1, 2, 4, 9]    # filled up, lower ids first
+    assert vocabulary_by_frequency(samples, 12, 12).tolist() == list(range(12))
+    with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
+        vocabulary_by_frequency(samples, 13, 12)
+    with pytest.raises(UserError, match="the tokenizer gives token 9, but the backbone's vocabulary has 9"):
+        vocabulary_by_frequency(samples, 3, 9)
+
+
+def test_prompts():
+    text, short, talk = sample(list(range(20))), sample([1, 2, 3, 4]), sample(list(range(9)), "..xx..xx.")
+    settings = Eval(prompts=3, prompt_tokens=8, max_new_tokens=10)
+    assert [p.tolist() for p in prompts([text, short, talk, text], settings, 100)] == [list(range(8)), [1, 2], [0, 1, 2, 3, 4, 5]]
+    assert [len(p) for p in prompts([text, short, talk], settings, 16)] == [2, 6]     # eight more would not fit
+    assert prompts([], settings, 100) == []
+    with pytest.raises(UserError, match="no held-out prompt leaves eval.max_new_tokens=10 of the backbone's context of 11"):
+        prompts([text, talk], settings, 11)
+
+
+def test_a_prompt_of_a_conversation_is_what_the_template_asks_with():
+    tokenizer = make_tokenizer(CHATML)
+    samples, _ = tokenise([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
+    (prompt,) = prompts(samples, Eval(), 2048)
+    assert prompt.tolist() == tokenizer.apply_chat_template(chat(*TURNS[:3]), add_generation_prompt=True, return_dict=False)

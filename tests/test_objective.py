@@ -138,15 +138,21 @@ class Module(nn.Module):
 
 
 def test_logits_are_never_held_whole(backbone: Backbone) -> None:
-    """No readout, forward or backward, of more positions than a chunk; the backbone's once a chunk, not once a depth."""
+    """No readout, forward or backward, of more positions than a chunk; the backbone's once a chunk, not once a depth.
+
+    A chunk that is alone is not computed again for the backward.
+    """
     drafter = Guess(backbone, 3, None).double()
     features = batch(backbone)
     seen: list[int] = []
     hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     objective(Objective(chunk=4), backbone, drafter, features, drafter(features)).loss.backward()
-    hook.remove()
     assert drafter.largest == max(seen) == 4
     assert sum(seen) == 2 * learned(features)   # forward, and again for the backward
+    seen.clear()
+    objective(Objective(chunk=1000), backbone, drafter, features, drafter(features)).loss.backward()
+    assert seen == [learned(features)]
+    hook.remove()
 
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:

@@ -147,7 +147,7 @@ class Chat:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tensor, Tensor]:
-    """Token ids and which of them to learn: those that start inside a run."""
+    """Token ids and which of them to learn: those that begin inside a run."""
     if not tokenizer.is_fast:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this backbone'} is a slow one, which cannot say which characters a token"
@@ -155,12 +155,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tens
         )
     # The template has already written the special tokens: adding them again would double the first.
     encoding = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    # Byte-level tokenizers may trim spaces from offsets; a token of spaces alone is left empty, at its own end.
-    starts = torch.tensor([start if end > start else start - 1 for start, end in encoding["offset_mapping"]], dtype=torch.int64)
+    starts = torch.tensor([_first(rendered.text, start, end) for start, end in encoding["offset_mapping"]], dtype=torch.int64)
     learn = torch.zeros(len(starts), dtype=torch.bool)
     for start, end in rendered.learn:
         learn |= (start <= starts) & (starts < end)
     return torch.tensor(encoding["input_ids"], dtype=torch.int64), learn
+
+
+def _first(text: str, start: int, end: int) -> int:
+    """Where a token begins, spaces in front not counted, so that the first word after ``Assistant: `` is the answer's.
+
+    Some tokenizers leave those spaces out of the offsets anyway, and a token of spaces alone empty, at its own end.
+    """
+    if start == end:
+        return start - 1
+    return end - len(text[start:end].lstrip(" ") or text[start:end])
 
 
 def _short(value: Any) -> str:

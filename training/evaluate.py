@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from headstart.inference.measure import measure_tau
 from torch import Tensor
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.heads import Heads
+from headstart.inference.measure import measure_tau
 from headstart.inference.tree import TreeShape
 from headstart.training.recipe import Eval
 

@@ -109,6 +109,7 @@ def require_wandb(recipe: Recipe) -> None:
 def _start_wandb(recipe: Recipe) -> Any:
     import wandb
 
+    assert recipe.log.wandb != "off"
     return wandb.init(project=recipe.log.project, name=recipe.log.name, mode=recipe.log.wandb, dir=recipe.save.dir, config=to_dict(recipe))
 
 

@@ -48,7 +48,7 @@ def train(run: Run) -> int:
     with StopSignal() as signal:
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
-            outcome = take_step(run, step, signal.received)
+            outcome = take_step(run, step, signal)
             run.done, run.tokens = step, run.tokens + outcome.tokens
             run.meter.add(outcome.loss, outcome.grad_norm, outcome.tokens, outcome.depths, time.perf_counter() - start)
             _report(run)
@@ -57,10 +57,11 @@ def train(run: Run) -> int:
             if outcome.stop and step < steps:
                 run.log.say(f"stopped by a signal after step {step} of {steps}, all saved; the same command goes on from there")
                 return 128 + signal.number
+    run.log.say(f"done: the heads are in {run.folder}")
     return 0
 
 
-def take_step(run: Run, step: int, stop: bool) -> Outcome:
+def take_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     """One optimiser step. Raises UserError, before the weights change, if the loss or its gradient is not finite."""
     accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
     set_seed(run.recipe.seed + 1_000_003 * step + accelerator.process_index)   # so that random numbers need no saving
@@ -71,7 +72,7 @@ def take_step(run: Run, step: int, stop: bool) -> Outcome:
     sums = _backward(run, batches, accelerator.num_processes / learned.clamp(min=1))
     grad_norm = accelerator.clip_grad_norm_(run.drafter.parameters(), run.recipe.train.clip).item()
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
-    own = [sums.loss[None], tokens[None], tokens.new_tensor([stop]), sums.count_K, sums.correct_K, sums.overlap_K]
+    own = [sums.loss[None], tokens[None], tokens.new_tensor([signal.received]), sums.count_K, sums.correct_K, sums.overlap_K]
     loss, read, stopped, *depths = accelerator.reduce(torch.cat([part.float() for part in own]), "sum").tolist()
     loss = loss / max(learned.item(), 1)
     _require_finite(run, step, loss, grad_norm)

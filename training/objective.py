@@ -2,8 +2,8 @@
 
 The backbone's distribution at position j is that of ``x_{j+1}``. Depth k drafts ``x_{t+2+k}`` at position t, so the one
 distribution at j teaches every depth k, at ``t = j-1-k``. The loop therefore runs over chunks of teacher positions j, reads
-the backbone's logits of a chunk once, and then every depth's. Each chunk is checkpointed: its logits live while it is
-computed and, once more, while its gradient is, and no other chunk's do.
+the backbone's logits of a chunk once, and then every depth's. Where there are several chunks each is checkpointed: its logits
+live while it is computed and, once more, while its gradient is, and no other chunk's do.
 
 The loss is a sum over depths and learned tokens; whoever calls it divides by the number of learned tokens of the whole
 optimiser step (`count_learned`), over every process and accumulated micro-batch. That number is what makes the reduction
@@ -18,6 +18,7 @@ Shape suffixes: B batch, T positions, D width, V vocabulary, K depth, M teacher 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,11 +79,10 @@ class Teacher(NamedTuple):
 def objective(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
     """Sums over a batch, given what ``drafter(features)`` returned; only ``loss`` carries gradients."""
     places, drafts = _places(features, hidden)
+    chunks = places.split(wanted.chunk)
     split_drafts = zip(*(draft_MD.split(wanted.chunk) for draft_MD in drafts), strict=True)
-    parts = [
-        checkpoint(_chunk, wanted, backbone, drafter, chunk, drafts_CD, use_reentrant=False)
-        for chunk, drafts_CD in zip(places.split(wanted.chunk), split_drafts, strict=True)
-    ]
+    run = partial(checkpoint, _chunk, use_reentrant=False) if len(chunks) > 1 else _chunk   # one alone may keep its logits
+    parts = [run(wanted, backbone, drafter, chunk, drafts_CD) for chunk, drafts_CD in zip(chunks, split_drafts, strict=True)]
     loss, correct_K, overlap_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
     return Sums(loss, places.counts_CK.sum(0), correct_K, overlap_K)
 

@@ -18,7 +18,7 @@ from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
 from headstart.heads.errors import UserError
 from headstart.training.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter, unpack_optimizer
-from headstart.training.data import Sample, Splits, load_data, prompts, vocabulary_by_frequency
+from headstart.training.data import Splits, load_data, prompts, vocabulary_by_frequency
 from headstart.training.feed import Feed
 from headstart.training.log import Log, Meter, require_wandb
 from headstart.training.provenance import provenance
@@ -26,8 +26,8 @@ from headstart.training.recipe import Recipe, to_dict
 from headstart.training.schedule import build_optimizer
 from headstart.training.step import TrainStep
 
-DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-"""Ways of running in which every process has the whole drafter."""
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Ways of running in which no process has the whole drafter."""
 
 
 @dataclass
@@ -67,10 +67,14 @@ def prepare(recipe: Recipe) -> Run:
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device
     )
+    drafter = _drafter(recipe, backbone)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = _data(recipe, tokenizer, backbone, accelerator)
     feed = Feed(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes)
-    drafter = _drafter(recipe, backbone, splits.train, state)
+    if state is not None:
+        unpack_drafter(drafter, state.tensors)
+    elif drafter.vocabulary is not None:
+        drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
     module, optimizer = accelerator.prepare(TrainStep(backbone, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
@@ -83,14 +87,14 @@ def prepare(recipe: Recipe) -> Run:
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     handlers = [
-        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # the others wait while the first evaluates
     ]
     try:
         accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers)
     except ValueError as error:
         raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
-    if accelerator.distributed_type not in DATA_PARALLEL:
+    if accelerator.distributed_type in SHARDED:
         raise UserError(f"launched as {accelerator.distributed_type.value}; training is data-parallel only: accelerate launch --multi_gpu")
     size, processes = recipe.train.batch_size, accelerator.num_processes
     if size < processes:
@@ -120,16 +124,11 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone
     return splits
 
 
-def _drafter(recipe: Recipe, backbone: Backbone, samples: list[Sample], state: State | None) -> Drafter:
-    """In fp32 on the backbone's device: with fresh weights by the recipe's seed, or those of the state."""
+def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
+    """Fresh weights by the recipe's seed, in fp32 on the backbone's device."""
     set_seed(recipe.seed)
     arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
-    drafter = build_drafter(recipe.drafter["kind"], backbone, arguments).to(device=backbone.device, dtype=torch.float32)
-    if state is not None:
-        unpack_drafter(drafter, state.tensors)
-    elif drafter.vocabulary is not None:
-        drafter.use_vocabulary(vocabulary_by_frequency(samples, len(drafter.vocabulary), backbone.vocab))
-    return drafter.train()
+    return build_drafter(recipe.drafter["kind"], backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
 
 
 def _restore(run: Run, state: State) -> None:
@@ -152,6 +151,6 @@ def _summary(run: Run, splits: Splits) -> str:
         f"drafter   {recipe.drafter['kind']}: depth {run.drafter.depth}, {trained:,} trainable parameters{drafted}",
         f"data      {splits.stats}; {len(run.prompts)} held-out prompts",
         f"training  {run.feed.steps:,} steps of {train.batch_size} samples, about {a_step:,.0f} tokens; precision {train.precision}, "
-        f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device}",
+        f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}",
         f"output    {recipe.save.dir}",
     ))  # fmt: skip

@@ -149,7 +149,7 @@ def _value(hint: Any, value: Any, at: str, root: type) -> Any:
         inner = next(option for option in arguments if option is not types.NoneType)
         return None if value is None else _value(inner, value, at, root)
     if origin is Literal:
-        return _is(value in arguments and type(value) is str, value, at, f"one of {', '.join(map(repr, arguments))}")
+        return _is(value in arguments, value, at, f"one of {', '.join(map(repr, arguments))}")
     if origin is dict:
         _is(isinstance(value, dict) and all(isinstance(key, str) for key in value), value, at, "a mapping with keys of text")
         return {key: _value(arguments[1], item, f"{at}.{key}", root) for key, item in value.items()}

@@ -108,7 +108,8 @@ def pretrain(args: argparse.Namespace) -> None:
             opt.load_state_dict(values)
         done, spent = kept["step"], kept["seconds"]
     args.out.mkdir(parents=True, exist_ok=True)
-    print(json.dumps({"parameters": model.num_parameters(), "train_tokens": len(stream), "files": len(train), "held_out_files": len(test)}), flush=True)
+    sizes = {"parameters": model.num_parameters(), "train_tokens": len(stream), "files": len(train), "held_out_files": len(test)}
+    print(json.dumps(sizes), flush=True)
     T, start, budget = model.config.max_position_embeddings, time.monotonic() - spent, args.minutes * 60
     starts = torch.randperm(len(stream) // T - 1, generator=torch.Generator().manual_seed(1))
     while (now := time.monotonic() - start) < budget:
@@ -128,15 +129,21 @@ def pretrain(args: argparse.Namespace) -> None:
             opt.step()
             opt.zero_grad()
         done += 1
+        spent, tokens = time.monotonic() - start, done * args.batch * T
         if done % 10 == 0:
-            tokens = done * args.batch * T
-            print(json.dumps({"step": done, "loss": round(loss.item(), 4), "tokens": tokens, "tokens_per_second": round(tokens / (time.monotonic() - start)), "minutes": round((time.monotonic() - start) / 60, 1)}), flush=True)
+            pace = {"step": done, "loss": round(loss.item(), 4), "tokens": tokens, "tokens_per_second": round(tokens / spent)}
+            print(json.dumps(pace | {"minutes": round(spent / 60, 1)}), flush=True)
         if done % 200 == 0:
-            kept = {"model": model.state_dict(), "optimizers": [opt.state_dict() for opt in opts], "step": done, "seconds": time.monotonic() - start}
-            torch.save(kept, state.with_suffix(".tmp"))
+            states = [opt.state_dict() for opt in opts]
+            torch.save({"model": model.state_dict(), "optimizers": states, "step": done, "seconds": spent}, state.with_suffix(".tmp"))
             state.with_suffix(".tmp").rename(state)
-    facts = {"steps": done, "tokens": done * args.batch * T, "minutes": args.minutes, "parameters": model.num_parameters(),
-             "held_out_files": len(test), "held_out_bytes": sum(len(text.encode()) for text in test), "python": sysconfig.get_python_version()}
+    facts = sizes | {
+        "steps": done,
+        "tokens": done * args.batch * T,
+        "minutes": args.minutes,
+        "held_out_bytes": sum(len(text.encode()) for text in test),
+        "python": sysconfig.get_python_version(),
+    }
     model = model.bfloat16()
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,0 +1,69 @@
+"""Let the embedded backbone write the text its heads are trained on, and pick the prompts they are measured on.
+
+    python recipes/quickstart/write_text.py [--backbone recipes/quickstart/backbone] [--out recipes/quickstart]
+
+`train.jsonl.gz`: the openings of passages of training files, continued by the backbone itself, half of them greedily and
+half by sampling at temperature 1. `prompts.jsonl`: openings of passages of held-out files (PSF-2.0), never trained on.
+"""
+
+import argparse
+import gzip
+import json
+import random
+from pathlib import Path
+
+import torch
+from pretrain import held_out, library_files
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+OPENING, LENGTH = 24, 256
+"""Tokens of real text a training passage opens with; its whole length."""
+PROMPT = 64
+"""Tokens of a prompt to measure on."""
+
+
+def passages(tokenizer: PreTrainedTokenizerFast, count: int, tokens: int, held: bool, seed: int) -> list[list[int]]:
+    """``count`` runs of ``tokens`` tokens that start at the beginning of a line, one from a file chosen at random each."""
+    draw = random.Random(seed)
+    files = [text for name, text in sorted(library_files().items()) if held_out(name) == held and len(text) > 2000]
+    found: list[list[int]] = []
+    while len(found) < count:
+        text = draw.choice(files)
+        start = text.rfind("\n", 0, draw.randrange(len(text) - 1000)) + 1
+        ids = tokenizer(text[start : start + 8 * tokens])["input_ids"]
+        if len(ids) >= tokens:
+            found.append(ids[:tokens])
+    return found
+
+
+def write_text(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.backbone)
+    model = LlamaForCausalLM.from_pretrained(args.backbone, dtype=torch.float32).eval()
+    openings = passages(tokenizer, args.rows, OPENING, held=False, seed=args.seed)
+    rows: list[str] = []
+    for i in tqdm(range(0, len(openings), args.batch), desc="writing"):
+        batch = torch.tensor(openings[i : i + args.batch])
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if (i // args.batch) % 2 else {"do_sample": False}
+        ids = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=LENGTH - OPENING, **sampling)
+        rows += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+    (args.out / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    prompts = [tokenizer.decode(ids) for ids in passages(tokenizer, args.prompts, PROMPT, held=True, seed=args.seed + 1)]
+    (args.out / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backbone", type=Path, default=here / "backbone")
+    parser.add_argument("--out", type=Path, default=here)
+    parser.add_argument("--rows", type=int, default=2400)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    write_text(parser.parse_args())

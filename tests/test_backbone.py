@@ -1,0 +1,202 @@
+"""The backbone: its readout is the model's own, its taps are the model's own hidden states, and what can't be one is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
+from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.errors import UserError
+from headstart.inference.heads import Heads
+from headstart.inference.tree import TreeShape
+
+WIDE = SIZES | {"max_position_embeddings": 256}
+NARROW = WIDE | {"head_dim": 8, "sliding_window": 5}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Cohere": WIDE | {"logit_scale": 0.3},
+    "Cohere2": NARROW | {"logit_scale": 0.3},
+    "Gemma2": NARROW | {"final_logit_softcapping": 2.0},
+    "GptOss": NARROW | {"num_local_experts": 4},
+    "Granite": WIDE | {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "GPTNeoX": WIDE,
+    "Mistral": NARROW,
+    "Mixtral": NARROW | {"num_local_experts": 4},
+    "Phi": WIDE,
+    "Phi3": NARROW,
+    "Qwen2": WIDE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "Starcoder2": NARROW,
+    "Mpt": {"d_model": 32, "n_layers": LAYERS, "n_heads": 4},
+    "Bloom": {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
+    "GPTNeo": {"hidden_size": 32, "num_layers": LAYERS, "num_heads": 4, "attention_types": [[["global", "local"], 3]], "window_size": 5},
+    "Jamba": WIDE | {"num_experts": 2, "mamba_d_state": 4},
+    "Lfm2": WIDE | {"full_attn_idxs": [2, 4]},
+    "Mamba": {"hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4},
+    "Qwen3Next": WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    "RecurrentGemma": WIDE | {"lru_width": 32, "attention_window_size": 16},
+}
+"""Other families: each is decoded exactly, or refused with one line (those in REFUSED)."""
+REFUSED = {"Mpt", "Bloom", "GPTNeo", "Jamba", "Lfm2", "Mamba", "Qwen3Next", "RecurrentGemma"}
+POSTPROCESSED = ["Cohere", "Cohere2", "Gemma2", "Granite"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_are_exact_or_refused(name: str) -> None:
+    model, rows, length = build(name, OTHERS[name]), left_padded(prompts((9, 3, 14))), 24
+    if name in REFUSED:
+        with pytest.raises(UserError, match=type(model).__name__):
+            say(Heads(Backbone(model)), rows, max_new_tokens=length, do_sample=False)
+        return
+    alone = [model.generate(row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=length)[0].tolist() for row in prompts((9, 3, 14))]
+    on = Backbone(model)
+    for drafter in (None, Scripted(on, alone, "nearly"), random_drafter("eagle3", on)):
+        found = say(Heads(on, drafter), rows, max_new_tokens=length, do_sample=False, tree=TreeShape(16, 6))
+        assert unpadded(found, rows) == alone
+
+
+@pytest.mark.parametrize("name", FAMILIES + POSTPROCESSED)
+def test_readout_is_the_models_own(name: str) -> None:
+    on = Backbone(build(name, OTHERS[name])) if name in OTHERS else backbone(name)
+    tokens = texts(2, 12)
+    read = on.read(tokens)
+    own = on.model(tokens).logits
+    torch.testing.assert_close(on.readout(read.hidden_BTD), own, atol=1e-5, rtol=1e-5)
+    if name not in ("llama", "qwen3", "gpt2"):
+        assert (on.unembed(read.hidden_BTD) - own).abs().max() > 0.1, "this family does nothing to its logits: the test holds nothing"
+    assert on.readout(read.hidden_BTD[0, 3]).shape == (on.vocab,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_are_the_models_hidden_states(family: str) -> None:
+    on, tokens = backbone(family), texts(2, 12)
+    own = on.model(tokens, output_hidden_states=True).hidden_states
+    hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in on.layers]
+    read = on.read(tokens, taps=(0, 2, LAYERS - 1, LAYERS))
+    assert read.taps is not None and set(read.taps) == {0, 2, LAYERS - 1, LAYERS}
+    for tap in (0, 2, LAYERS - 1):
+        assert torch.equal(read.taps[tap], own[tap])
+    assert torch.equal(read.hidden_BTD, own[LAYERS])
+    assert not torch.allclose(read.taps[LAYERS], own[LAYERS], atol=1e-2), "the last tap stands before the final norm"
+    assert on.read(tokens).taps is None
+    assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in on.layers] == hooks, "hooks are left behind"
+
+
+def test_a_backbone_is_frozen_and_evaluates() -> None:
+    model = tiny("gpt2").train()   # it has dropout
+    on = Backbone(model)
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert torch.equal(on.read(texts(1, 8)).hidden_BTD, on.read(texts(1, 8)).hidden_BTD)
+    assert not on.read(texts(1, 8)).hidden_BTD.requires_grad
+    assert on.model is model and (on.dim, on.vocab, on.num_layers, on.max_positions) == (32, 61, LAYERS, 96)
+
+
+def test_an_unknown_change_of_the_logits_is_refused() -> None:
+    model = tiny("llama")
+    model.lm_head.register_forward_hook(lambda module, args, out: out)   # harmless
+    Backbone(model)
+    forward = model.forward
+
+    def squared(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits**2
+        return out
+
+    model.forward = squared
+    with pytest.raises(UserError, match="changes its logits"):
+        Backbone(model)
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_their_type() -> None:
+    prints = [Backbone(tiny("llama").to(dtype)).fingerprint() for dtype in (torch.float32, torch.bfloat16)]
+    assert prints[0] == prints[1] != Backbone(tiny("llama", seed=1)).fingerprint()
+
+
+def refused(path: Path | str, **options: Any) -> str:
+    """The message, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        load_backbone(str(path), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of a good backbone, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_load_backbone(saved: Path) -> None:
+    on = load_backbone(str(saved), device="cpu")
+    assert on.dtype == torch.float32 and torch.equal(on.read(texts(1, 9)).hidden_BTD, backbone("llama").read(texts(1, 9)).hidden_BTD)
+    assert load_backbone(str(saved), dtype="bf16", device="cpu").dtype == torch.bfloat16
+    assert load_backbone(str(saved), attention="eager", device="cpu").model.config._attn_implementation == "eager"
+
+
+def test_missing_backbones(tmp_path: Path) -> None:
+    assert "no such folder" in refused(tmp_path / "nowhere") and str(tmp_path / "nowhere") in refused(tmp_path / "nowhere")
+    assert "no such folder" in refused("nowhere")
+    assert "nobody/nothing" in refused("nobody/nothing")
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refused(tmp_path / "empty")
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(str(tmp_path / "empty"))
+
+
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "safetensors" in refused(folder)
+
+
+def test_damaged_backbones(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole, config = weights.read_bytes(), (folder / "config.json").read_text()
+    for part in (b"", whole[:4], whole[: len(whole) // 2]):
+        weights.write_bytes(part)
+        assert str(folder) in refused(folder)
+    weights.write_bytes(whole)
+    for text in ("{", "[]", json.dumps(json.loads(config) | {"num_attention_heads": "many"}), json.dumps(json.loads(config) | {"hidden_size": 64})):
+        (folder / "config.json").write_text(text)
+        assert str(folder) in refused(folder)
+
+
+def test_missing_tensors_are_not_made_up(folder: Path) -> None:
+    """transformers fills them with random numbers and a warning."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if ".3." not in name}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.3" in refused(folder)
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    model.save_pretrained(tmp_path / "t5")
+    assert "encoder-decoder" in refused(tmp_path / "t5")
+    with pytest.raises(UserError, match="encoder-decoder"):
+        Backbone(model)
+
+
+def test_a_repositorys_code_runs_only_when_told(folder: Path) -> None:
+    change_config(folder, model_type="homemade", auto_map={"AutoConfig": "payload.C", "AutoModelForCausalLM": "payload.M"})
+    (folder / "payload.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
+    assert "trust_remote_code" in refused(folder)
+    assert not (folder / "ran").exists()

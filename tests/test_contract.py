@@ -1,0 +1,363 @@
+"""The contract of every drafter on every family: what is trained is what is run.
+
+Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K depth.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, Features, build_drafter, find_drafter
+from headstart.heads.checkpoint import load_drafter
+from headstart.heads.eagle3 import Eagle3, _taps
+from headstart.heads.errors import UserError
+
+CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS] + [
+    ("eagle3", {"draft_vocab": 23}),
+    ("eagle3", {"taps": [0, 1, 4, LAYERS], "depth": 3, "intermediate_size": 20}),
+    ("eagle3", {"taps": [5]}),
+    ("medusa", {"layers": 3, "depth": 2}),
+]
+NAMES = [kind + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
+each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def made(family: str, kind: str, arguments: dict[str, Any]) -> tuple[Backbone, Drafter]:
+    on = backbone(family)
+    drafter = random_drafter(kind, on, **arguments)
+    if drafter.vocabulary is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[: len(drafter.vocabulary)]
+        weight = drafter.lm_head.weight.clone()
+        drafter.use_vocabulary(ids)
+        assert torch.equal(drafter.vocabulary, ids.sort().values)
+        drafter.lm_head.weight.copy_(weight)
+    return on, drafter
+
+
+def part(features: Features, start: int, end: int) -> Features:
+    taps = None if features.taps is None else {tap: x[:, start:end] for tap, x in features.taps.items()}
+    return Features(features.tokens_BT[:, start:end], features.hidden_BTD[:, start:end], taps)
+
+
+def ragged(features: Features, lengths: list[int]) -> Features:
+    """The first positions of each row; what lies behind is rubbish."""
+    longest = max(lengths)
+    there = torch.arange(longest) < torch.tensor(lengths)[:, None]
+
+    def spoil(x_BTD: Tensor) -> Tensor:
+        return torch.where(there[..., None], x_BTD[:, :longest], 7.0)
+
+    taps = None if features.taps is None else {tap: spoil(x) for tap, x in features.taps.items()}
+    tokens = torch.where(there, features.tokens_BT[:, :longest], 0)
+    return Features(tokens, spoil(features.hidden_BTD), taps, document_BT=torch.where(there, 0, -1))
+
+
+def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
+    """Logits of each depth, drafting along the given tokens (the root first)."""
+    found, first = [], torch.zeros(len(tokens_BK), 1, dtype=torch.int64)
+    for k in range(drafter.depth):
+        hidden, state = drafter.step(state, tokens_BK[:, k : k + 1], first, k)
+        found.append(drafter.readout(hidden, k, tokens_BK[:, k : k + 1])[:, 0])
+    return found
+
+
+@each_family
+@each_drafter
+def test_forward_is_begin_and_steps(family: str, kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made(family, kind, arguments)
+    T, K = 20, drafter.depth
+    features = read(on, texts(2, T), drafter)
+    taught = drafter(features)
+    assert [x.shape[:2] for x in taught] == [(2, T - 2 - k) for k in range(K)]
+    for t in (0, 1, 7, T - 2 - K):
+        drafted = chain(drafter, drafter.begin(part(features, 0, t + 1)), features.tokens_BT[:, t + 1 : t + 1 + K])
+        for k in range(K):
+            parents = features.tokens_BT[:, t + 1 + k]
+            torch.testing.assert_close(drafter.readout(taught[k][:, t], k, parents), drafted[k], **CLOSE)
+            assert drafted[k].shape == (2, VOCAB if drafter.vocabulary is None else len(drafter.vocabulary))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@each_drafter
+def test_short_texts_teach_what_they_hold(kind: str, arguments: dict[str, Any], length: int) -> None:
+    on, drafter = made("llama", kind, arguments)
+    assert [x.shape[1] for x in drafter(read(on, texts(2, length), drafter))] == [max(length - 2 - k, 0) for k in range(drafter.depth)]
+
+
+@each_family
+@each_drafter
+def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made(family, kind, arguments)
+    features, next_BK = read(on, texts(2, 15), drafter), texts(2, drafter.depth, seed=5)
+    whole = chain(drafter, drafter.begin(features), next_BK)
+    for cuts in ([9], [1], list(range(1, 15)), [4, 5, 14]):
+        state = None
+        for start, end in zip([0, *cuts], [*cuts, 15], strict=True):
+            if state is not None:   # what was drafted in between leaves no trace
+                chain(drafter, state, texts(2, drafter.depth, seed=end))
+            state = drafter.begin(part(features, start, end), state)
+        for one, other in zip(whole, chain(drafter, state, next_BK), strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
+
+
+@each_family
+@each_drafter
+def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[str, Any]) -> None:
+    """Two rounds of ragged rows, one of which brings nothing for some rows and one token for others."""
+    on, drafter = made(family, kind, arguments)
+    features, next_BK = read(on, texts(4, 22), drafter), texts(4, drafter.depth, seed=5)
+    first, second, third = [9, 1, 14, 6], [3, 5, 0, 1], [0, 1, 2, 4]
+    state = drafter.begin(ragged(features, first))
+    chain(drafter, state, texts(4, drafter.depth, seed=6))
+    ends = torch.tensor(first)
+    for brought in (second, third):
+        place_BT = torch.arange(max(brought))
+        index = (ends[:, None] + place_BT).clamp(max=21)
+        state = drafter.begin(features.gather(index, place_BT < torch.tensor(brought)[:, None]), state)
+        ends += torch.tensor(brought)
+    together = chain(drafter, state, next_BK)
+    for row in range(4):
+        mine = read(on, features.tokens_BT[row : row + 1, : int(ends[row])], drafter)
+        for one, other in zip(chain(drafter, drafter.begin(mine), next_BK[row : row + 1]), together, strict=True):
+            torch.testing.assert_close(one[0], other[row], **CLOSE)
+
+
+@each_family
+@each_drafter
+def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) -> None:
+    """Siblings, cousins and grandchildren drafted together == each path drafted alone, in ragged rows."""
+    on, drafter = made(family, kind, arguments)
+    lengths, N = [9, 4], 5
+    features = read(on, texts(2, 9), drafter)
+    make = torch.Generator().manual_seed(3)
+    tokens = [texts(2, 1, seed=8)] + [torch.randint(VOCAB, (2, N), generator=make) for _ in range(drafter.depth - 1)]
+    parents = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, N, dtype=torch.int64)]
+    parents += [torch.randint(N, (2, N), generator=make) for _ in range(drafter.depth - 2)]
+    state, logits = drafter.begin(ragged(features, lengths)), []
+    for k in range(drafter.depth):
+        hidden, state = drafter.step(state, tokens[k], parents[k], k)
+        logits.append(drafter.readout(hidden, k, tokens[k]).expand(-1, tokens[k].shape[1], -1))
+    for row in range(2):
+        mine = read(on, features.tokens_BT[row : row + 1, : lengths[row]], drafter)
+        for leaf in range(N):
+            nodes = [leaf]
+            for k in range(drafter.depth - 1, 0, -1):
+                nodes.insert(0, int(parents[k][row, nodes[0]]))
+            path = torch.stack([tokens[k][row, n] for k, n in enumerate(nodes)])[None]
+            for k, alone in enumerate(chain(drafter, drafter.begin(mine), path)):
+                torch.testing.assert_close(alone[0], logits[k][row, nodes[k]], **CLOSE)
+
+
+@each_drafter
+def test_drafting_far_past_the_first_buffers(kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made("llama", kind, arguments)
+    features, next_BK = read(on, texts(1, 200), drafter), texts(1, drafter.depth, seed=5)
+    state = drafter.begin(part(features, 0, 61))
+    for end in range(62, 201, 3):
+        chain(drafter, state, next_BK)
+        state = drafter.begin(part(features, end - 1 if end == 62 else end - 3, end), state)
+    for one, other in zip(chain(drafter, state, next_BK), chain(drafter, drafter.begin(part(features, 0, 200)), next_BK), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@each_family
+@each_drafter
+def test_packed_documents_are_what_they_are_alone(family: str, kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made(family, kind, arguments)
+    lengths = [7, 11, 3]
+    parts = [read(on, texts(1, length, seed=i), drafter) for i, length in enumerate(lengths)]
+    taps = None if parts[0].taps is None else {tap: torch.cat([p.taps[tap] for p in parts if p.taps], 1) for tap in parts[0].taps}
+    document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)] + [torch.full((2,), -1)])[None]
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.full_like(x[:, :2], 3)], 1)
+
+    packed = Features(
+        padded(torch.cat([p.tokens_BT for p in parts], 1)),
+        padded(torch.cat([p.hidden_BTD for p in parts], 1)),
+        None if taps is None else {tap: padded(x) for tap, x in taps.items()},
+        document_BT=document,
+    )
+    together, start = drafter(packed), 0
+    for features, length in zip(parts, lengths, strict=True):
+        for k, alone in enumerate(drafter(features)):
+            torch.testing.assert_close(together[k][:, start : start + alone.shape[1]], alone, **CLOSE)
+        start += length
+
+
+@each_family
+@each_drafter
+def test_saved_and_loaded_it_says_the_same(family: str, kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    on, drafter = made(family, kind, arguments)
+    drafter.save_pretrained(tmp_path / "heads", {"note": "kept"})
+    loaded = load_drafter(tmp_path / "heads", on)
+    features, next_BK = read(on, texts(2, 9), drafter), texts(2, drafter.depth, seed=5)
+    assert type(loaded) is type(drafter) and (loaded.depth, loaded.taps, loaded.arguments) == (drafter.depth, drafter.taps, drafter.arguments)
+    for one, other in zip(chain(drafter, drafter.begin(features), next_BK), chain(loaded, loaded.begin(features), next_BK), strict=True):
+        assert torch.equal(one, other)
+    assert not loaded.training and not any(weight.requires_grad for weight in loaded.parameters())
+    if drafter.vocabulary is not None:
+        assert loaded.vocabulary is not None and torch.equal(loaded.vocabulary, drafter.vocabulary)
+
+
+@each_drafter
+def test_every_weight_learns_and_none_of_the_backbones(kind: str, arguments: dict[str, Any]) -> None:
+    on = backbone("llama")
+    drafter = random_drafter(kind, on, **arguments).requires_grad_(True)
+    features = read(on, texts(2, 12), drafter)
+    hidden = drafter(features)
+    sum(drafter.readout(x, k, features.tokens_BT[:, k + 1 : -1]).square().sum() for k, x in enumerate(hidden)).backward()
+    for name, weight in drafter.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().max() > 0, name
+    own = {id(weight) for weight in on.model.parameters()}
+    assert not own & {id(weight) for weight in drafter.parameters()}
+    assert not own & {id(tensor) for tensor in drafter.state_dict(keep_vars=True).values()}
+
+
+def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
+    """Training-time test, one position at a time: position t of pass k sees the first pass's keys 0..t and its own later ones."""
+    layer, attn, config = drafter.midlayer, drafter.midlayer.self_attn, drafter.layer_config
+    C, H, KV = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    base = config.rope_parameters["rope_theta"]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean() + config.rms_norm_eps) ** -0.5 * weight
+
+    def turn(x_HC: Tensor, position: int) -> Tensor:
+        angle = position * base ** (-torch.arange(0, C, 2).float() / C)
+        a, b = x_HC[:, : C // 2], x_HC[:, C // 2 :]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    assert features.taps is not None
+    out = []
+    for row, tokens in enumerate(features.tokens_BT):
+        T = len(tokens)
+        states = [drafter.fc.weight @ torch.cat([features.taps[tap][row, t] for tap in drafter.taps]) for t in range(T)]
+        keys: list[list[Tensor]] = []
+        values: list[list[Tensor]] = []
+        rows: list[list[Tensor]] = []
+        for k in range(drafter.depth):
+            pairs = [
+                torch.cat([norm(features_embed(drafter, tokens[t + 1 + k]), layer.input_layernorm.weight), norm(states[t], layer.hidden_norm.weight)])
+                for t in range(T - 2 - k)
+            ]
+            keys.append([turn((attn.k_proj.weight @ pair).view(KV, C), t + k) for t, pair in enumerate(pairs)])
+            values.append([(attn.v_proj.weight @ pair).view(KV, C) for pair in pairs])
+            new = []
+            for t, pair in enumerate(pairs):
+                query = turn((attn.q_proj.weight @ pair).view(H, C), t + k)
+                seen = [(0, j) for j in range(t + 1)] + [(j, t) for j in range(1, k + 1)]
+                mixed = []
+                for h in range(H):
+                    g = h // (H // KV)
+                    weights = torch.stack([query[h] @ keys[i][j][g] / C**0.5 for i, j in seen]).softmax(0)
+                    mixed.append(sum(w * values[i][j][g] for w, (i, j) in zip(weights, seen, strict=True)))
+                x = states[t] + attn.o_proj.weight @ torch.cat(mixed)
+                new.append(x + layer.mlp(norm(x, layer.post_attention_layernorm.weight)))
+            states = new
+            rows.append(new)
+        out.append([torch.stack(x) for x in rows])
+    return [torch.stack([row[k] for row in out]) for k in range(drafter.depth)]
+
+
+def features_embed(drafter: Drafter, token: Tensor) -> Tensor:
+    return drafter.backbone[0].embed(token[None])[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eagle3_is_taught_as_the_plain_reference_says(family: str) -> None:
+    on, drafter = made(family, "eagle3", {"depth": 4})
+    assert isinstance(drafter, Eagle3)
+    features = read(on, texts(2, 11), drafter)
+    for k, (one, other) in enumerate(zip(drafter(features), naive_eagle3(drafter, features), strict=True)):
+        torch.testing.assert_close(one, other, **CLOSE)
+        normed = torch.nn.functional.rms_norm(other, (on.dim,), drafter.norm.weight, drafter.layer_config.rms_norm_eps)
+        torch.testing.assert_close(drafter.readout(one, k), normed @ drafter.lm_head.weight.T, **CLOSE)
+
+
+def test_medusa_is_what_the_paper_says() -> None:
+    on, drafter = made("llama", "medusa", {"depth": 3, "layers": 2})
+    x = torch.randn(4, on.dim)
+    weights = drafter.tensors()
+    for k in range(3):
+        y = x
+        for block in range(2):
+            linear = y @ weights[f"{k}.{block}.linear.weight"].T + weights[f"{k}.{block}.linear.bias"]
+            y = y + linear * linear.sigmoid()
+        hidden, _ = drafter.step(x[:, None], torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64), k)
+        torch.testing.assert_close(drafter.readout(hidden, k)[:, 0], y @ weights[f"{k}.2.weight"].T, **CLOSE)
+
+
+def test_an_untrained_medusa_repeats_the_backbone() -> None:
+    on = backbone("llama")
+    drafter = build_drafter("medusa", on, {})
+    features = on.read(texts(1, 9))
+    for k, hidden in enumerate(drafter(features)):
+        torch.testing.assert_close(drafter.readout(hidden, k), on.readout(features.hidden_BTD[:, : hidden.shape[1]]), **CLOSE)
+
+
+@pytest.mark.parametrize("layers,taps", [(32, (2, 16, 29)), (36, (2, 18, 33)), (12, (2, 6, 9)), (6, (1, 3, 5)), (4, (1, 2, 3)), (2, (1,)), (1, (1,))])
+def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
+    """``(2, L//2, L-3)``, as every engine has it; other ones only where that is not three layers."""
+    assert _taps(None, layers) == taps
+
+
+def test_draft_vocabulary_follows_the_device() -> None:
+    _, drafter = made("llama", "eagle3", {"draft_vocab": 23})
+    moved = copy.deepcopy(drafter).to("meta")
+    assert moved.vocabulary is not None and moved.vocabulary.device == moved.lm_head.weight.device
+
+
+def test_rotation_is_the_same_in_bf16() -> None:
+    """Trained in fp32, run in bf16: angles come from unrounded frequencies."""
+    places = torch.arange(100)[None]
+    _, drafter = made("llama", "eagle3", {})
+    other = copy.deepcopy(drafter).to(torch.bfloat16)
+    for one, two in zip(drafter.rotary(places, 100), other.rotary(places, 100), strict=True):
+        assert torch.equal(one, two.float())
+
+
+@pytest.mark.parametrize(
+    "kind,arguments,named",
+    [
+        ("eagle3", {"depth": 0}, "depth"),
+        ("eagle3", {"depth": "5"}, "depth"),
+        ("eagle3", {"depth": True}, "depth"),
+        ("eagle3", {"taps": 5}, "taps"),
+        ("eagle3", {"taps": ["a", 1]}, "taps"),
+        ("eagle3", {"taps": [1, 2.5]}, "taps"),
+        ("eagle3", {"taps": []}, "taps"),
+        ("eagle3", {"taps": [1, LAYERS + 1]}, "taps"),
+        ("eagle3", {"taps": [-1]}, "taps"),
+        ("eagle3", {"draft_vocab": VOCAB + 1}, "draft_vocab"),
+        ("eagle3", {"draft_vocab": 0}, "draft_vocab"),
+        ("eagle3", {"intermediate_size": 1.5}, "intermediate_size"),
+        ("medusa", {"layers": 0}, "layers"),
+        ("medusa", {"dept": 3}, "did you mean depth"),
+        ("medusa", {"taps": [1]}, "depth, layers"),
+        ("medussa", {}, "did you mean 'medusa'"),
+        ("no.such.module", {}, "no.such.module"),
+        ("json.decoder", {}, "exactly one Drafter"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_line(kind: str, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        build_drafter(kind, backbone("llama"), arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_drafter_is_found_by_its_file() -> None:
+    assert {"eagle3", "medusa"} <= set(DRAFTERS)
+    for kind in DRAFTERS:
+        assert find_drafter(kind).__module__ == f"headstart.heads.{kind}"
+        assert find_drafter(f"headstart.heads.{kind}") is find_drafter(kind)

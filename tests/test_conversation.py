@@ -1,0 +1,190 @@
+"""Conversations: the exact text that is learned under templates of every style, and every way rows can be wrong."""
+import pytest
+from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
+
+from headstart.heads.errors import UserError
+from headstart.training.conversation import Chat, as_messages, encode
+from headstart.training.data import Sample, tokenise
+from headstart.training.recipe import Data
+
+
+def learned(tokenizer, sample: Sample) -> list[str]:
+    """The runs of learned tokens, decoded."""
+    edges = [0, *(i for i in range(1, len(sample.learn)) if sample.learn[i] != sample.learn[i - 1]), len(sample.learn)]
+    runs = [sample.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if sample.learn[a]]
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
+
+
+def samples_of(tokenizer, *conversations: list[dict], **data) -> list[Sample]:
+    return tokenise([{"messages": turns} for turns in conversations], tokenizer, Data(train="x", **data), source="x.jsonl")[0]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("template", "runs"),
+    [
+        (CHATML, ["It is four.<|im_end|>", "Six, ünder one condition.<|im_end|>"]),
+        (LLAMA3, ["It is four.<|eot_id|>", "Six, ünder one condition.<|eot_id|>"]),
+        (VICUNA, [" It is four.</s>", " Six, ünder one condition.</s>"]),
+        (GEMMA, ["It is four.<end_of_turn>", "Six, ünder one condition.<end_of_turn>"]),
+        (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>\n</s>"]),
+        (PLAIN, [" It is four.\n", " Six, ünder one condition.\n"]),
+    ],
+    ids=["chatml", "llama3", "vicuna", "gemma", "phi3", "plain"],
+)
+def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_offsets):
+    tokenizer = make_tokenizer(template, trim_offsets)
+    (sample,) = samples_of(tokenizer, chat(*TURNS))
+    assert learned(tokenizer, sample) == runs
+    assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # whole, with one <s> at most
+
+
+def test_a_token_of_spaces_before_the_answer_is_the_prompts():
+    for trim in (False, True):
+        tokenizer = make_tokenizer(PLAIN.replace("assistant: ", "assistant:   ").replace("m.role + ': '", "m.role + ':   '"), trim)
+        (sample,) = samples_of(tokenizer, chat(*TURNS[:2]))
+        assert learned(tokenizer, sample) == [" It is four.\n"]
+        (sample,) = samples_of(tokenizer, chat(TURNS[0], ("assistant", "<s>It is four.")))    # nothing the last space could join
+        assert learned(tokenizer, sample) == ["<s>It is four.\n"]
+
+
+def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
+    tokenizer = make_tokenizer(QWEN3)
+    turns = chat(*TURNS)
+    turns[1]["reasoning_content"] = "Two."
+    samples, stats = tokenise([{"messages": turns}], tokenizer, Data(train="x"), source="x")
+    assert [learned(tokenizer, sample) for sample in samples] == [
+        ["<think>\nTwo.\n</think>\n\nIt is four.<|im_end|>"],
+        ["<think>\n\n</think>\n\nSix, ünder one condition.<|im_end|>"],
+    ]
+    assert "Two." not in tokenizer.decode(samples[1].tokens) and "It is four.<|im_end|>" in tokenizer.decode(samples[1].tokens)
+    assert stats.split == 1 and "1 rows split by turn" in str(stats)
+    assert len(samples_of(tokenizer, turns[:2])) == 1
+
+
+def test_an_answer_that_does_not_continue_its_prompt_is_refused():
+    tokenizer = make_tokenizer(OPENING)
+    with pytest.raises(UserError, match=r"x.jsonl, row 2, turn 1: the chat template does not write .* data.learn=all"):
+        samples_of(tokenizer, chat(("user", "Hi"), ("assistant", "<think>\nso</think>")), chat(*TURNS))
+    assert samples_of(tokenizer, chat(*TURNS), learn="all")[0].learn.all()
+
+
+def test_what_is_not_an_answer_is_not_learned():
+    tokenizer = make_tokenizer(CHATML)
+    opening = [("assistant", "Hello there"), ("system", "user"), ("user", "Hi"), ("assistant", "Six"), ("user", "And three?")]
+    (sample,) = samples_of(tokenizer, chat(*opening))
+    assert learned(tokenizer, sample) == ["Six<|im_end|>"]          # not the greeting, which answers nothing
+    assert "three" not in tokenizer.decode(sample.tokens)           # nor is what nobody answered read
+    (everything,) = samples_of(tokenizer, chat(*opening), learn="all")
+    assert everything.learn.all() and "three" in tokenizer.decode(everything.tokens)
+
+
+def test_sharegpt_turns_are_the_same_conversation():
+    tokenizer = make_tokenizer(CHATML)
+    speaker = {"user": "human", "assistant": "gpt"}
+    rows = [{"id": 7, "conversations": [{"from": speaker[role], "value": text} for role, text in TURNS]}]
+    ((sample,), _), (expected,) = tokenise(rows, tokenizer, Data(train="x"), source="x"), samples_of(tokenizer, chat(*TURNS))
+    assert sample.tokens.equal(expected.tokens) and sample.learn.equal(expected.learn)
+
+
+def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
+    given = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning": None}]
+    assert as_messages(given, "x") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert as_messages([{"from": "human", "value": "Hi", "weight": 1}], "x") == [{"role": "user", "content": "Hi", "weight": 1}]
+    template = "{{ tools[0].name }}{% for m in messages %}{{ m.role + m.content + (m.extra or '') }}{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    rows = [{"messages": [*chat(*TURNS[:1]), {"role": "assistant", "content": "a", "extra": "b"}], "tools": [{"name": "Add"}]}]
+    (sample,), _ = tokenise(rows, tokenizer, Data(train="x"), source="x")
+    assert tokenizer.decode(sample.tokens) == "AdduserWhat is two?assistantab"
+
+
+def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens():
+    tokenizer = make_tokenizer()
+    (sample,), stats = tokenise([{"text": "It is four."}], tokenizer, Data(train="x"), source="x")
+    assert tokenizer.decode(sample.tokens) == "<s>It is four." and sample.learn.all()
+    assert (stats.rows, stats.samples, stats.tokens, stats.learned) == (1, 1, len(sample.tokens), len(sample.tokens))
+    assert str(stats) == f"1 rows, 1 samples, {stats.tokens} tokens, {stats.tokens} to learn"
+
+
+def test_a_recipes_template_serves_a_tokenizer_without():
+    tokenizer = make_tokenizer()
+    with pytest.raises(UserError, match="has no chat template.*set data.chat_template"):
+        samples_of(tokenizer, chat(*TURNS))
+    (sample,) = samples_of(tokenizer, chat(*TURNS), chat_template=VICUNA)
+    assert learned(tokenizer, sample)[0] == " It is four.</s>"
+
+
+def test_rows_that_cannot_be_used_are_counted():
+    tokenizer = make_tokenizer(GEMMA)
+    good, twice, unanswered = chat(*TURNS), chat(TURNS[0], *TURNS), chat(TURNS[0])
+    rows = [{"messages": turns} for turns in (good, twice, unanswered, good)]
+    samples, stats = tokenise(rows, tokenizer, Data(train="x"), source="x")
+    assert (len(samples), stats.refused, stats.no_assistant) == (2, 1, 1)
+    assert "1 rows refused by the chat template (roles must alternate)" in str(stats)
+    with pytest.raises(UserError, match=r"nothing to learn in x: .*1 rows refused by the chat template \(roles must alternate\)"):
+        tokenise(rows[1:2], tokenizer, Data(train="x"), source="x")
+
+
+def test_no_assistant_turn_anywhere_is_refused():
+    with pytest.raises(UserError, match=r"no assistant turn to learn in any of the 2 rows of x.jsonl \(roles found: user, system\)"):
+        samples_of(make_tokenizer(CHATML), chat(TURNS[0]), chat(("system", "x"), TURNS[0]))
+
+
+def test_long_samples():
+    tokenizer = make_tokenizer(CHATML)
+    (whole,) = samples_of(tokenizer, chat(*TURNS))
+    rows = [{"messages": chat(*TURNS)}]
+    length = len(whole.tokens)
+    (cut,), stats = tokenise(rows, tokenizer, Data(train="x", max_length=length - 1), source="x")
+    assert cut.tokens.equal(whole.tokens[:-1]) and cut.learn.equal(whole.learn[:-1]) and stats.truncated == 1
+    assert not tokenise(rows, tokenizer, Data(train="x", max_length=length), source="x")[1].truncated
+    with pytest.raises(UserError, match=f"row 1 has {length} tokens, over data.max_length={length - 1}"):
+        tokenise(rows, tokenizer, Data(train="x", max_length=length - 1, long="error"), source="x")
+    short = {"messages": chat(("user", "a"), ("assistant", "b"))}
+    kept, stats = tokenise([*rows, short], tokenizer, Data(train="x", max_length=length - 1, long="skip"), source="x")
+    assert len(kept) == 1 and stats.too_long == 1
+    with pytest.raises(UserError, match="nothing to learn in x: .*1 samples with nothing to learn"):
+        tokenise(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the answer is cut off altogether
+    texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
+    assert tokenise(texts, make_tokenizer(), Data(train="x"), source="x")[1].nothing == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "message"),
+    [
+        ({"prompt": "a", "answer": "b"}, {}, "columns prompt, answer, not messages or conversations or text; name yours with"),
+        ({"messages": []}, {"column": "turns"}, "x has the columns messages, not turns; set data.column to one it has"),
+        ({"text": "a"}, {"format": "messages"}, "x has the columns text, not messages"),
+        ({"messages": "hello"}, {"format": "messages"}, "x, row 1: a conversation is a list of turns, each a mapping; got 'hello'"),
+        ({"text": 3}, {"format": "text"}, "x, row 1: plain text expected; got int"),
+        ({"messages": [{"role": "user"}, {"text": "x"}]}, {}, "x, row 1, turn 1: a turn has role and content, or from and value; this"),
+        ({"messages": [{"from": "human", "value": "x"}]}, {"format": "messages"}, "a turn has role and content; this one has from, value"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "x, row 1, turn 0: unknown speaker 'alien'; known: human, user, gpt"),
+    ],
+)
+def test_wrong_rows_are_named(row, data, message):
+    with pytest.raises(UserError) as caught:
+        tokenise([row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_column_of_another_name():
+    tokenizer = make_tokenizer(CHATML)
+    for row in ({"story": "It is four."}, {"story": chat(*TURNS)}):
+        assert tokenise([row], tokenizer, Data(train="x", column="story"), source="x")[0]
+    with pytest.raises(UserError, match="x, row 2 has no story; it has other"):
+        tokenise([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
+
+
+def test_a_slow_tokenizer_is_refused(monkeypatch):
+    tokenizer = make_tokenizer(CHATML)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match="is a slow one"):
+        samples_of(tokenizer, chat(*TURNS))
+
+
+def test_the_mask_of_a_rendering_is_on_characters_and_tokens_alike():
+    tokenizer = make_tokenizer(CHATML)
+    (rendered,) = Chat(tokenizer).answers(chat(*TURNS), "x")
+    tokens, learn = encode(tokenizer, rendered)
+    assert tokenizer.decode(tokens[learn]) == "".join(rendered.text[start:end] for start, end in rendered.learn)

@@ -1,0 +1,161 @@
+"""The shared-noise sampler draws from the model's own distribution: chi-square tests against it and against transformers; and the noise.
+
+Seeds are fixed, so that a test that passes passes always; a p-value below 1e-4 would be a wonder if the law were right.
+
+Shape suffixes: B rows, P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import build, random_drafter, say
+from headstart.heads.backbone import Backbone
+from headstart.inference.heads import Heads
+from headstart.inference.noise import gumbel, row_seeds
+from headstart.inference.tree import TreeShape
+
+FEW = 7
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": FEW,
+}
+WARPERS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.85}, {"temperature": 1.6, "top_k": 4, "repetition_penalty": 1.4}]
+
+
+@pytest.fixture(scope="module")
+def small() -> Heads:
+    on = Backbone(build("Llama", SETTINGS, seed=3, loud=1.3))
+    return Heads(on, random_drafter("eagle3", on, depth=3))
+
+
+def law(of: Heads, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """The exact chance of every text, by transformers' own scores."""
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        prefixes = list(chances)
+        ids = torch.cat([PROMPT.expand(len(prefixes), -1), torch.tensor(prefixes, dtype=torch.int64).view(len(prefixes), -1)], 1)
+        out = of.backbone.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True, output_scores=True, return_dict_in_generate=True, **warpers
+        )
+        probs = out.scores[0].softmax(-1).tolist()
+        chances = {(*prefix, v): chances[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0}
+    assert abs(sum(chances.values()) - 1) < 1e-4
+    return chances
+
+
+def chi_square(found: Counter, chances: dict[tuple[int, ...], float], n: int) -> float:
+    """The p-value of the counts under the law; texts expected fewer than five times are counted together."""
+    assert set(found) <= set(chances), "a text that cannot be"
+    rare = [text for text, p in chances.items() if n * p < 5]
+    bins = [(found[text], n * p) for text, p in chances.items() if n * p >= 5]
+    if rare:
+        bins.append((sum(found[text] for text in rare), n * sum(chances[text] for text in rare)))
+    bins = [(o, e) for o, e in bins if e > 0.5]
+    statistic = sum((o - e) ** 2 / e for o, e in bins)
+    degrees = len(bins) - 1
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def drawn(of: Heads, n: int, length: int, **options: Any) -> Counter:
+    rows = {"input_ids": PROMPT.expand(n, -1), "attention_mask": torch.ones(n, PROMPT.shape[1], dtype=torch.int64)}
+    texts = say(of, rows, max_new_tokens=length, do_sample=True, **options)[:, PROMPT.shape[1] :]
+    return Counter(map(tuple, texts.tolist()))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
+def test_texts_follow_the_law(small: Heads, length: int, warpers: dict[str, Any]) -> None:
+    n = 1000 if "repetition_penalty" in warpers else 4000   # a penalty is a function of each text: slower
+    assert chi_square(drawn(small, n, length, seed=1, tree=TreeShape(12, 5), **warpers), law(small, length, warpers), n) > 1e-3
+
+
+def test_the_test_can_tell(small: Heads) -> None:
+    assert chi_square(drawn(small, 4000, 2, seed=1), law(small, 2, {"temperature": 1.15}), 4000) < 1e-4
+
+
+def test_transformers_draws_by_the_same_law(small: Heads) -> None:
+    """Two-sample: ours and generate(do_sample=True)'s own counts of three tokens."""
+    n = 4000
+    torch.manual_seed(0)
+    ids = PROMPT.expand(n, -1)
+    own = small.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True, temperature=0.8)
+    theirs = Counter(map(tuple, own[:, PROMPT.shape[1] :].tolist()))
+    ours = drawn(small, n, 3, seed=5, temperature=0.8)
+    assert chi_square(theirs, law(small, 3, {"temperature": 0.8}), n) > 1e-3
+    both = [text for text in ours | theirs if ours[text] + theirs[text] >= 10]
+    bins = [(ours[text], theirs[text]) for text in both]
+    bins.append((n - sum(o for o, _ in bins), n - sum(t for _, t in bins)))
+    statistic = sum((o - t) ** 2 / (o + t) for o, t in bins if o + t)
+    p = torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
+    assert p > 1e-3
+
+
+def test_seeds_drawn_by_torch_follow_the_law(small: Heads) -> None:
+    torch.manual_seed(4)
+    assert chi_square(drawn(small, 4000, 2), law(small, 2, {}), 4000) > 1e-3
+
+
+# The noise itself.
+
+EULER = 0.5772156649
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), 500).double().flatten()   # a million
+    assert abs(noise.mean() - EULER) < 0.006 and abs(noise.var() - torch.pi**2 / 6) < 0.02
+    uniform = (-(-noise).exp()).exp()
+    counts = torch.histc(uniform, 100, 0, 1)
+    assert ((counts - 10_000).square() / 10_000).sum() < 160, "chi-square with 99 degrees of freedom"
+    assert torch.isfinite(noise).all()
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+def test_noise_is_independent_along_every_axis() -> None:
+    """Neighbours in seed, position and token; and pairs whose keys an addition would confuse."""
+    noise = gumbel(torch.arange(100), torch.arange(101).expand(100, 101), 97)
+    n = 100 * 100 * 97
+    for lag in (1, 2, 7):
+        for axis in range(3):
+            size = noise.shape[axis] - lag
+            assert abs(correlation(noise.narrow(axis, 0, size), noise.narrow(axis, lag, size))) < 5 / n**0.5
+    assert abs(correlation(noise[1:, :-1], noise[:-1, 1:])) < 5 / n**0.5, "seed + 1 at position p, seed at p + 1"
+    assert abs(correlation(noise[:, 1:, :-1], noise[:, :-1, 1:])) < 5 / n**0.5, "position + 1 at token v, position at v + 1"
+    assert len(noise.flatten().unique()) > 0.9 * noise.numel()
+
+
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    seeds, positions = torch.tensor([5, -9, 2**62]), torch.tensor([[7, 8, 9], [1, 100, 5], [3, 3, 10**6]])
+    together = gumbel(seeds, positions, 61)
+    for b, p in itertools.product(range(3), range(3)):
+        assert torch.equal(gumbel(seeds[b : b + 1], positions[b : b + 1, p : p + 1], 61)[0, 0], together[b, p])
+    assert torch.equal(gumbel(seeds, positions, 1000)[..., :61], together), "a larger vocabulary gives the same tokens the same noise"
+    assert torch.equal(together[2, 0], together[2, 1])
+
+
+def test_row_seeds() -> None:
+    cpu = torch.device("cpu")
+    assert row_seeds(7, 3, cpu).tolist() == [7, 8, 9]
+    assert row_seeds([4, 4, -1], 3, cpu).tolist() == [4, 4, -1]
+    assert row_seeds([2**64 - 1, 2**63], 2, cpu).tolist() == [-1, -(2**63)]
+    assert row_seeds(2**64 - 1, 2, cpu).tolist() == [-1, 0]
+    torch.manual_seed(1)
+    first, second = row_seeds(None, 4, cpu), row_seeds(None, 4, cpu)
+    torch.manual_seed(1)
+    assert torch.equal(row_seeds(None, 4, cpu), first) and len(set(first.tolist() + second.tolist())) == 8
+    with pytest.raises(ValueError, match="2 entries for 3 rows"):
+        row_seeds([1, 2], 3, cpu)

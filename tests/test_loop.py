@@ -1,0 +1,140 @@
+"""The training loop: it teaches, what is frozen stays, and the loss does not depend on how a step is cut up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from small_run import make_recipe, read_log, run
+
+from headstart.heads.backbone import load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.training.cli import main
+from headstart.training.data import Sample
+from headstart.training.feed import Feed
+from headstart.training.loop import train
+from headstart.training.recipe import Train, load_recipe
+from headstart.training.schedule import learning_rate
+from headstart.training.setup import prepare
+
+KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab": 40}]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("drafter", KINDS, ids=lambda drafter: drafter["kind"])
+def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: dict) -> None:
+    recipe = load_recipe(make_recipe(tmp_path, drafter=drafter, train={"steps": 40, "schedule": "constant"}, log={"every": 10}))
+    trained = prepare(recipe)
+    weights = {name: weight.clone() for name, weight in trained.drafter.named_parameters()}
+    frozen = {name: weight.clone() for name, weight in trained.backbone.model.state_dict().items()}
+    assert {id(p) for p in trained.module.parameters()} == {id(p) for p in trained.drafter.parameters()}
+    assert train(trained) == 0
+    trained.log.close()
+    assert not [name for name, weight in trained.drafter.named_parameters() if torch.equal(weight, weights[name])]
+    assert not [name for name, weight in trained.backbone.model.state_dict().items() if not torch.equal(weight, frozen[name])]
+    lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] and lines[-1]["overlap"][0] > lines[0]["overlap"][0]
+    assert len(lines[0]["accuracy"]) == drafter["depth"] and lines[-1]["tokens"] > lines[0]["tokens"] > 0
+
+
+def test_heads_can_be_loaded_and_say_where_they_come_from(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter=KINDS[1])
+    assert main([str(recipe), "train.steps=2"]) == 0
+    loaded = load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+    assert loaded.vocabulary is not None and len(loaded.vocabulary) == 40
+    origin = json.loads((tmp_path / "out" / "headstart.json").read_text())["provenance"]
+    assert origin["recipe"]["train"]["steps"] == origin["steps"] == 2 and origin["versions"]["torch"] == torch.__version__
+    evaluated = [line for line in read_log(tmp_path / "out") if "tau" in line]
+    assert [line["step"] for line in evaluated] == [2] and origin["tau"] == evaluated[0]["tau"] >= 1
+
+
+def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, train={"batch_size": 6})
+    logs = []
+    for size in ("null", "1", "3"):
+        assert main([str(recipe), f"train.micro_batch={size}", f"save.dir={tmp_path}/{size}"]) == 0
+        logs.append([line for line in read_log(tmp_path / size) if "loss" in line])
+    for log in logs[1:]:
+        assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in logs[0]], rel=1e-5)
+        assert [line["grad_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in logs[0]], rel=1e-4)
+        assert [line["tokens"] for line in log] == [line["tokens"] for line in logs[0]]
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Five sequences a step: the shares are three and two. And what accelerate would start alone really is two."""
+    recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
+    assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    done = run(recipe, f"save.dir={tmp_path}/two", "train.micro_batch=1", launcher=launcher)
+    assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr[-3000:]
+    one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    assert len(list((tmp_path / "two" / "state").iterdir())) == 1
+
+
+def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    assert main([str(recipe), "eval.every=3", f"save.dir={tmp_path}/often"]) == 0
+    assert main([str(recipe), "data.eval_rows=4", f"save.dir={tmp_path}/once"]) == 0
+    weights = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("often", "once")]
+    assert weights[0] == weights[1]
+    assert [line["step"] for line in read_log(tmp_path / "often") if "tau" in line] == [3, 6, 9, 12]
+
+
+def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:
+    trained = prepare(load_recipe(make_recipe(tmp_path, drafter=KINDS[1], train={"precision": "bf16", "steps": 3})))
+    assert train(trained) == 0
+    trained.log.close()
+    assert {weight.dtype for weight in trained.drafter.parameters()} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup": 0.0}, save={"every": 1})
+    assert main([str(recipe)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "at step 2" in said[0] and "lower train.lr" in said[0] and "step-00000001" in said[0]
+    assert [folder.name for folder in (tmp_path / "out" / "state").iterdir()] == ["step-00000001"]
+    load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+
+
+def test_wandb_is_asked_for_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    assert main([str(recipe), "log.wandb=online"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err
+
+
+def test_what_a_step_reads_is_a_function_of_the_step() -> None:
+    """Every epoch has every sample once; processes share a step between them, whole, whatever their number."""
+    samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
+    feed = Feed(samples, Train(batch_size=4, epochs=2.0), seed=1)
+    assert feed.steps == 5
+    drawn = [index for step in range(1, 6) for index in feed.chosen(step)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
+    for processes in (1, 2, 3):
+        parts = [Feed(samples, feed.train, 1, process, processes) for process in range(processes)]
+        lengths = [int(n) for part in parts for batch in part.share(2, torch.device("cpu")) for n in (batch.document_BT >= 0).sum(1)]
+        assert sorted(lengths) == sorted(len(samples[i].tokens) for i in feed.chosen(2))
+
+
+@pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])
+def test_learning_rate(schedule: str, middle: float, last: float) -> None:
+    wanted = Train(lr=2.0, warmup=0.1, schedule=schedule, min_lr=0.1)   # type: ignore[arg-type]
+    rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
+    assert rates[0] == pytest.approx(0.01) and rates[49] == pytest.approx(0.5) and rates[99] == rates[100] == pytest.approx(1.0)
+    assert rates[550] == pytest.approx(middle, abs=1e-3) and rates[-1] == pytest.approx(last, abs=1e-3)

@@ -1,0 +1,189 @@
+"""Drafting changes how fast a token arrives, never which: token identity with plain decoding, and with transformers' own.
+
+Shape suffixes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_padded, prompts, random_drafter, say, unpadded
+from headstart.inference.heads import Heads
+from headstart.inference.tree import TreeShape
+
+LENGTH = 16
+TREES = {"one node": TreeShape(1), "chain": TreeShape(9, 1), "wide": TreeShape(24, 23, 1), "usual": TreeShape(), "huge": TreeShape(150, 40)}
+MANNERS = [*DRAFTERS, "adversary", "oracle", "nearly"]
+SEEDS = [5, 77, -3, 2**63 + 11, 0]
+
+
+class Superstition(LogitsProcessor):
+    """A user's own: looks at the whole history, and is stern."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        total = input_ids.sum(-1, keepdim=True)
+        unlucky = (torch.arange(scores.shape[-1]) + total) % 3 == 0
+        return scores.masked_fill(unlucky, -float("inf")) + input_ids.shape[1] % 5 * torch.linspace(0, 1, scores.shape[-1])
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "ngram": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[7], [15, 22], [1, 2, 3]]},
+    "min new": {"min_new_tokens": 7, "eos_token_id": [4, 5, 15, 20, 22, 33, 39, 49]},
+    "bias": {"sequence_bias": {(3,): 2.5, (15, 15): -9.0, (22, 9): 4.0}},
+    "own": {"logits_processor": LogitsProcessorList([Superstition()])},
+    "all": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7], [15, 22]],
+        "suppress_tokens": [8],
+        "logits_processor": LogitsProcessorList([Superstition()]),
+    },
+}
+WARPERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "usual": {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
+    "min p": {"temperature": 1.4, "min_p": 0.05},
+    "typical": {"typical_p": 0.8, "renormalize_logits": True},
+}
+
+
+def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> Heads:
+    return heads(family, manner) if manner in DRAFTERS else Heads(backbone(family), Scripted(backbone(family), truths, manner, depth))
+
+
+def alone(family: str, **options: Any) -> list[list[int]]:
+    """transformers' own generate, row by row."""
+    model = backbone(family).model
+    return [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0].tolist() for row in prompts()]
+
+
+def cut(texts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """Without the padding that a batch puts behind rows that ended early."""
+    return [text[:length] for text, length in zip(texts, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
+    options = PROCESSORS[processors] | {"max_new_tokens": LENGTH, "do_sample": False}
+    truths, rows = alone(family, **options), left_padded(prompts())
+    assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
+    for (name, tree), manner in zip(TREES.items(), itertools.cycle(MANNERS), strict=False):
+        found = unpadded(say(drafting(manner, family, truths), rows, tree=tree, **options), rows)
+        assert cut(found, [len(truth) for truth in truths]) == truths, (name, manner)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("sample", [False, True])
+def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> None:
+    """Batch of five, and one row alone with its seed; a processor that looks at the history."""
+    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | ({"seed": SEEDS} if sample else {})
+    rows = left_padded(prompts())
+    plain = unpadded(say(Heads(backbone(family)), rows, **options), rows)
+    of = drafting(manner, family, plain)
+    for tree in list(TREES.values())[sample::2]:   # greedy: one node, wide, huge; sampled: chain, usual
+        assert unpadded(say(of, rows, tree=tree, **options), rows) == plain
+    for row in (0, 3):
+        mine = {"input_ids": prompts()[row][None]} | options | ({"seed": SEEDS[row]} if sample else {})
+        assert of.backbone.model.generate(custom_generate=of.generate, tree=TreeShape(12, 4), **mine)[0].tolist() == plain[row]
+
+
+@pytest.mark.parametrize("warpers", WARPERS)
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
+    options = PROCESSORS[processors] | WARPERS[warpers] | {"max_new_tokens": LENGTH, "do_sample": True, "seed": 11}
+    rows, texts, half = left_padded(prompts((9, 1, 4))), set(), (list(PROCESSORS).index(processors) + list(WARPERS).index(warpers)) % 2
+    for family, manner in list(zip(FAMILIES, ("nearly", "eagle3", "medusa", "nearly"), strict=True))[half::2]:
+        plain = say(Heads(backbone(family)), rows, **options)
+        found = say(drafting(manner, family, unpadded(plain, rows)), rows, tree=TreeShape(20, 6), **options)
+        assert torch.equal(found, plain), (family, manner)
+        texts.add(str(plain))
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool) -> None:
+    """The best a drafter of depth 5 can do is 6 tokens a pass, the worst 1."""
+    rows = left_padded(prompts())
+    options: dict[str, Any] = {"max_new_tokens": 1 + 4 * 6, "do_sample": sample, "seed": 3, "return_dict_in_generate": True}
+    plain = say(Heads(backbone(family)), rows, **options)
+    assert (plain.tau, plain.passes, plain.acceptance_per_depth) == (1.0, 24, [])
+    truths = unpadded(plain.sequences, rows)
+    for tree in (TreeShape(6, 1), TreeShape(30, 7)):
+        best = say(drafting("oracle", family, truths, 5), rows, tree=tree, **options)
+        worst = say(drafting("adversary", family, truths, 5), rows, tree=tree, **options)
+        assert torch.equal(best.sequences, plain.sequences) and torch.equal(worst.sequences, plain.sequences)
+        assert (best.tau, best.passes, best.acceptance_per_depth) == (6.0, 4, [1.0] * 5)
+        assert (worst.tau, worst.passes, worst.acceptance_per_depth) == (1.0, 24, [0.0] * 5)
+
+
+def test_a_small_draft_vocabulary_changes_nothing() -> None:
+    of = Heads(backbone("llama"), random_drafter("eagle3", backbone("llama"), draft_vocab=20))
+    of.drafter.use_vocabulary(torch.arange(1, VOCAB, 3))
+    rows = left_padded(prompts())
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        plain = say(of, rows, max_new_tokens=LENGTH, speculate=False, **options)
+        assert torch.equal(say(of, rows, max_new_tokens=LENGTH, **options), plain)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
+    """Diverged heads write the same text; a share of the logits is no number."""
+    on, rows = backbone("llama"), left_padded(prompts())
+    drafter = Scripted(on, [], "nearly")
+    guess = drafter.guess
+    drafter.guess = lambda text, depth: guess(text, depth).masked_fill(torch.arange(VOCAB) % 2 == len(text) % 2, wrong)
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        plain = say(Heads(on), rows, max_new_tokens=LENGTH, **options)
+        assert torch.equal(say(Heads(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
+    drafter.guess = lambda text, depth: torch.full((VOCAB,), wrong)
+    assert torch.equal(say(Heads(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
+
+
+@pytest.mark.parametrize("options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 2}])
+def test_processors_that_know_the_prompt(options: dict[str, Any]) -> None:
+    """transformers builds them for one text of one prompt; a tree of nodes must not confuse them."""
+    row = prompts((20,))[0][None]
+    own = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=LENGTH, do_sample=False, **options)
+    for manner in ("oracle", "nearly"):
+        of = drafting(manner, "llama", own.tolist())
+        assert torch.equal(say(of, {"input_ids": row}, max_new_tokens=LENGTH, do_sample=False, **options), own)
+
+
+def test_constraints_know_the_text() -> None:
+    """prefix_allowed_tokens_fn: after token t, only t+1 to t+9."""
+    row = prompts((6,))[0][None]
+
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        assert batch == 0
+        return [int(ids[-1] + step) % VOCAB for step in range(1, 10)]
+
+    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    own = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), **options)
+    for manner in ("oracle", "eagle3"):
+        assert torch.equal(say(drafting(manner, "llama", own.tolist()), {"input_ids": row}, **options), own)
+
+
+def test_bf16_writes_picks() -> None:
+    """In bf16 a pass over a tree rounds otherwise than one over a token: every token must be the pick or very near it."""
+    from families import tiny
+    from headstart.heads.backbone import Backbone
+
+    on = Backbone(tiny("llama").to(torch.bfloat16))
+    of = Heads(on, random_drafter("eagle3", on).to(torch.bfloat16))
+    row = prompts((9,))[0][None]
+    text = say(of, {"input_ids": row}, max_new_tokens=60, do_sample=False)
+    logits = on.model(text).logits[0, 8:-1].float()
+    gap = logits.max(-1).values - logits.gather(-1, text[0, 9:, None])[:, 0]
+    assert gap.max() < 0.1 * logits.std() and (gap == 0).float().mean() > 0.9
