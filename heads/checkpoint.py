@@ -36,6 +36,12 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16] if template else None
 
 
+def recipe_template(card: dict[str, Any]) -> str | None:
+    """The chat template that the recipe of a checkpoint brought along, if it did."""
+    template = card["provenance"].get("recipe", {}).get("data", {}).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the card last."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.checkpoint import read_card
+from headstart.heads.checkpoint import read_card, recipe_template
 from headstart.heads.errors import UserError
 from headstart.inference.bench import Plan, compare, require_room, table, verdict
 from headstart.inference.heads import Heads, load
@@ -31,7 +31,7 @@ def bench(given: argparse.Namespace) -> int:
     _require_writable(given.json)
     _quiet()
     name = _backbone_name(given.backbone, given.heads)
-    tokenizer = _tokenizer(name, given)
+    tokenizer = _tokenizer(name, given.heads, given)
     prompts = read_prompts(given.prompts, Prompter(tokenizer, given.chat, given.prompt_tokens), given.limit)
     backbone = _backbone(name, given)
     heads = [(path, _heads(path, backbone, tokenizer, given)) for path in given.heads]
@@ -48,8 +48,9 @@ def generate(given: argparse.Namespace) -> int:
     _require_writable(given.json)
     text = _prompt(given.prompt, given.file)
     _quiet()
-    name = _backbone_name(given.backbone, [given.heads] if given.heads else [])
-    tokenizer = _tokenizer(name, given)
+    trained = [given.heads] if given.heads else []
+    name = _backbone_name(given.backbone, trained)
+    tokenizer = _tokenizer(name, trained, given)
     prompt_T = Prompter(tokenizer, given.chat).ask(text)
     if not len(prompt_T):
         raise UserError("the prompt is empty; give some text")
@@ -129,9 +130,13 @@ def _backbone_name(asked: str | None, heads: list[str]) -> str:
     return backbone
 
 
-def _tokenizer(name: str, given: argparse.Namespace) -> PreTrainedTokenizerBase:
+def _tokenizer(name: str, heads: list[str], given: argparse.Namespace) -> PreTrainedTokenizerBase:
+    """The backbone's; with the chat template of the heads' recipe if that brought one for a tokenizer that has none."""
     try:
-        return load_tokenizer(name, trust_remote_code=given.trust_remote_code)
+        tokenizer = load_tokenizer(name, trust_remote_code=given.trust_remote_code)
+        if tokenizer.chat_template is None and heads:
+            tokenizer.chat_template = recipe_template(read_card(heads[0])[1])
+        return tokenizer
     except UserError as error:
         hint = "" if given.backbone else "; the heads name it as what they were trained on, if it is elsewhere say so with --backbone"
         raise UserError(f"{error}{hint}") from None

@@ -78,7 +78,7 @@ class Processing:
             if isinstance(processor, known.SynthIDTextWatermarkLogitsProcessor):
                 raise UserError("SynthID watermarks keep a state from step to step, which trees don't have; leave watermarking_config out")
             if isinstance(processor, BY_ROW) and rows > 1:
-                raise UserError(f"{type(processor).__name__} goes by row numbers, which trees don't have; got {rows} rows, decode one at a time")
+                raise UserError(f"{type(processor).__name__} goes by row numbers; got {rows} rows: decode one row at a time")
         self.processors = LogitsProcessorList(_without_padding(processor, pads) for processor in processors)
         self.blind = all(is_blind(processor) for processor in processors)
         self.one_by_one = any(isinstance(processor, BY_ROW) for processor in processors)

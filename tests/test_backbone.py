@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from safetensors.torch import load_file, save_file
 
-from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.errors import UserError
 from headstart.inference.heads import Heads

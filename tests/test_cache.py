@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from families import FAMILIES, Scripted, backbone, heads, left_padded, prompts, say, unpadded
+from test_tree import random_tree
+
 from headstart.heads.backbone import Backbone
 from headstart.heads.kv import RaggedKV, slots_behind, visible
 from headstart.inference.cache import RaggedCache
 from headstart.inference.decode import Decoder
 from headstart.inference.heads import Heads
 from headstart.inference.tree import CandidateTree, TreeShape
-from test_tree import random_tree
 
 
 def decoder_of(of: Heads, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> Decoder:

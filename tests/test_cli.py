@@ -139,6 +139,21 @@ def test_stop_strings(house, capsys):
     assert stop in out and text.startswith(out) and len(out) < len(text) and out.index(stop) + len(stop) > len(out) - 12
 
 
+def test_the_recipes_chat_template_serves_a_tokenizer_that_has_none(house, tmp_path):
+    backbone = load_backbone(str(house / "backbone"))
+    template = "Q: {{ messages[0]['content'] }} A:"
+    extra = {"recipe": {"data": {"chat_template": template}}}
+    build_drafter("eagle3", backbone, {"depth": 3}).save_pretrained(tmp_path / "heads", extra)
+    counts = []
+    for style in ([], ["--raw"]):
+        command = ["generate", "What is two?", "--heads", str(tmp_path / "heads"), "--max-new-tokens", "4"]
+        assert main([*command, "--json", str(tmp_path / "answer.json"), *style]) == 0
+        counts.append(json.loads((tmp_path / "answer.json").read_text())["prompt_tokens"])
+    tokenizer = load_tokenizer(str(house / "backbone"))
+    asked = len(tokenizer("Q: What is two? A:", add_special_tokens=False)["input_ids"])
+    assert tokenizer.chat_template is None and counts == [asked, len(tokenizer("What is two?")["input_ids"])]
+
+
 def test_chat_template_unless_raw(house, tmp_path, capsys):
     shutil.copytree(house / "backbone", tmp_path / "chatty")
     tokenizer = load_tokenizer(str(tmp_path / "chatty"))

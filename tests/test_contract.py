@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
 from torch import Tensor
 
-from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, find_drafter
 from headstart.heads.checkpoint import load_drafter

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import build, random_drafter, say
 from torch import Tensor
 
-from families import build, random_drafter, say
 from headstart.heads.backbone import Backbone
 from headstart.inference.heads import Heads
 from headstart.inference.noise import gumbel, row_seeds

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_padded, prompts, random_drafter, say, unpadded
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_padded, prompts, random_drafter, say, unpadded
 from headstart.inference.heads import Heads
 from headstart.inference.tree import TreeShape
 
@@ -178,6 +178,7 @@ def test_constraints_know_the_text() -> None:
 def test_bf16_writes_picks() -> None:
     """In bf16 a pass over a tree rounds otherwise than one over a token: every token must be the pick or very near it."""
     from families import tiny
+
     from headstart.heads.backbone import Backbone
 
     on = Backbone(tiny("llama").to(torch.bfloat16))

@@ -10,9 +10,9 @@ import math
 
 import pytest
 import torch
+from families import VOCAB, backbone
 from torch import Tensor
 
-from families import VOCAB, backbone
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.noise import gumbel

@@ -26,7 +26,7 @@ class Backbone:
     path: str
     """A causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """What its weights are loaded as; ``auto`` is what they were saved as."""
+    """What its weights are loaded as; ``auto`` is what they were saved as, and fp32 on a CPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model's repository."""
     attention: Literal["sdpa", "eager"] = "sdpa"

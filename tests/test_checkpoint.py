@@ -1,0 +1,297 @@
+"""A checkpoint is the directory serving engines load; what is missing, damaged or of another backbone is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import DRAFTERS, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, say, texts, tiny
+from safetensors import safe_open
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import headstart
+from headstart.heads import checkpoint
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.checkpoint import load_drafter, read_card, template_hash
+from headstart.heads.errors import UserError
+from headstart.inference.heads import Heads
+
+D, I, HC, KVC, DV = 32, 48, 32, 16, 23
+"""Widths of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and a draft vocabulary."""
+CARD = "headstart.json"
+
+
+def tensors_of(file: Path) -> dict[str, tuple[list[int], str]]:
+    with safe_open(file, "pt") as opened:
+        return {name: (opened.get_slice(name).get_shape(), opened.get_slice(name).get_dtype()) for name in opened.keys()}
+
+
+def saved(kind: str, folder: Path, **arguments: Any) -> Drafter:
+    drafter = random_drafter(kind, backbone("llama"), **arguments)
+    drafter.save_pretrained(folder, {"recipe": "a recipe"})
+    return drafter
+
+
+@pytest.mark.parametrize("draft_vocab", [None, DV])
+def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab: int | None) -> None:
+    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab=draft_vocab)
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV]
+    if draft_vocab is not None:
+        drafter.use_vocabulary(ids)
+    drafter.save_pretrained(tmp_path)
+    expected = {
+        "fc.weight": [D, 3 * D],
+        "midlayer.self_attn.q_proj.weight": [HC, 2 * D],
+        "midlayer.self_attn.k_proj.weight": [KVC, 2 * D],
+        "midlayer.self_attn.v_proj.weight": [KVC, 2 * D],
+        "midlayer.self_attn.o_proj.weight": [D, HC],
+        "midlayer.mlp.gate_proj.weight": [I, D],
+        "midlayer.mlp.up_proj.weight": [I, D],
+        "midlayer.mlp.down_proj.weight": [D, I],
+        "midlayer.input_layernorm.weight": [D],
+        "midlayer.hidden_norm.weight": [D],
+        "midlayer.post_attention_layernorm.weight": [D],
+        "norm.weight": [D],
+        "lm_head.weight": [draft_vocab or VOCAB, D],
+    }
+    found = tensors_of(tmp_path / "model.safetensors")
+    vocabulary = {} if draft_vocab is None else {"d2t": ([DV], "I64"), "t2d": ([VOCAB], "BOOL")}
+    assert found == {name: (shape, "F32") for name, shape in expected.items()} | vocabulary
+    if draft_vocab is not None:
+        with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+            d2t, t2d = opened.get_tensor("d2t"), opened.get_tensor("t2d")
+        assert torch.equal(d2t, ids.sort().values - torch.arange(DV)), "an offset, not an index"
+        assert torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(DV))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["norm_before_residual"] is False and config["attention_bias"] is False and config["tie_word_embeddings"] is False
+    assert config["draft_vocab_size"] == (draft_vocab or VOCAB) and config["vocab_size"] == VOCAB
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(drafter.taps)
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in drafter.taps]}
+    sizes = {"hidden_size": D, "intermediate_size": I, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    assert {key: config[key] for key in sizes} == sizes
+    assert config["num_aux_hidden_states"] == 3 and config["max_position_embeddings"] == 256 and config["hidden_act"] == "silu"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and "rope_scaling" in config
+    assert config["rms_norm_eps"] == 1e-6 and config["torch_dtype"] == config["dtype"] == "float32"
+
+
+def test_other_taps_are_written_in_both_countings(tmp_path: Path) -> None:
+    saved("eagle3", tmp_path, taps=[5, 1, LAYERS, 3])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5, LAYERS] and config["num_aux_hidden_states"] == 4
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4, LAYERS - 1]
+
+
+def test_scaled_rotary_is_written_for_old_and_new_readers(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    on = Backbone(tiny("llama", rope_parameters=rope | {"original_max_position_embeddings": 64}))
+    random_drafter("eagle3", on).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == 5e5 and config["rope_scaling"]["rope_type"] == "llama3" and config["rope_scaling"]["factor"] == 8.0
+    assert config["rope_parameters"] == rope | {"original_max_position_embeddings": 64}
+
+
+def test_medusa_is_the_directory_of_three_engines(tmp_path: Path) -> None:
+    saved("medusa", tmp_path, depth=3, layers=2)
+    expected = {f"{k}.{layer}.linear.weight": [D, D] for k in range(3) for layer in range(2)}
+    expected |= {f"{k}.{layer}.linear.bias": [D] for k in range(3) for layer in range(2)} | {f"{k}.2.weight": [VOCAB, D] for k in range(3)}
+    assert tensors_of(tmp_path / "medusa_lm_head.safetensors") == {name: (shape, "F32") for name, shape in expected.items()}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert {k: v for k, v in config.items() if k != "base_model_name_or_path"} == {
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 2,
+        "medusa_fc_bias": True,
+        "hidden_size": D,
+        "vocab_size": VOCAB,
+    }
+    assert "base_model_name_or_path" in config and "architectures" not in config
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_folder_holds_three_files_and_no_traces(tmp_path: Path, kind: str) -> None:
+    drafter = saved(kind, tmp_path / "a" / "b")
+    drafter.save_pretrained(tmp_path / "a" / "b", {"recipe": "another"})   # over the first
+    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(["config.json", CARD, drafter.file_name])
+    folder, card = read_card(tmp_path / "a" / "b")
+    assert card["kind"] == kind and card["provenance"] == {"recipe": "another"} and card["arguments"] == drafter.arguments
+    assert card["contract"]["taps"] == list(drafter.taps)
+
+
+def refused(folder: Path | str, on: Backbone | None = None, **options: Any) -> str:
+    """The message: one line."""
+    with pytest.raises(UserError) as caught:
+        load_drafter(folder, on or backbone("llama"), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_damaged_files(tmp_path: Path, kind: str) -> None:
+    drafter = saved(kind, tmp_path / "heads")
+    weights = tmp_path / "heads" / drafter.file_name
+    whole = weights.read_bytes()
+    changed = bytearray(whole)
+    changed[-5] ^= 1
+    for found in (whole[: len(whole) // 2], whole[:6], b"", bytes(changed), whole + b"\0", pickle.dumps({"a": 1})):
+        weights.write_bytes(found)
+        assert drafter.file_name in refused(tmp_path / "heads") and "truncated or changed" in refused(tmp_path / "heads")
+    weights.unlink()
+    assert f"lacks its weights {drafter.file_name}" in refused(tmp_path / "heads")
+    weights.write_bytes(whole)
+    load_drafter(tmp_path / "heads", backbone("llama"))
+    (tmp_path / "heads" / CARD).unlink()
+    assert CARD in refused(tmp_path / "heads")
+    assert "no such folder" in refused(tmp_path / "nowhere") and "no such folder" in refused("nobody/nothing")
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    card = json.loads((folder / CARD).read_text())
+    (folder / CARD).write_text(json.dumps(card | changes))
+
+
+WEIGHTS = {"file": "model.safetensors", "sha256": "0"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"format": None},
+        {"kind": 5},
+        {"kind": "medussa"},
+        {"kind": "medusa"},
+        {"arguments": [1]},
+        {"arguments": {"depth": "x"}},
+        {"arguments": {"dept": 3}},
+        {"arguments": None},
+        {"contract": []},
+        {"contract": None},
+        {"contract": {}},
+        {"weights": []},
+        {"weights": {}},
+        {"weights": {"file": 5, "sha256": "x"}},
+        {"weights": WEIGHTS | {"file": "../heads/model.safetensors"}},
+        {"weights": WEIGHTS | {"file": "/etc/passwd"}},
+        {"provenance": None},
+    ],
+    ids=str,
+)
+def test_damaged_cards(tmp_path: Path, changes: dict[str, Any]) -> None:
+    saved("eagle3", tmp_path / "heads")
+    rewrite(tmp_path / "heads", **changes)
+    assert str(tmp_path / "heads") in refused(tmp_path / "heads") or "drafter" in refused(tmp_path / "heads")
+
+
+def test_cards_that_are_no_cards(tmp_path: Path) -> None:
+    saved("eagle3", tmp_path / "heads")
+    for found in (b"", b"{", b"[1]", b"5", b"null", b"\xff\xfe\x00", b'{"format": 1}'):
+        (tmp_path / "heads" / CARD).write_bytes(found)
+        assert "damaged" in refused(tmp_path / "heads") and CARD in refused(tmp_path / "heads")
+
+
+def test_tensors_of_another_drafter(tmp_path: Path) -> None:
+    """Whole files, but not of the drafter the card names."""
+    saved("eagle3", tmp_path / "heads")
+    for arguments in ({"depth": 5, "draft_vocab": 20}, {"depth": 5, "taps": [1, 2]}, {"depth": 5, "intermediate_size": 20}):
+        rewrite(tmp_path / "heads", arguments=arguments)
+        assert "does not hold the tensors of eagle3" in refused(tmp_path / "heads")
+
+
+def test_a_card_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded folder in the working directory is importable; its card may not have it imported."""
+    saved("medusa", tmp_path / "downloaded")
+    (tmp_path / "downloaded" / "payload.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    rewrite(tmp_path / "downloaded", kind="downloaded.payload")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "downloaded.payload" in refused(tmp_path / "downloaded")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_drafter_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours").mkdir()
+    shutil.copy(Path(sys.modules[type(build_drafter("medusa", backbone("llama"), {})).__module__].__file__ or ""), tmp_path / "ours" / "mine.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    drafter = build_drafter("ours.mine", backbone("llama"), {"depth": 2})
+    drafter.save_pretrained(tmp_path / "heads")
+    assert type(load_drafter(tmp_path / "heads", backbone("llama"))) is type(drafter)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_another_backbone(tmp_path: Path, kind: str) -> None:
+    saved(kind, tmp_path / "heads")
+    twin = Backbone(tiny("llama", seed=8))
+    for on, named in (
+        (backbone("qwen3"), "model_type"),
+        (Backbone(tiny("llama", hidden_size=16)), "hidden_size"),
+        (Backbone(tiny("llama", num_hidden_layers=5)), "num_hidden_layers 6"),
+        (Backbone(tiny("llama", vocab_size=62)), "vocab_size"),
+        (twin, "weights"),
+    ):
+        assert named in refused(tmp_path / "heads", on) and "this backbone is" in refused(tmp_path / "heads", on)
+        assert on is twin or named in refused(tmp_path / "heads", on, other_backbone=True)
+    assert "other_backbone=True" in refused(tmp_path / "heads", twin)
+    of = headstart.load(tmp_path / "heads", backbone=twin.model, other_backbone=True)
+    rows = left_padded(prompts())
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        plain = say(Heads(twin), rows, max_new_tokens=15, **options)
+        assert torch.equal(say(Heads(twin, of.drafter), rows, max_new_tokens=15, **options), plain)
+
+
+def test_load_gives_heads_in_the_backbones_type(tmp_path: Path) -> None:
+    saved("eagle3", tmp_path / "heads", draft_vocab=DV)
+    of = headstart.load(tmp_path / "heads", backbone=tiny("llama").to(torch.bfloat16))
+    assert of.drafter is not None and {p.dtype for p in of.drafter.parameters()} == {torch.bfloat16}
+    assert say(of, {"input_ids": texts(1, 6)}, max_new_tokens=8).shape == (1, 14)
+    assert headstart.load(None, backbone=of.backbone).drafter is None
+
+
+def test_the_chat_template(tmp_path: Path) -> None:
+    def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])), chat_template=template)
+
+    trained = tokenizer("{{ messages }}")
+    random_drafter("medusa", backbone("llama")).save_pretrained(tmp_path, {"chat_template": template_hash(trained)})
+    load_drafter(tmp_path, backbone("llama"), tokenizer=trained)
+    load_drafter(tmp_path, backbone("llama"))
+    for other in ("{{ messages }} ", None):
+        assert "chat template" in refused(tmp_path, tokenizer=tokenizer(other))
+        load_drafter(tmp_path, backbone("llama"), tokenizer=tokenizer(other), other_backbone=True)
+    assert template_hash(tokenizer(None)) is None
+
+
+@pytest.mark.parametrize("stage", ["tensors", "config", "save_file", "_hash"])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, over: bool) -> None:
+    drafter = random_drafter("medusa", backbone("llama"))
+    if over:
+        drafter.save_pretrained(tmp_path / "heads")
+    before = {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    another = random_drafter("medusa", backbone("llama"), seed=9)
+    monkeypatch.setattr(another if stage in ("tensors", "config") else checkpoint, stage, fail)
+    with pytest.raises(OSError, match="no space"):
+        another.save_pretrained(tmp_path / "heads")
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    if over:
+        load_drafter(tmp_path / "heads", backbone("llama"))
+
+
+def test_no_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("medusa", tmp_path / "heads")
+    for name in ("pytorch_model.bin", "medusa_lm_head.pt"):
+        (tmp_path / "heads" / name).write_bytes(b"\x80\x04\x95bomb")
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, None)
+    load_drafter(tmp_path / "heads", backbone("llama"))

@@ -1,0 +1,93 @@
+"""The embedded backbone and its texts are what the README says, and heads learn from them."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer, resolve
+from headstart.heads.base import build_drafter
+from headstart.inference.heads import Heads
+from headstart.inference.measure import measure_tau
+from headstart.inference.tree import TreeShape
+from headstart.training.recipe import Objective
+from headstart.training.step import TrainStep
+
+FOLDER = Path(resolve("embedded"))
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return load_backbone("embedded")
+
+
+def rows(name: str) -> list[str]:
+    data = (FOLDER.parent / name).read_bytes()
+    lines = (gzip.decompress(data) if name.endswith(".gz") else data).decode().splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+def test_it_is_small_and_says_how_good_it_is(backbone: Backbone) -> None:
+    facts = json.loads((FOLDER / "training.json").read_text())
+    assert (FOLDER / "model.safetensors").stat().st_size <= 16_000_000
+    assert 6_000_000 <= backbone.model.num_parameters() <= 8_000_000 and 10 <= backbone.num_layers <= 16
+    assert facts["bits_per_byte"] <= 1.5 and f"{facts['bits_per_byte']:.2f} bits per byte" in README
+    assert backbone.name == "embedded"
+
+
+def test_any_text_round_trips() -> None:
+    tokenizer = load_tokenizer("embedded")
+    for text in ("def f(x):\n\treturn x  # größer 漢字\r\n", "\x00 \U0001f600"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_it_predicts_python_better_than_noise(backbone: Backbone) -> None:
+    """Recomputed here on the shipped held-out openings; nonsense of the same tokens is far less likely to it."""
+    tokenizer, nats = load_tokenizer("embedded"), {"python": 0.0, "shuffled": 0.0}
+    texts = rows("prompts.jsonl")[:20]
+    torch.manual_seed(0)
+    for text in texts:
+        ids = torch.tensor(tokenizer(text)["input_ids"])
+        for name, tokens in (("python", ids), ("shuffled", ids[torch.randperm(len(ids))])):
+            logits = backbone.readout(backbone.read(tokens[None, :-1]).hidden_BTD)[0]
+            nats[name] += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+    size = sum(len(text.encode()) for text in texts)
+    assert nats["python"] / size / 0.6931 < 2.0, "openings of 64 tokens, without the context a file gives"
+    assert nats["shuffled"] > 1.5 * nats["python"]
+
+
+def test_prompts_are_enough_and_not_trained_on() -> None:
+    prompts, train = rows("prompts.jsonl"), rows("train.jsonl.gz")
+    assert len(prompts) >= 40 and len(set(prompts)) == len(prompts) and len(train) >= 1000
+    joined = "\n".join(train)
+    assert not [prompt for prompt in prompts if prompt in joined]
+
+
+def test_training_lengthens_acceptance(backbone: Backbone) -> None:
+    """From a tau of about 1 to well above it in 40 small steps, on prompts that were not trained on."""
+    tokenizer = load_tokenizer("embedded")
+    texts = [torch.tensor(tokenizer(text)["input_ids"][:96]) for text in rows("train.jsonl.gz")[:400]]
+    samples = torch.stack([ids for ids in texts if len(ids) == 96])
+    prompts = [torch.tensor(tokenizer(text)["input_ids"][:48]) for text in rows("prompts.jsonl")[:6]]
+    torch.manual_seed(0)
+    drafter = build_drafter("eagle3", backbone, {"depth": 3})
+    step, optimizer = TrainStep(backbone, drafter, Objective(chunk=4096)), torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    frozen = {name: parameter.clone() for name, parameter in backbone.model.named_parameters()}
+    first = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+
+    def tau() -> float:
+        return measure_tau(Heads(backbone, drafter), prompts, max_new_tokens=24, tree=TreeShape(12, 4))["tau"]
+
+    before = tau()
+    for i in range(40):
+        tokens_BT = samples[torch.arange(8 * i, 8 * i + 8) % len(samples)]
+        sums = step(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT))
+        optimizer.zero_grad()
+        (sums.loss / sums.count_K[0]).backward()
+        optimizer.step()
+    assert before < 1.3 and tau() > max(1.6, before + 0.4)
+    assert all(not torch.equal(parameter, first[name]) for name, parameter in drafter.named_parameters())
+    assert all(torch.equal(parameter, frozen[name]) for name, parameter in backbone.model.named_parameters())

@@ -1,0 +1,64 @@
+"""What the README tells people to type is what works."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads.backbone import load_backbone, resolve
+from headstart.heads.base import build_drafter
+from headstart.inference.cli import _parser
+from headstart.training.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line.partition(" # ")[0].strip() for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
+
+
+def starting(word: str) -> list[str]:
+    found = [line for line in COMMANDS if line.startswith(word + " ")]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("line", starting("headstart"))
+def test_headstart_commands_parse(line: str) -> None:
+    words = shlex.split(line.partition("<")[0])[1:]
+    given = _parser().parse_args(words)
+    assert given.command.__name__ == words[0]
+
+
+@pytest.mark.parametrize("line", starting("accelerate"))
+def test_training_commands_name_recipes_that_load(line: str) -> None:
+    _, _, arguments = line.partition("train_heads.py ")
+    recipe, *overrides = shlex.split(arguments)
+    load_recipe(ROOT / recipe, overrides)
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    paths = [*re.findall(r"\]\(([^)#:]+)\)", README), *re.findall(r"recipes/[\w./-]+\w", README)]
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    build_drafter("eagle3", load_backbone("embedded"), {"depth": 3}).save_pretrained(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    code = code.replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/qwen3-0.6b/eagle3", str(tmp_path))
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert scope["text"].shape[0] == 2
+    assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
+
+
+def test_every_recipe_key_is_documented() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    recipe = load_recipe(ROOT / "recipes" / "quickstart" / "eagle3.yaml")
+    sections = {name: section for name, section in vars(recipe).items() if hasattr(section, "__dataclass_fields__")}
+    keys = [f"{name}.{key}" for name, section in sections.items() for key in section.__dataclass_fields__]
+    assert len(keys) > 30
+    assert [key for key in [*keys, *vars(recipe)] if f"`{key}`" not in page] == []
