@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone import Backbone, same_weights
 from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.heads.errors import UserError
 
@@ -128,14 +128,19 @@ def load_drafter(
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, other_backbone: bool) -> None:
     """Refuse a backbone that the heads were not trained on, naming both sides."""
-    trained, found = card["contract"], backbone.contract()
+    trained, found = dict(card["contract"]), backbone.contract()
+    weights, own_weights = trained.pop("weights", None), found.pop("weights")
+    on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
     for key, value in found.items():
-        if trained.get(key) == value or (key == "weights" and other_backbone):
-            continue
-        hint = "; if it is a fine-tune of it, pass other_backbone=True" if key == "weights" else ""
+        if trained.get(key) != value:
+            raise UserError(
+                f"{path} was trained on {on} ({key} {trained.get(key)}); this backbone is {here} ({key} {value}): "
+                "load the backbone it was trained on"
+            )
+    if not other_backbone and not same_weights(weights, own_weights):
         raise UserError(
-            f"{path} was trained on {card['backbone'] or 'another backbone'} ({key} {trained.get(key)}); this backbone is "
-            f"{backbone.name or type(backbone.model).__name__} ({key} {value}): load the backbone it was trained on{hint}"
+            f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "
+            "or, if this is a fine-tune of it, pass other_backbone=True (--other-backbone)"
         )
 
 

@@ -36,8 +36,8 @@ def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise ``[B, P, V]`` (float32) for the tokens at those positions of rows with those seeds (int64)."""
     key_BP = mix(mix(seeds_B)[:, None] + positions_BP * _signed(GOLDEN))
     counter_V = torch.arange(vocab, device=seeds_B.device) * _signed(GOLDEN)
-    bits = _shifted(mix(key_BP[..., None] + counter_V), 11)
-    uniform = (bits.double() + 0.5) * 2.0**-53
+    bits = _shifted(mix(key_BP[..., None] + counter_V), 12)
+    uniform = (bits.double() + 0.5) * 2.0**-52  # exact, and never 0 or 1
     return -torch.log(-torch.log(uniform)).float()
 
 

@@ -158,3 +158,18 @@ def unpadded(sequences: Tensor, rows: dict[str, Tensor]) -> list[list[int]]:
 def say(of: Heads, rows: dict[str, Tensor], **options: Any) -> Any:
     """One call of transformers' own front door with these heads."""
     return of.backbone.model.generate(**rows, custom_generate=of.generate, **options)
+
+
+class Noted:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        assert not self.ended
+        self.got.append(value.clone())
+
+    def end(self) -> None:
+        self.ended += 1

@@ -35,7 +35,7 @@ def audit(decoder: Decoder, on: Backbone) -> None:
         assert 0 < length <= len(ids)
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
         for layer, own in zip(decoder.cache.layers, fresh.layers, strict=True):
-            kept = own.keys.shape[2]   # a sliding layer of transformers keeps its last keys only
+            kept = own.keys.shape[2]  # a sliding layer of transformers keeps its last keys only
             torch.testing.assert_close(layer.kv.keys[row, :, length - kept : length], own.keys[0], atol=5e-5, rtol=1e-4)
             torch.testing.assert_close(layer.kv.values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
 

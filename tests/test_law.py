@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.heads.backbone import Backbone
 from headstart.inference.heads import Heads
-from headstart.inference.noise import gumbel, row_seeds
+from headstart.inference.noise import GOLDEN, gumbel, row_seeds
 from headstart.inference.tree import TreeShape
 
 FEW = 7
@@ -47,10 +47,18 @@ def law(of: Heads, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...]
         prefixes = list(chances)
         ids = torch.cat([PROMPT.expand(len(prefixes), -1), torch.tensor(prefixes, dtype=torch.int64).view(len(prefixes), -1)], 1)
         out = of.backbone.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True, output_scores=True, return_dict_in_generate=True, **warpers
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=True,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **warpers,
         )
         probs = out.scores[0].softmax(-1).tolist()
-        chances = {(*prefix, v): chances[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0}
+        chances = {
+            (*prefix, v): chances[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0
+        }
     assert abs(sum(chances.values()) - 1) < 1e-4
     return chances
 
@@ -65,7 +73,9 @@ def chi_square(found: Counter, chances: dict[tuple[int, ...], float], n: int) ->
     bins = [(o, e) for o, e in bins if e > 0.5]
     statistic = sum((o - e) ** 2 / e for o, e in bins)
     degrees = len(bins) - 1
-    return float(torch.special.gammaincc(torch.tensor(degrees / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
+    return float(
+        torch.special.gammaincc(torch.tensor(degrees / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
+    )
 
 
 def drawn(of: Heads, n: int, length: int, **options: Any) -> Counter:
@@ -77,7 +87,7 @@ def drawn(of: Heads, n: int, length: int, **options: Any) -> Counter:
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
 def test_texts_follow_the_law(small: Heads, length: int, warpers: dict[str, Any]) -> None:
-    n = 1000 if "repetition_penalty" in warpers else 4000   # a penalty is a function of each text: slower
+    n = 1000 if "repetition_penalty" in warpers else 4000  # a penalty is a function of each text: slower
     assert chi_square(drawn(small, n, length, seed=1, tree=TreeShape(12, 5), **warpers), law(small, length, warpers), n) > 1e-3
 
 
@@ -113,7 +123,7 @@ EULER = 0.5772156649
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), 500).double().flatten()   # a million
+    noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), 500).double().flatten()  # a million
     assert abs(noise.mean() - EULER) < 0.006 and abs(noise.var() - torch.pi**2 / 6) < 0.02
     uniform = (-(-noise).exp()).exp()
     counts = torch.histc(uniform, 100, 0, 1)
@@ -135,6 +145,9 @@ def test_noise_is_independent_along_every_axis() -> None:
             assert abs(correlation(noise.narrow(axis, 0, size), noise.narrow(axis, lag, size))) < 5 / n**0.5
     assert abs(correlation(noise[1:, :-1], noise[:-1, 1:])) < 5 / n**0.5, "seed + 1 at position p, seed at p + 1"
     assert abs(correlation(noise[:, 1:, :-1], noise[:, :-1, 1:])) < 5 / n**0.5, "position + 1 at token v, position at v + 1"
+    for far in (GOLDEN, -GOLDEN):
+        moved = gumbel(row_seeds([7 + far], 1, noise.device), torch.arange(9)[None], 97)
+        assert not torch.isin(moved, noise[7, :12]).any(), "seed + the stride of positions at p is not seed at p + 1"
     assert len(noise.flatten().unique()) > 0.9 * noise.numel()
 
 

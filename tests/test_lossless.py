@@ -87,11 +87,13 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> None:
     """Batch of five, and one row alone with its seed; a processor that looks at the history."""
-    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | ({"seed": SEEDS} if sample else {})
+    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | (
+        {"seed": SEEDS} if sample else {}
+    )
     rows = left_padded(prompts())
     plain = unpadded(say(Heads(backbone(family)), rows, **options), rows)
     of = drafting(manner, family, plain)
-    for tree in list(TREES.values())[sample::2]:   # greedy: one node, wide, huge; sampled: chain, usual
+    for tree in list(TREES.values())[sample::2]:  # greedy: one node, wide, huge; sampled: chain, usual
         assert unpadded(say(of, rows, tree=tree, **options), rows) == plain
     for row in (0, 3):
         mine = {"input_ids": prompts()[row][None]} | options | ({"seed": SEEDS[row]} if sample else {})
@@ -126,6 +128,16 @@ def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool
         assert torch.equal(best.sequences, plain.sequences) and torch.equal(worst.sequences, plain.sequences)
         assert (best.tau, best.passes, best.acceptance_per_depth) == (6.0, 4, [1.0] * 5)
         assert (worst.tau, worst.passes, worst.acceptance_per_depth) == (1.0, 24, [0.0] * 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_can_be_taken_up_anywhere(family: str) -> None:
+    """The token at a position is a function of the text before it, the seed and the position: of nothing that happened before."""
+    options: dict[str, Any] = {"do_sample": True, "seed": 5, "temperature": 0.9}
+    whole = say(heads(family, "eagle3"), {"input_ids": prompts()[0][None]}, max_new_tokens=LENGTH, **options)
+    for kept in range(10, 9 + LENGTH, 3):
+        for of in (heads(family, "medusa"), Heads(backbone(family))):
+            assert torch.equal(say(of, {"input_ids": whole[:, :kept]}, max_length=9 + LENGTH, **options), whole)
 
 
 def test_a_small_draft_vocabulary_changes_nothing() -> None:

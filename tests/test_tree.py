@@ -100,7 +100,12 @@ def test_trees_hold_only_what_was_drafted(spread: float) -> None:
 
 def test_the_beam_the_depth_and_the_vocabulary_bound_the_tree() -> None:
     drafter = Table(5, torch.tensor([2, 3, 5]))
-    for shape, size, height in ((TreeShape(100, 2, 3), 7, 3), (TreeShape(100, 50, 1), 4, 1), (TreeShape(100, 2, 99), 11, 5), (TreeShape(1), 1, 5)):
+    for shape, size, height in (
+        (TreeShape(100, 2, 3), 7, 3),
+        (TreeShape(100, 50, 1), 4, 1),
+        (TreeShape(100, 2, 99), 11, 5),
+        (TreeShape(1), 1, 5),
+    ):
         tree = grow(drafter, [[]], torch.tensor([7]), shape, Ranking())
         assert tree.tokens_BN.shape == (1, size)
         assert int(tree.depths_BN.max()) <= tree.height == height
@@ -142,7 +147,7 @@ def test_walk(nodes: int, vocab: int) -> None:
         for row in range(3):
             parents, tokens = tree.parents_BN[row].tolist(), tree.tokens_BN[row].tolist()
             reach = {0: [int(picks[row, 0])]}
-            for n in range(1, nodes):   # a node is reached if its parent is and it carries the pick there
+            for n in range(1, nodes):  # a node is reached if its parent is and it carries the pick there
                 if parents[n] in reach and tokens[n] == picks[row, parents[n]]:
                     reach[n] = [*reach[parents[n]], int(picks[row, n])]
             count = int(accepted.count_B[row])

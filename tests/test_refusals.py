@@ -1,0 +1,112 @@
+"""What the front door refuses, each with a line that names it; and that the model is left as it was found."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, Noted, build, heads, left_padded, prompts, random_drafter, say, tiny
+from torch import Tensor
+from transformers import DynamicCache
+
+import headstart
+from headstart.heads.backbone import Backbone
+from headstart.heads.errors import UserError
+from headstart.inference.heads import Heads
+
+
+@pytest.fixture(scope="module")
+def row() -> dict[str, Tensor]:
+    return {"input_ids": prompts((9,))[0][None]}
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        ({"num_beams": 3}, "num_beams"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|contrastive"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"do_sample": True, "seed": [1, 2, 3]}, "seed"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]])}, "left"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])}, "left"),
+        ({"watermarking_config": transformers.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2), "do_sample": True}, "SynthID"),
+    ],
+)
+def test_refusals(row: dict[str, Tensor], options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        say(heads("llama", "medusa"), row | options, max_new_tokens=9)
+
+
+def test_more_refusals(row: dict[str, Tensor]) -> None:
+    of = heads("llama", "eagle3")
+    ids = row["input_ids"]
+    with pytest.raises(ValueError, match="assistant_model"):
+        say(of, row, max_new_tokens=9, assistant_model=tiny("llama", num_hidden_layers=1))
+    with pytest.raises(ValueError, match="input_ids"):
+        say(of, {"inputs_embeds": of.backbone.embed(ids)}, max_new_tokens=9)
+    past = DynamicCache()
+    of.backbone.model(ids[:, :5], past_key_values=past)
+    with pytest.raises(ValueError, match="past_key_values"):
+        say(of, row, max_new_tokens=9, past_key_values=past)
+    with pytest.raises(ValueError, match="batch of 2"):
+        say(of, left_padded(prompts((9, 4))), max_new_tokens=9, streamer=Noted())
+    with pytest.raises(ValueError, match="another model"):
+        other = tiny("llama")
+        other.generate(ids, custom_generate=of.generate, max_new_tokens=9)
+    for options in (
+        {"encoder_repetition_penalty": 2.0},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"prefix_allowed_tokens_fn": lambda b, ids: [1, 2]},
+    ):
+        with pytest.raises(UserError, match="row"):
+            say(of, left_padded(prompts((9, 4))), max_new_tokens=9, **options)
+    assert say(of, row, max_new_tokens=9, past_key_values=DynamicCache()).shape == (1, 18), "an empty cache is no reason to refuse"
+
+
+def test_models_that_cannot_be_backbones() -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
+    with pytest.raises(UserError, match="encoder-decoder"):
+        headstart.load(None, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
+    linear = {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 8}
+    with pytest.raises(UserError, match="linear_attention"):
+        headstart.load(None, build("Qwen3Next", {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4} | linear))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_stays_usable(family: str, tmp_path: Path) -> None:
+    """Its own generate, its own streamers, copies and saving are as they were."""
+    model, fresh = tiny(family), tiny(family)
+    rows = left_padded(prompts())
+    before = fresh.generate(**rows, max_new_tokens=12, do_sample=False)
+    of = Heads(Backbone(model), None)
+    Heads(of.backbone, random_drafter("eagle3", of.backbone))  # twice on one model
+    say(of, rows, max_new_tokens=5)
+    assert torch.equal(model.generate(**rows, max_new_tokens=12, do_sample=False), before)
+    torch.manual_seed(0)
+    sampled = model.generate(**rows, max_new_tokens=12, do_sample=True)
+    torch.manual_seed(0)
+    assert torch.equal(fresh.generate(**rows, max_new_tokens=12, do_sample=True), sampled)
+    streamer = Noted()
+    model.generate(prompts()[0][None], max_new_tokens=5, streamer=streamer)
+    assert len(streamer.got) == 6
+    assisted = model.generate(prompts()[0][None], max_new_tokens=12, do_sample=False, assistant_model=fresh)
+    assert torch.equal(assisted, fresh.generate(prompts()[0][None], max_new_tokens=12, do_sample=False))
+    assert torch.equal(copy.deepcopy(model).generate(**rows, max_new_tokens=12, do_sample=False), before)
+    model.save_pretrained(tmp_path)
+
+
+def test_a_copy_of_the_model_takes_heads_of_its_own() -> None:
+    model = tiny("llama")
+    Heads(Backbone(model), None)
+    twin = copy.deepcopy(model)
+    streamer = Noted()
+    of = Heads(Backbone(twin), None)
+    say(of, {"input_ids": prompts()[0][None]}, max_new_tokens=5, streamer=streamer)
+    assert len(streamer.got) == 6
