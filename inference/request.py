@@ -19,6 +19,10 @@ from headstart.heads.errors import UserError
 from headstart.inference.processing import Processing
 
 
+TENSORS = ("attention_mask", "position_ids", "cache_position")
+"""What transformers prepares beside the ids; the rest a user would have given, such as images."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What to write, and when to stop. Lengths count as transformers counts them: with the padding at the left."""
@@ -88,6 +92,9 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int
             raise UserError(f"{name}=True is not supported: a pass reads a whole tree; run the model once over the finished text instead")
     if model_kwargs.get("inputs_embeds") is not None:
         raise UserError("inputs_embeds is not supported: drafters read tokens; give input_ids")
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in TENSORS:
+            raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError("past_key_values already holds text, which the drafter has not read; give the whole text as input_ids")

@@ -34,6 +34,7 @@ def row() -> dict[str, Tensor]:
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"do_sample": True, "seed": [1, 2, 3]}, "seed"),
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0]])}, "left"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1, 1]])}, "left"),
         ({"watermarking_config": transformers.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2), "do_sample": True}, "SynthID"),

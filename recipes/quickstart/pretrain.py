@@ -49,7 +49,10 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=512)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=512, padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:

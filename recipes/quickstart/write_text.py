@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("--backbone", type=Path, default=here / "backbone")
     parser.add_argument("--out", type=Path, default=here)
     parser.add_argument("--rows", type=int, default=2400)
-    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--batch", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
