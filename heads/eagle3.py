@@ -70,12 +70,11 @@ class Eagle3(Drafter):
         self.layer_config: LlamaConfig = llama_like(backbone, intermediate_size)
         D = backbone.dim
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
-        # The fused state starts as the deepest tap, which the readout already half understands, and a little of the others.
-        self.fc.weight.data.mul_(0.1)[:, -D:].add_(torch.eye(D))
         self.midlayer = PairLayer(self.layer_config)
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
         self.lm_head = nn.Linear(D, draft_vocab or backbone.vocab, bias=False)
         self.rotary = Rotary(self.layer_config)
+        self._start_fused()
         if draft_vocab is None:
             self.lm_head.weight.data.copy_(backbone.unembed.weight)
         else:
@@ -92,6 +91,20 @@ class Eagle3(Drafter):
         self.t2d[tokens] = True
         self.lm_head.weight.data.copy_(self.backbone[0].unembed.weight[tokens.to(self.backbone[0].device)])
         self.vocabulary = tokens
+
+    @torch.no_grad()
+    def _start_fused(self) -> None:
+        """The fused state starts as the deepest tap with a little of the others, each brought to unit size.
+
+        Residual streams are tens of units large, beside which the layer's own first contributions would not count.
+        """
+        backbone, D = self.backbone[0], self.fc.out_features
+        tokens_1T = torch.linspace(0, backbone.vocab - 1, min(64, backbone.max_positions or 64), device=backbone.device).long()[None]
+        taps = backbone.read(tokens_1T, taps=self.taps).taps or {}
+        self.fc.weight[:, -D:] += torch.eye(D)
+        for i, tap in enumerate(self.taps):
+            size = taps[tap].float().square().mean(-1).sqrt().median()  # of positions: the first is often an outlier
+            self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
 
     def fuse(self, features: Features) -> Tensor:
         """The tapped layers side by side, brought to one width: ``[B, T, D]``."""

@@ -96,6 +96,8 @@ class Train:
     """Sequences an optimiser step, over all processes and accumulation."""
     micro_batch: int | None = None
     """Sequences a process puts through one forward; null is its whole share of the batch, without accumulation."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate."""
     lr: float = 1e-3
     """Highest learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -21,9 +21,9 @@ from headstart.training.checkpoint import State, find_state, read_state, require
 from headstart.training.data import Splits, load_data, prompts, vocabulary_by_frequency
 from headstart.training.feed import Feed
 from headstart.training.log import Log, Meter, require_wandb
+from headstart.training.optimizer import build_optimizer
 from headstart.training.provenance import provenance
 from headstart.training.recipe import Recipe, to_dict
-from headstart.training.schedule import build_optimizer
 from headstart.training.step import TrainStep
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

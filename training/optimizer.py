@@ -1,0 +1,54 @@
+"""AdamW for everything, or Muon for hidden matrices beside AdamW for the rest.
+
+Muon orthogonalises the update of a matrix (Jordan et al., 2024; scaled to AdamW's size as in 2502.16982), so both parts share one
+learning rate. Tables indexed by a vocabulary and vectors are not maps between hidden spaces and stay with AdamW.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headstart.heads.base import Drafter
+from headstart.training.recipe import Train
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimizer to the outside; inside, torch's own Muon and AdamW work on its groups and its state."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], train: Train) -> None:
+        muon = torch.optim.Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others, lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.parts = (muon, adamw)
+        self._share()
+
+    def _share(self) -> None:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+def build_optimizer(drafter: Drafter, train: Train) -> torch.optim.Optimizer:
+    """What ``train.optimizer`` names. Weight decay pulls on matrices only; norms and biases have a scale of their own to keep."""
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    sizes = {drafter.backbone[0].vocab, drafter.backbone[0].vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
+    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
+    if train.optimizer == "muon" and hidden:
+        return MuonAdamW([trained[name] for name in hidden], [p for name, p in trained.items() if name not in hidden], train)
+    groups = [
+        {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, betas=(train.betas[0], train.betas[1]))
