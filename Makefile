@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .PHONY: install demo test lint
 
@@ -22,13 +22,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Each run trains afresh: the folder of an earlier one would be resumed.
+# Two processes of one thread: small matrices gain nothing from more. Each run trains afresh: an earlier one would be resumed.
 demo: $(INSTALLED)
 	rm -rf out/demo
-	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
-	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
-	$(BIN)/headstart bench --heads out/demo/eagle3 --heads out/demo/medusa \
-	  --prompts recipes/quickstart/prompts.jsonl --temperature 0 --temperature 1 --json out/demo/report.json
+	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
+	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
+	$(BIN)/headstart bench --heads out/demo/eagle3 --heads out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
+	  --temperature 0 1 --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 --max-new-tokens 96 --dtype fp32 --threads 1 \
+	  --json out/demo/report.json
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q

@@ -41,6 +41,8 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     tree: TreeShape = field(default_factory=TreeShape)
+    sampled: TreeShape | None = None
+    """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree pays."""
 
 
 @dataclass
@@ -99,7 +101,8 @@ def compare(heads: Sequence[tuple[str, Heads]], prompts: Sequence[Tensor], plan:
         require_room(f"prompt {number}", len(prompt_T), plan.max_new_tokens, backbone)
     report = _header(backbone, len(prompts), plan)
     for temperature in plan.temperatures:
-        settings = Settings(plan.max_new_tokens, temperature, tree=plan.tree)
+        tree = plan.sampled if plan.sampled is not None and temperature > 0 else plan.tree
+        settings = Settings(plan.max_new_tokens, temperature, tree=tree)
         theirs, plain, *ours = _decode_all(heads, prompts, settings, plan.seed)
         report["baselines"][f"{temperature:g}"] = _baseline(plain) | _baseline(theirs)
         report["results"] += [_row(system, plain, theirs, settings) for system in ours]

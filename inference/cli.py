@@ -101,6 +101,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=_count(1), default=64, metavar="N", help="how much of a plain text is the prompt (64)")
     parser.add_argument("--temperature", type=_number(0), action="extend", nargs="+", metavar="T", help="may be many; 0: greedy (default)")
     parser.add_argument("--seed", type=_count(0), default=0, metavar="S", help="seed of the first prompt (0)")
+    parser.add_argument("--sampled-nodes", type=_count(1), metavar="N", help="--nodes above temperature 0 (default: the same)")
+    parser.add_argument("--sampled-width", type=_count(1), metavar="W", help="--width above temperature 0 (default: the same)")
     _add_shared(parser)
 
 

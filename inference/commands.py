@@ -35,7 +35,8 @@ def bench(given: argparse.Namespace) -> int:
     prompts = read_prompts(given.prompts, Prompter(tokenizer, given.chat, given.prompt_tokens), given.limit)
     backbone = _backbone(name, given)
     heads = [(path, _heads(path, backbone, tokenizer, given)) for path in given.heads]
-    plan = Plan(given.max_new_tokens, tuple(dict.fromkeys(given.temperature or [0.0])), given.seed, _tree(given))
+    sampled = TreeShape(given.sampled_nodes or given.nodes, given.sampled_width or given.width, given.depth)
+    plan = Plan(given.max_new_tokens, tuple(dict.fromkeys(given.temperature or [0.0])), given.seed, _tree(given), sampled)
     report = compare(heads, prompts, plan) | {"backbone": name, "prompts_file": given.prompts}
     _write_json(given.json, report)
     fine, sentence = verdict(report)

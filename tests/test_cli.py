@@ -89,6 +89,14 @@ def test_bench(house, tmp_path, capsys):
     assert [path.name for path in file.parent.iterdir()] == ["report.json"]
 
 
+def test_bench_takes_another_tree_for_sampling(house, tmp_path):
+    report = tmp_path / "report.json"
+    sizes = ["--nodes", "5", "--width", "2", "--sampled-nodes", "9", "--sampled-width", "3", "--max-new-tokens", "6"]
+    assert main(["bench", "--heads", "eagle3", "--prompts", "prompts.jsonl", "--temperature", "0", "1", "--json", str(report), *sizes]) == 0
+    rows = json.loads(report.read_text())["results"]
+    assert [(row["temperature"], row["nodes"], row["width"], row["identical"]) for row in rows] == [(0, 5, 2, True), (1, 9, 3, True)]
+
+
 def test_bench_fails_if_a_token_differs(house, monkeypatch, capsys):
     monkeypatch.setattr("headstart.inference.bench.System.differing", lambda self, other: int(self is not other))
     assert main(["bench", "--heads", "medusa", "--prompts", "prompts.jsonl", "--limit", "1", "--max-new-tokens", "4"]) == 1
