@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.heads.errors import UserError
 from headstart.inference.processing import Processing
 
-
 TENSORS = ("attention_mask", "position_ids", "cache_position")
 """What transformers prepares beside the ids; the rest a user would have given, such as images."""
 
