@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads out/demo/eagle3 --heads out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
-	  --temperature 0 1 --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 --max-new-tokens 96 --dtype fp32 --threads 1 \
+	  --temperature 0 1 --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 --max-new-tokens 80 --dtype fp32 --threads 1 \
 	  --json out/demo/report.json
 
 test: $(INSTALLED)
