@@ -29,6 +29,7 @@ class Pass:
     """What one backbone pass brought: tokens written by each row (0: it had ended), and seconds by part."""
 
     written_B: list[int]
+    nodes: int
     draft: float
     verify: float
     host: float
@@ -96,7 +97,7 @@ class Decoder:
             written = self._write(accepted.picks_BP, accepted.count_B.tolist())
             self._collect(scores_BNV, logits_BNV, accepted.path_BP, written)
             self._advance(tree, features, accepted)
-            yield Pass(written, draft, verify, clock.lap())
+            yield Pass(written, tree.tokens_BN.shape[1], draft, verify, clock.lap())
 
     def _draft(self) -> tuple[CandidateTree, Tensor | None]:
         height = 0 if self.drafter is None else min(self.shape.depth or self.drafter.depth, self.drafter.depth)

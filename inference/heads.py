@@ -41,6 +41,10 @@ class HeadsOutput(GenerateDecoderOnlyOutput):
     """Share of passes in which the draft of each depth was accepted; tau is 1 + their sum."""
     seconds: dict[str, float] | None = None
     """Seconds spent drafting, verifying and on the host, over all passes (on an accelerator exact only with ``timed=True``)."""
+    runs: list[list[int]] | None = None
+    """For each row, how many tokens each pass wrote."""
+    nodes: list[int] | None = None
+    """For each pass, how many nodes the tree of a row had, its root included: 1 is a plain step."""
 
 
 class Heads:
@@ -111,6 +115,8 @@ def _output(decoder: Decoder, passes: list[Pass], request: Request) -> HeadsOutp
         tau=sum(runs) / len(runs) if runs else 1.0,
         acceptance_per_depth=[sum(run > k + 1 for run in runs) / max(len(runs), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
+        runs=[[one.written_B[row] for one in passes if one.written_B[row]] for row in range(len(decoder.texts))],
+        nodes=[one.nodes for one in passes],
     )
 
 

@@ -1,0 +1,1 @@
+"""Drafting without training: from the text so far and from what the backbone has said of it."""
