@@ -1,79 +1,76 @@
-"""What does a backbone pass cost as the tree grows, against plain decoding and against drafting?
+"""What does a pass cost as the tree and the context grow, run by Python and recorded, against a token of transformers' generate?
 
-    python benchmarks/pass_cost.py [--backbone embedded] [--context 128] [--threads 1] [--json FILE]
+    python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--threads 1] [--json FILE]
 
-Prints JSON: median milliseconds of a pass over N nodes, of drafting a tree of that size with untrained EAGLE-3 heads, of one
-token of transformers' own generate; and the tau at which a tree of N nodes breaks even with it.
+Prints JSON: for each context and number of rows, median milliseconds of a pass over N nodes and of drafting with untrained EAGLE-3
+heads, eager and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.base import build_drafter
-from headstart.inference.cache import RaggedCache
-from headstart.inference.tree import CandidateTree, Ranking, TreeShape, grow
+from headstart.inference.heads import Heads
+from headstart.inference.tune import TunePlan, tune
 
-REPEATS = 30
-
-
-def median_ms(work: Callable[[], object]) -> float:
-    """Of `REPEATS` runs after three to warm up."""
-    times = []
-    for i in range(REPEATS + 3):
-        start = time.perf_counter()
-        work()
-        times += [time.perf_counter() - start] if i >= 3 else []
-    return 1e3 * statistics.median(times)
+TOKENS, REPEATS = 24, 5
 
 
-def verify_ms(backbone: Backbone, text_BT: torch.Tensor, tree: CandidateTree) -> float:
-    """One pass over the tree behind a prompt, with its readout."""
-    cache = RaggedCache(backbone.num_layers, 1, text_BT.device)
-    backbone.read(text_BT, cache, cache.expect(text_BT.shape[1]))
-    cache.extend(torch.tensor([text_BT.shape[1]], device=text_BT.device), text_BT.shape[1])
+def token_ms(backbone: Backbone, context: int, rows: int) -> float:
+    """Of transformers' greedy generate behind a prompt of that length; the prompt's own pass taken off."""
+    ids_BT = torch.randint(backbone.vocab, (rows, context), device=backbone.device)
+    times: dict[int, list[float]] = {1: [], 1 + TOKENS: []}
+    for _ in range(REPEATS + 1):
+        for count, found in times.items():
+            start = time.perf_counter()
+            backbone.model.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                pad_token_id=0,
+            )
+            found.append(time.perf_counter() - start)
+    first, all_of_them = (statistics.median(found[1:]) for found in times.values())
+    return 1e3 * (all_of_them - first) / TOKENS
 
-    def work() -> None:
-        cache.expect(tree.tokens_BN.shape[1])
-        positions_BN = cache.lengths_B[:, None] + tree.depths_BN
-        see = cache.see(tree, positions_BN, backbone.windows)
-        backbone.readout(backbone.read(tree.tokens_BN, cache, positions_BN, see).hidden_BTD)
 
-    return median_ms(work)
-
-
-@torch.no_grad()
-def measure(args: argparse.Namespace) -> dict:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     backbone = load_backbone(args.backbone)
-    drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval()
-    text_BT = torch.randint(0, backbone.vocab, (1, args.context), device=backbone.device)
-    state = drafter.begin(backbone.read(text_BT, taps=drafter.taps))
-    greedy = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32, "pad_token_id": 0}
-    token = median_ms(lambda: backbone.model.generate(text_BT, attention_mask=torch.ones_like(text_BT), **greedy)) / 32
-    rows = []
-    for nodes in args.nodes:
-        shape = TreeShape(nodes, args.width)
-        tree = grow(drafter, state, text_BT[:, -1], shape, Ranking())
-        drafting = median_ms(lambda shape=shape: grow(drafter, state, text_BT[:, -1], shape, Ranking()))
-        verifying = verify_ms(backbone, text_BT, tree)
-        rows.append({"nodes": nodes, "draft_ms": drafting, "verify_ms": verifying, "break_even_tau": (drafting + verifying) / token})
-    return {"backbone": backbone.name, "threads": args.threads, "context": args.context, "transformers_token_ms": token, "rows": rows}
+    drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+    plan = TunePlan(tuple(args.rows), tuple(args.contexts), tuple(args.nodes), args.repeats)
+    rows = [
+        {"context": context, "rows": rows, "transformers_token_ms": token_ms(backbone, context, rows)}
+        for context in plan.contexts
+        for rows in plan.rows
+    ]
+    for name, capture in (("eager", "never"), ("captured", "always")):
+        tuned = tune(Heads(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
+        for row, found in zip(rows, tuned.details["by_context"], strict=True):
+            draft = found["drafting_ms"][0]
+            drafting = draft["begin"] + sum(draft["depths"])
+            even = [[n, (ms + drafting) / row["transformers_token_ms"]] for n, ms in found["pass_ms"]]
+            row[name] = {"pass_ms": found["pass_ms"], "drafting_ms": draft, "break_even_tau": even}
+    return {"backbone": backbone.name, "threads": args.threads, "device": backbone.device.type, "measured": rows}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backbone", default="embedded")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=5)
-    parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 48])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -39,6 +39,9 @@ class Backbone:
         self.dim: int = self.config.hidden_size
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
+        stated = self.config.to_dict()
+        self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
+        """The context length the configuration states."""
         self.layers = _decoder_layers(self.base, self.num_layers)
         self.windows = _windows(self.config.to_dict(), model)
         self._post = _postprocessing(self)
@@ -57,11 +60,6 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
-
-    @property
-    def max_positions(self) -> int | None:
-        """The context length the configuration states."""
-        return self.config.to_dict().get("max_position_embeddings") or self.config.to_dict().get("n_positions")
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Final hidden states ``[..., D]`` -> logits ``[..., V]``, soft-capped or scaled as the family does."""

@@ -13,8 +13,8 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,33 @@ class Features:
         document = torch.where(valid_BT, 0, -1)
         return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
 
+    def rows(self, rows_B: Tensor) -> Features:
+        """Those rows of the batch (int64), in that order."""
+        return map_tensors(lambda tensor: tensor[rows_B], self)
+
     @property
     def lengths_B(self) -> Tensor:
         """How many positions of each row are not padding."""
         if self.document_BT is None:
             return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
         return (self.document_BT >= 0).sum(1)
+
+
+def join_features(parts: list[Features]) -> Features:
+    """Runs of consecutive tokens one behind the other, rows right-padded as each of the parts is."""
+    if len(parts) == 1:
+        return parts[0]
+    taps = None if parts[0].taps is None else {tap: torch.cat([part.taps[tap] for part in parts if part.taps], 1) for tap in parts[0].taps}
+    tokens_BT = torch.cat([part.tokens_BT for part in parts], 1)
+    there_BT = torch.cat([_there(part) for part in parts], 1)
+    whole = Features(tokens_BT, torch.cat([part.hidden_BTD for part in parts], 1), taps)
+    order_BT = (~there_BT).to(torch.int8).argsort(dim=1, stable=True)
+    return whole.gather(order_BT, there_BT.gather(1, order_BT))
+
+
+def _there(features: Features) -> Tensor:
+    """True where a position is no padding, ``[B, T]``."""
+    return torch.ones_like(features.tokens_BT, dtype=torch.bool) if features.document_BT is None else features.document_BT >= 0
 
 
 class Drafter(nn.Module):
@@ -76,6 +97,9 @@ class Drafter(nn.Module):
     vocabulary: Tensor | None
     """int64 [DV]: the backbone's token for each token of the draft vocabulary, ascending; None: the whole vocabulary."""
     arguments: dict[str, Any]
+    captures: bool = False
+    """Whether `begin` and `step` are functions of tensors alone: no host reads, no branching on values; then they may be captured
+    once and replayed. The state is then a tensor, or a (nested) dataclass or tuple of tensors."""
     file_name: str = "model.safetensors"
     """The name serving engines expect for the weights."""
 
@@ -94,6 +118,26 @@ class Drafter(nn.Module):
         ``parent_tokens [...]`` are the tokens the hidden states were stepped with, for heads that correct by them.
         """
         raise NotImplementedError
+
+    def reserve(self, state: Any, length: int) -> Any:
+        """Decoding: the state with room for ``length`` positions a row, drafted nodes included; called before `begin` goes on from it."""
+        return state
+
+    def select(self, state: Any, rows_B: Tensor) -> Any:
+        """Decoding: the state of those rows of the batch (int64), in that order; a row may be left out or come twice."""
+        return map_tensors(lambda tensor: tensor[rows_B], state)
+
+    def join(self, state: Any, other: Any) -> Any:
+        """Decoding: the rows of both states, the other's behind. Both have taken in all there is to their texts."""
+        theirs = iter(list_tensors(other))
+        return map_tensors(lambda mine: torch.cat([mine, next(theirs)]), state)
+
+    def watch(self, state: Any, cache: Any, nodes: int) -> Any:
+        """Decoding, before each drafting: the state with room for ``nodes`` drafted nodes behind each row.
+
+        ``cache`` is the backbone's own (inference/cache.py), for a drafter that drafts on it.
+        """
+        return self.reserve(state, cache.longest + nodes)
 
     def begin(self, features: Features, state: Any = None) -> Any:
         """Decoding: take in the features of newly accepted tokens (rows right-padded, document -1); the state to draft from."""
@@ -134,6 +178,26 @@ class Drafter(nn.Module):
         from headstart.heads.checkpoint import push_drafter
 
         push_drafter(self, repo_id, private)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """The same nest of tensors, tuples, lists, dicts and dataclasses, each tensor changed; what is no tensor stays."""
+    if isinstance(nest, Tensor):
+        return change(nest)
+    if isinstance(nest, tuple | list):
+        return type(nest)(map_tensors(change, one) for one in nest)
+    if isinstance(nest, dict):
+        return {key: map_tensors(change, one) for key, one in nest.items()}
+    if is_dataclass(nest) and not isinstance(nest, type):
+        return replace(nest, **{field.name: map_tensors(change, getattr(nest, field.name)) for field in fields(nest)})
+    return nest
+
+
+def list_tensors(nest: Any) -> list[Tensor]:
+    """The tensors of a nest, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, nest)   # type: ignore[func-returns-value]
+    return found
 
 
 def methods() -> list[str]:

@@ -21,17 +21,19 @@ from transformers import LlamaConfig
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, require_count
 from headstart.heads.errors import UserError
-from headstart.heads.kv import RaggedKV, slots_behind, visible
-from headstart.heads.layers import Norm, PairLayer, Rotary, llama_like
+from headstart.heads.kv import grown, put, visible, whole_steps
+from headstart.heads.layers import Norm, PairLayer, Rotary, Rotation, llama_like, turned_to
 
 
 @dataclass(frozen=True)
 class State:
     """What an EAGLE-3 head knows of each row: the keys of its pairs, the state that waits for its next token, the drafted nodes."""
 
-    kv: RaggedKV
+    keys_BHSC: Tensor
+    values_BHSC: Tensor
+    table: Rotation
+    """Of positions 0 .. S - 1."""
     lengths_B: Tensor
-    longest: int
     pending_BD: Tensor
     hidden_BND: Tensor | None = None
     ancestors_BNM: Tensor | None = None
@@ -45,6 +47,7 @@ class Eagle3(Drafter):
     (None: all). ``intermediate_size``: width of the feed-forward part (None: the backbone's).
     """
 
+    captures = True
     d2t: Tensor
     t2d: Tensor
 
@@ -133,26 +136,54 @@ class Eagle3(Drafter):
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
+    def reserve(self, state: State, length: int) -> State:
+        if state.keys_BHSC.shape[2] >= length:
+            return state
+        keys, values = grown(state.keys_BHSC, length), grown(state.values_BHSC, length)
+        return replace(state, keys_BHSC=keys, values_BHSC=values, table=self.rotary.table(keys.shape[2], keys.device))
+
+    def select(self, state: State, rows_B: Tensor) -> State:
+        return replace(super().select(replace(state, table=()), rows_B), table=state.table)
+
+    def join(self, state: State, other: State) -> State:
+        slots = max(state.keys_BHSC.shape[2], other.keys_BHSC.shape[2])
+        mine, theirs = (replace(self._cut(self.reserve(one, slots), slots), hidden_BND=None, ancestors_BNM=None) for one in (state, other))
+        return replace(super().join(replace(mine, table=()), replace(theirs, table=())), table=mine.table)
+
+    @staticmethod
+    def _cut(state: State, slots: int) -> State:
+        return replace(state, keys_BHSC=state.keys_BHSC[:, :, :slots], values_BHSC=state.values_BHSC[:, :, :slots])
+
     def begin(self, features: Features, state: State | None = None) -> State:
         fused_BTD, lengths_B = self.fuse(features), features.lengths_B
         last_B = (lengths_B - 1).clamp(min=0)
         last_BD = fused_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
         if state is None:
-            first = State(RaggedKV(), torch.zeros_like(lengths_B), 0, last_BD)
+            first = self._empty(fused_BTD, last_BD)
             return self._take_in(first, features.tokens_BT[:, 1:], fused_BTD[:, :-1], (lengths_B - 1).clamp(min=0))
         before_BTD = torch.cat([state.pending_BD[:, None], fused_BTD[:, :-1]], 1)
         pending_BD = torch.where((lengths_B > 0)[:, None], last_BD, state.pending_BD)
         return self._take_in(replace(state, pending_BD=pending_BD), features.tokens_BT, before_BTD, lengths_B)
 
+    def _empty(self, fused_BTD: Tensor, last_BD: Tensor) -> State:
+        B, T, _ = fused_BTD.shape
+        slots, attn = whole_steps(T), self.midlayer.self_attn
+        keys, values = (fused_BTD.new_zeros(B, attn.num_kv, slots, attn.head_dim) for _ in range(2))
+        lengths_B = torch.zeros(B, dtype=torch.int64, device=fused_BTD.device)
+        return State(keys, values, self.rotary.table(slots, keys.device), lengths_B, last_BD)
+
     def _take_in(self, state: State, tokens_BT: Tensor, before_BTD: Tensor, counts_B: Tensor) -> State:
         """Write the keys of new pairs behind each row's end; what lies past a row's count is overwritten later."""
-        lengths_B = state.lengths_B + counts_B
-        longest = int(lengths_B.max())
         if tokens_BT.shape[1]:
-            slots = slots_behind(state.lengths_B, state.longest, tokens_BT.shape[1])
+            index_BT = state.lengths_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
             pair = self.midlayer.pair(self.backbone[0].embed(tokens_BT), before_BTD)
-            state.kv.write(*self.midlayer.keys_values(pair, self.rotary(slots.index_BN, slots.reach)), slots)
-        return State(state.kv, lengths_B, longest, state.pending_BD)
+            self._write(state, pair, turned_to(state.table, index_BT), index_BT)
+        return replace(state, lengths_B=state.lengths_B + counts_B, hidden_BND=None, ancestors_BNM=None)
+
+    def _write(self, state: State, pair: Tensor, rotation: Rotation, index_BN: Tensor) -> None:
+        keys, values = self.midlayer.keys_values(pair, rotation)
+        put(state.keys_BHSC, keys, index_BN)
+        put(state.values_BHSC, values, index_BN)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         B, N = tokens_BN.shape
@@ -164,13 +195,13 @@ class Eagle3(Drafter):
             before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
             earlier_BNM = state.ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, state.ancestors_BNM.shape[-1]))
             ancestors_BNM = torch.cat([earlier_BNM, itself], -1)
-        M = ancestors_BNM.shape[-1]
-        slots = slots_behind(state.lengths_B, state.longest, N, shift=M - N)
-        rotation = self.rotary((state.lengths_B + depth)[:, None], state.longest + depth + 1)
+        drafted = ancestors_BNM.shape[-1] - N
+        index_BN = state.lengths_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
+        rotation = turned_to(state.table, (state.lengths_B + depth)[:, None])
         pair = self.midlayer.pair(self.backbone[0].embed(tokens_BN), before_BND)
-        keys, values = state.kv.write(*self.midlayer.keys_values(pair, rotation), slots)
-        see_BNS = visible(state.lengths_B, state.longest, ancestors_BNM)
-        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, (keys, values), see_BNS)
+        self._write(state, pair, rotation, index_BN)
+        see_BNS = visible(state.lengths_B, ancestors_BNM, state.keys_BHSC.shape[2])
+        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, (state.keys_BHSC, state.values_BHSC), see_BNS)
         return hidden_BND, replace(state, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 
     def config(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from headstart.heads.backbone import Backbone
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, ``[B, 1, T, C]``."""
+"""Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``."""
 
 
 def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig:
@@ -44,21 +44,27 @@ def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig
 
 
 class Rotary(nn.Module):
-    """Positions -> cosines and sines, from a table that grows as positions are asked for."""
+    """Positions -> cosines and sines."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.compute = [LlamaRotaryEmbedding(config)]  # no submodule: .to(bfloat16) would round its frequencies
-        self.table: Rotation | None = None
 
-    def forward(self, positions_BT: Tensor, up_to: int) -> Rotation:
-        """All positions are below ``up_to``, which the host knows, so that none needs to be read back."""
-        if self.table is None or self.table[0].shape[0] < up_to or self.table[0].device != positions_BT.device:
-            places = torch.arange(max(512, 2 * up_to))[None]
-            cos, sin = self.compute[0](places.float(), places)
-            self.table = cos[0].to(positions_BT.device), sin[0].to(positions_BT.device)
-        cos, sin = self.table
-        return cos[positions_BT][:, None], sin[positions_BT][:, None]
+    def table(self, positions: int, device: torch.device) -> Rotation:
+        """Cosines and sines ``[positions, C]`` of all positions below that."""
+        places = torch.arange(positions)[None]
+        cos, sin = self.compute[0](places.float(), places)
+        return cos[0].to(device), sin[0].to(device)
+
+    def forward(self, first: int, count: int, device: torch.device) -> Rotation:
+        """Of ``count`` positions from ``first`` on: ``[1, 1, count, C]``."""
+        cos, sin = self.table(first + count, device)
+        return cos[None, None, first:], sin[None, None, first:]
+
+
+def turned_to(table: Rotation, positions_BT: Tensor) -> Rotation:
+    """The rotation of each position, ``[B, 1, T, C]``."""
+    return table[0][positions_BT][:, None], table[1][positions_BT][:, None]
 
 
 class Norm(nn.RMSNorm):
@@ -121,8 +127,8 @@ class PairLayer(nn.Module):
         """Decoding: N nodes look at the keys they may see."""
         attn = self.self_attn
         query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
-        keys, values = attn.repeat(past[0]), attn.repeat(past[1])
-        mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=see_BNS[:, None])
+        grouped = attn.num_kv != attn.num_heads
+        mixed = nn.functional.scaled_dot_product_attention(query, past[0], past[1], attn_mask=see_BNS[:, None], enable_gqa=grouped)
         return self.finish(state, mixed)
 
     def taught(
@@ -133,7 +139,7 @@ class PairLayer(nn.Module):
         Position t stands at t + pass for its rotation; it sees the first pass up to t and the later passes at t alone.
         """
         attn, k, T = self.self_attn, len(passes), state.shape[1]
-        rotation = rotary(torch.arange(k, k + T, device=state.device)[None], k + T)
+        rotation = rotary(k, T, state.device)
         pair = self.pair(embedded, state)
         query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
         keys, values = self.keys_values(pair, rotation)

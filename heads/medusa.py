@@ -34,6 +34,7 @@ class ResBlock(nn.Module):
 class Medusa(Drafter):
     """``depth`` heads of ``layers`` residual blocks; reads nothing but the final hidden state."""
 
+    captures = True
     file_name = "medusa_lm_head.safetensors"
 
     def __init__(self, backbone: Backbone, *, depth: int = 4, layers: int = 1) -> None:

@@ -1,34 +1,38 @@
 """The loop: draft a tree, let the backbone read it in one pass, keep what it would have written itself.
 
-Shape suffixes: B batch, T positions, N tree nodes, P path, V vocabulary.
+Rows leave when they have ended, and waiting texts take their place; no row changes what another gets.
+
+Shape suffixes: B batch, T positions, N tree nodes, P positions ahead or along a path, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.base import Features, join_features
 from headstart.inference.cache import RaggedCache
+from headstart.inference.growth import Ranking
 from headstart.inference.noise import gumbel
 from headstart.inference.processing import History
+from headstart.inference.reader import Reader
 from headstart.inference.request import Request, prompts_at_the_left
+from headstart.inference.speculation import WIDTH, Draft, Speculation
 from headstart.inference.text import Text
-from headstart.inference.tree import CandidateTree, Ranking, TreeShape, grow, root_only
-from headstart.inference.verify import Accepted, pick, walk
+from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.verify import pick, walk
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one backbone pass brought: tokens written by each row (0: it had ended), and seconds by part."""
+    """What one backbone pass brought: tokens written by each text (0: it had ended, or waits), and seconds by part."""
 
-    written_B: list[int]
+    written: list[int]
     nodes: int
     draft: float
     verify: float
@@ -51,119 +55,231 @@ class Clock:
 
 
 class Decoder:
-    """One call's rows on their way: the cache, the drafter's state, the root of each row, what is written."""
+    """One call's texts on their way: those being decoded are the rows, each with its root; the cache; the drafter's state.
 
-    def __init__(self, backbone: Backbone, drafter: Drafter | None, request: Request, shape: TreeShape, seeds_B: Tensor | None) -> None:
-        self.backbone, self.drafter, self.request, self.shape, self.seeds_B = backbone, drafter, request, shape, seeds_B
+    ``shape`` None: each pass is as large as pays. ``speculation`` None: plain decoding. ``batch``: how many rows at once.
+    """
+
+    def __init__(
+        self, reader: Reader, speculation: Speculation | None, request: Request, shape: TreeShape | None, seeds_B: Tensor | None, batch: int
+    ) -> None:
+        self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.texts = [Text(request, row) for row in range(len(request.ids_BT))]
-        self.cache = RaggedCache(backbone.num_layers, len(self.texts), request.ids_BT.device)
-        # Nodes past the limit, or past the positions the model has, are read at the last one that is there, and never kept.
-        pads_B1 = torch.tensor(request.pads_B, device=request.ids_BT.device)[:, None]
-        self.last_B1 = (request.limit - pads_B1).clamp(max=backbone.max_positions or 1 << 31) - 1
-        self.nearest_last = int(self.last_B1.min())
-        self.taps = drafter.taps if drafter is not None else ()
+        self.tokens_BT, lengths_B = prompts_at_the_left(request)
+        self.lengths = lengths_B.tolist()
+        self.batch = batch
+        self.device = request.ids_BT.device
+        self.waiting = list(range(len(self.texts)))
+        self.rows: list[int] = []
+        """The texts being decoded."""
+        self.roots: list[int] = []
+        """The last token of each, which the backbone has not read yet."""
+        self.cache: RaggedCache
+        drafters = speculation.drafters if speculation is not None else []
+        self.states: list[Any] = [None for _ in drafters]
+        self.news: list[list[Features]] = [[] for _ in drafters]
+        """What each drafter has not taken in yet."""
         self.scores: list[list[Tensor]] = [[] for _ in self.texts]
         self.logits: list[list[Tensor]] = [[] for _ in self.texts]
-        self.state: Any = None
-        self.news: Features
-        """What the drafter has not taken in yet."""
-        self.roots_B: Tensor
-
-    def start(self) -> None:
-        """Read the prompts and pick the first token of each row."""
-        tokens_BT, lengths_B = prompts_at_the_left(self.request)
-        B, T = tokens_BT.shape
-        place_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
-        positions_BT = self.cache.expect(T)
-        read = self.backbone.read(tokens_BT, self.cache, positions_BT, taps=self.taps)
-        self.cache.extend(lengths_B, int(lengths_B.max()))
-        self.news = read.gather(place_BT, place_BT < lengths_B[:, None]) if B > 1 else read
-        last_BD = read.hidden_BTD[torch.arange(B, device=tokens_BT.device), lengths_B - 1]
-        logits_B1V = self.backbone.readout(last_BD)[:, None]
-        scores_B1V = self.request.processing(logits_B1V, self._histories(), None)
-        self.roots_B = pick(scores_B1V, self._noise(lengths_B[:, None]))[:, 0]
-        self._collect(scores_B1V, logits_B1V, torch.zeros_like(self.roots_B)[:, None], self._write(self.roots_B[:, None], [1] * B))
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
-        """One backbone pass after another until every row has ended."""
-        clock = Clock(self.roots_B.device, exact_times)
-        while not all(text.ended for text in self.texts):
-            tree, noise_BPV = self._draft()
-            draft = clock.lap()
-            features, logits_BNV = self._read(tree)
-            verify = clock.lap()
+        """One backbone pass after another until every text has ended."""
+        self._admit()
+        clock = Clock(self.device, exact_times)
+        while self.rows:
+            recordings = self.reader.read.recorded
+            draft, tree, kept, noise_BPV = self._draft()
+            drafted = clock.lap()
+            features, logits_BNV = self.reader.tree(self.cache, tree)
             scores_BNV = self.request.processing(logits_BNV, self._histories(), tree)
-            accepted = walk(self._within(tree), pick(scores_BNV, _at(noise_BPV, tree.depths_BN)))
-            written = self._write(accepted.picks_BP, accepted.count_B.tolist())
-            self._collect(scores_BNV, logits_BNV, accepted.path_BP, written)
-            self._advance(tree, features, accepted)
-            yield Pass(written, tree.tokens_BN.shape[1], draft, verify, clock.lap())
+            picks = pick(scores_BNV, self._noise_of(noise_BPV, tree)).tolist()
+            verified = clock.lap()
+            paths = walk(tree, picks)
+            rows = len(self.rows)
+            written = self._write(paths, picks, scores_BNV, logits_BNV)
+            self._advance(paths, picks, features)
+            if self.speculation is not None:
+                self._learn(draft, kept, paths, picks, (drafted, verified), recordings)
+            host = clock.lap()
+            if self.speculation is not None:
+                self.speculation.costs.add("host", rows, host)
+            self._admit()
+            clock.lap()
+            yield Pass([written.get(text, 0) for text in range(len(self.texts))], tree.size, drafted, verified, host)
 
-    def _draft(self) -> tuple[CandidateTree, Tensor | None]:
-        height = 0 if self.drafter is None else min(self.shape.depth or self.drafter.depth, self.drafter.depth)
-        ahead_P = torch.arange(1, height + 2, device=self.roots_B.device)
-        noise_BPV = self._noise(self.cache.lengths_B[:, None] + ahead_P)
-        if self.drafter is None:
-            return root_only(self.roots_B), noise_BPV
-        self.state = self.drafter.begin(self.news, self.state)
-        ranking = Ranking(self.request.processing.temperature, noise_BPV)
-        return grow(self.drafter, self.state, self.roots_B, self.shape, ranking), noise_BPV
+    # Drafting.
 
-    def _read(self, tree: CandidateTree) -> tuple[Features, Tensor]:
-        self.cache.expect(tree.tokens_BN.shape[1])
-        depths_BN = torch.minimum(tree.depths_BN, self._room()) if self._near_end(tree) else tree.depths_BN
-        positions_BN = self.cache.lengths_B[:, None] + depths_BN
-        see = self.cache.see(tree, positions_BN, self.backbone.windows)
-        features = self.backbone.read(tree.tokens_BN, self.cache, positions_BN, see, self.taps)
-        return features, self.backbone.readout(features.hidden_BTD)
+    def _draft(self) -> tuple[Draft, CandidateTree, list[list[int]], Tensor | None]:
+        """What was drafted, the tree to read, the places of its nodes in the pools, and the noise of the positions ahead."""
+        draft = Draft([Pool(root) for root in self.roots], [self._room(text) for text in self.rows])
+        if self.speculation is None:
+            return draft, root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
+        sources = self.speculation.sources(len(self.rows), self.shape)
+        self.speculation.propose(draft, sources, self.rows)
+        growing = [source for source in sources if source < len(self.states)]
+        noise_BPV = self._noise(1, 1 + max([0, *(self.speculation.drafters[source].depth for source in growing)]))
+        for source in growing:
+            self._grow(source, draft, noise_BPV)
+        tree, kept = self.speculation.choose(draft, self.shape)
+        if noise_BPV is not None and noise_BPV.shape[1] < tree.height + 1:
+            noise_BPV = torch.cat([noise_BPV, self._noise(noise_BPV.shape[1] + 1, tree.height + 1)], 1)
+        return draft, tree, kept, noise_BPV
 
-    def _near_end(self, tree: CandidateTree) -> bool:
-        return self.cache.longest + tree.height > self.nearest_last
+    def _grow(self, source: int, draft: Draft, noise_BPV: Tensor | None) -> None:
+        """Let a drafter draft, once it knows all that is written."""
+        assert self.speculation is not None
+        start = time.perf_counter()
+        self._take_in(source)
+        self.states[source] = self.speculation.drafters[source].watch(self.states[source], self.cache, self._ahead(source))
+        temperature_1 = None if noise_BPV is None else torch.full((1,), self.request.processing.temperature, device=self.device)
+        ranking = Ranking(temperature_1, noise_BPV)
+        self.states[source] = self.speculation.grow(draft, source, self.states[source], ranking, self.shape)
+        draft.seconds[source] = time.perf_counter() - start
 
-    def _room(self) -> Tensor:
-        """How many positions each row has behind its root's ``[B, 1]``."""
-        return (self.last_B1 - self.cache.lengths_B[:, None]).clamp(min=0)
+    def _take_in(self, source: int) -> None:
+        assert self.speculation is not None
+        if self.news[source]:
+            room = self.cache.longest + self._ahead(source)
+            self.states[source] = self.speculation.growths[source].take_in(join_features(self.news[source]), self.states[source], room)
+            self.news[source] = []
 
-    def _within(self, tree: CandidateTree) -> CandidateTree:
-        """The tree with the nodes that were read at another position than theirs made unacceptable."""
-        if not self._near_end(tree):
-            return tree
-        return replace(tree, tokens_BN=tree.tokens_BN.masked_fill(tree.depths_BN > self._room(), -1))
+    def _ahead(self, source: int) -> int:
+        """More nodes than a drafter reads for a pass."""
+        assert self.speculation is not None
+        width = self.shape.width if self.shape is not None else WIDTH
+        return (self.speculation.drafters[source].depth + 1) * (width + 1)
 
-    def _advance(self, tree: CandidateTree, features: Features, accepted: Accepted) -> None:
-        """Keep the accepted path of the rows that go on; a row that has ended stands still."""
-        going_B = torch.tensor([not text.ended for text in self.texts], device=self.roots_B.device)
-        count_B = accepted.count_B * going_B
-        longest = int((self.cache.lengths_B + count_B).max())
-        path_BP = accepted.path_BP[:, : int(count_B.max())]
-        self.cache.keep(path_BP, count_B, longest)
-        next_B = accepted.picks_BP.gather(1, (count_B - 1).clamp(min=0)[:, None])[:, 0]
-        self.roots_B = torch.where(going_B, next_B, self.roots_B)
-        if self.drafter is not None:
-            place_P = torch.arange(path_BP.shape[1], device=going_B.device)
-            self.news = features.gather(path_BP, place_P < count_B[:, None])
+    def _room(self, text: int) -> int:
+        """How many tokens may still be written after the root, by the limit and by the positions that the model has."""
+        most = self.reader.backbone.max_positions or 1 << 31
+        limit = min(self.request.limit - self.request.pads_B[text], most)
+        return limit - self.lengths[text] - len(self.texts[text].written)
 
-    def _noise(self, positions_BP: Tensor) -> Tensor | None:
-        return None if self.seeds_B is None else gumbel(self.seeds_B, positions_BP, self.backbone.vocab)
+    def _noise(self, first: int, last: int) -> Any:
+        """Of the positions ``first`` to ``last`` behind each row's root, ``[B, P, V]``; None at temperature 0."""
+        if self.seeds_B is None:
+            return None
+        positions_BP = self.cache.lengths_B[:, None] + torch.arange(first, last + 1, device=self.device)
+        return gumbel(self.seeds_B[self.rows], positions_BP, self.reader.backbone.vocab)
 
-    def _histories(self) -> list[History]:
+    def _noise_of(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
+        """The noise each node's pick is made with: that of the position after it."""
+        if noise_BPV is None:
+            return None
+        depths_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.depths], device=self.device)
+        return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], depths_BN]
+
+    def _learn(
+        self, draft: Draft, kept: list[list[int]], paths: list[list[int]], picks: list[list[int]], laps: tuple[float, float], recordings: int
+    ) -> None:
+        """What the pass took and what turned out of the drafts."""
+        assert self.speculation is not None
+        if self.reader.read.recorded != recordings:   # from now on everything is faster
+            self.speculation.costs.forget()
+        if not self.reader.read.steady or not self.speculation.steady:
+            return
+        self.speculation.costs.add_pass(len(paths), max(map(len, kept)), laps[1])
+        self.speculation.learn(draft, kept, paths, picks)
+        if self.shape is None:
+            self.speculation.judge(draft, kept, paths, sum(laps) + self.speculation.costs.part("host", len(paths)))
+
+    # Keeping.
+
+    def _write(self, paths: list[list[int]], picks: list[list[int]], scores_BNV: Tensor, logits_BNV: Tensor) -> dict[int, int]:
+        """Write each row's picks along its path until its text ends; how many, by text."""
+        written = {}
+        for b, (row, path) in enumerate(zip(self.rows, paths, strict=True)):
+            tokens = [picks[b][node] for node in path]
+            written[row] = count = self.texts[row].write(tokens)
+            self._collect(row, path[:count], scores_BNV[b], logits_BNV[b])
+            if self.speculation is not None:
+                self.speculation.extend(row, tokens[:count])
+        return written
+
+    def _advance(self, paths: list[list[int]], picks: list[list[int]], features: Features) -> None:
+        """Keep the accepted paths; rows that have ended leave."""
+        counts = [len(path) for path in paths]
+        self.cache.keep(paths, counts)
+        self.roots = [picked[path[-1]] for picked, path in zip(picks, paths, strict=True)]
+        if self.states:
+            kept = self._along(paths, counts, features)
+            for news in self.news:
+                news.append(kept)
+        going = [b for b, row in enumerate(self.rows) if not self.texts[row].ended]
+        if len(going) < len(self.rows):
+            self._select(going)
+
+    def _along(self, paths: list[list[int]], counts: list[int], features: Features) -> Features:
+        """The features of the accepted nodes, rows right-padded."""
+        longest = max(counts)
+        if features.tokens_BT.shape[1] == 1:   # a plain step
+            return features
+        path_BP = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=self.device)
+        counts_B1 = torch.tensor(counts, device=self.device)[:, None]
+        return features.gather(path_BP, torch.arange(longest, device=self.device) < counts_B1)
+
+    def _select(self, going: list[int]) -> None:
+        rows_B = torch.tensor(going, device=self.device)
+        self.rows, self.roots = [self.rows[b] for b in going], [self.roots[b] for b in going]
+        if not going:
+            self.states, self.news = [None for _ in self.states], [[] for _ in self.states]
+            return
+        self.cache.select(going)
+        for source, state in enumerate(self.states):
+            assert self.speculation is not None
+            self.states[source] = None if state is None else self.speculation.drafters[source].select(state, rows_B)
+            self.news[source] = [news.rows(rows_B) for news in self.news[source]]
+
+    # Admitting.
+
+    def _admit(self) -> None:
+        """Let waiting texts take free rows: read their prompts, pick their first tokens."""
+        while self.waiting and len(self.rows) < self.batch:
+            count = self.batch - len(self.rows)
+            new, self.waiting = self.waiting[:count], self.waiting[count:]
+            self._start(new)
+
+    def _start(self, new: list[int]) -> None:
+        lengths_B = torch.tensor([self.lengths[text] for text in new], device=self.device)
+        tokens_BT = self.tokens_BT[new][:, : int(lengths_B.max())]
+        features, cache = self.reader.prompts(tokens_BT, lengths_B)
+        last_BD = features.hidden_BTD[torch.arange(len(new), device=self.device), lengths_B - 1]
+        logits_B1V = self.reader.backbone.readout(last_BD)[:, None]
+        scores_B1V = self.request.processing(logits_B1V, self._histories(new), None)
+        noise = None if self.seeds_B is None else gumbel(self.seeds_B[new], lengths_B[:, None], self.reader.backbone.vocab)
+        roots = pick(scores_B1V, noise)[:, 0].tolist()
+        for b, (text, root) in enumerate(zip(new, roots, strict=True)):
+            self.texts[text].write([root])
+            self._collect(text, [0], scores_B1V[b], logits_B1V[b])
+            if self.speculation is not None:
+                self.speculation.open(text, [*self.tokens_BT[text, : self.lengths[text]].tolist(), root])
+        self._join(new, roots, features, cache)
+        going = [b for b, row in enumerate(self.rows) if not self.texts[row].ended]
+        if len(going) < len(self.rows):
+            self._select(going)
+
+    def _join(self, new: list[int], roots: list[int], features: Features, cache: RaggedCache) -> None:
+        """Put new rows behind those there are."""
+        if not self.rows:
+            self.rows, self.roots, self.cache = new, roots, cache
+            self.states, self.news = [None for _ in self.states], [[features] for _ in self.states]
+            return
+        self.cache.join(cache)
+        for source in range(len(self.states)):
+            assert self.speculation is not None
+            self._take_in(source)
+            joining = self.speculation.growths[source].take_in(features, None, 0)
+            self.states[source] = self.speculation.drafters[source].join(self.states[source], joining)
+        self.rows, self.roots = self.rows + new, self.roots + roots
+
+    def _histories(self, rows: list[int] | None = None) -> list[History]:
         processing = self.request.processing
-        return [] if not processing.processors else [text.history for text in (self.texts[:1] if processing.blind else self.texts)]
+        if not processing.processors:
+            return []
+        texts = [self.texts[row] for row in (self.rows if rows is None else rows)]
+        return [text.history for text in (texts[:1] if processing.blind else texts)]
 
-    def _write(self, picks_BP: Tensor, counts: list[int]) -> list[int]:
-        return [
-            0 if text.ended else text.write(picks[:count]) for text, picks, count in zip(self.texts, picks_BP.tolist(), counts, strict=True)
-        ]
-
-    def _collect(self, scores_BNV: Tensor, logits_BNV: Tensor, path_BP: Tensor, written: list[int]) -> None:
-        for wanted, kept, source in ((self.request.scores, self.scores, scores_BNV), (self.request.logits, self.logits, logits_BNV)):
+    def _collect(self, text: int, path: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
+        for wanted, kept, source in ((self.request.scores, self.scores, scores_NV), (self.request.logits, self.logits, logits_NV)):
             if wanted:
-                for b, count in enumerate(written):
-                    kept[b].extend(source[b, path_BP[b, :count]].float())
-
-
-def _at(noise_BPV: Tensor | None, depths_BN: Tensor) -> Tensor | None:
-    """The noise each node's pick is made with: that of the position after it."""
-    if noise_BPV is None:
-        return None
-    return noise_BPV.gather(1, depths_BN[..., None].expand(-1, -1, noise_BPV.shape[-1]))
+                kept[text].extend(source[path].float())

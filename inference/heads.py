@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -19,14 +19,19 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.base import Drafter
+from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.errors import UserError
+from headstart.inference.capture import When
 from headstart.inference.decode import Decoder, Pass
 from headstart.inference.noise import row_seeds
+from headstart.inference.proposers.base import Proposer
+from headstart.inference.reader import Reader
 from headstart.inference.request import Request, read_request
+from headstart.inference.speculation import Speculation
 from headstart.inference.text import sequences
 from headstart.inference.tree import TreeShape
+from headstart.inference.tuned import Tuned, read_tuned
 
 
 @dataclass
@@ -48,11 +53,32 @@ class HeadsOutput(GenerateDecoderOnlyOutput):
 
 
 class Heads:
-    """A backbone and the drafter trained on it; without a drafter, plain decoding by the same rule."""
+    """A backbone, the drafter trained on it, and proposers that need no training; with none of them, plain decoding by the same rule.
 
-    def __init__(self, backbone: Backbone, drafter: Drafter | None = None) -> None:
-        self.backbone, self.drafter = backbone, drafter
+    ``capture``: whether passes are recorded once and replayed without Python (see `capture`): "auto", "always" or "never". What is
+    recorded is the model as it is at that time: after putting adapters on it or taking them off, load the heads again.
+    """
+
+    def __init__(
+        self, backbone: Backbone, drafter: Drafter | None = None, *, proposers: Sequence[Proposer | Drafter] = (), capture: When = "auto"
+    ) -> None:
+        self.backbone, self.drafter, self.capture = backbone, drafter, capture
+        self.tuned: Tuned | None = None
+        """What `headstart tune` measured of them on this machine."""
+        self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
+        self.proposers = [one for one in proposers if isinstance(one, Proposer)]
+        self._engines: dict[bool, Engine] = {}
+        self._weights: list[int] = []
         _hand_over(backbone.model)
+
+    def engine(self, speculate: bool) -> Engine:
+        """What decodes, with what it has learned and recorded; made anew if the weights have been moved or converted."""
+        weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
+        if weights != self._weights:
+            self._engines, self._weights = {}, weights
+        if speculate not in self._engines:
+            self._engines[speculate] = Engine(self, speculate)
+        return self._engines[speculate]
 
     @torch.no_grad()
     def generate(
@@ -68,25 +94,40 @@ class Heads:
         seed: int | list[int] | None = None,
         tree: TreeShape | None = None,
         speculate: bool = True,
+        batch: int | None = None,
         timed: bool = False,
         **model_kwargs: Any,
     ) -> HeadsOutput | Tensor:
         """For ``model.generate(..., custom_generate=heads.generate)``; the keyword arguments from ``seed`` on are its own.
 
         ``seed``: an int (row i has seed + i), a list with one a row, or None for torch's default generator. ``tree``: how large
-        the candidate trees are. ``speculate=False``: plain decoding by the same rule. ``timed``: exact times on an accelerator.
+        the candidate trees are; None: each as large as pays, by measured cost. ``speculate=False``: plain decoding by the same rule.
+        ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
         Raises UserError (a ValueError) for what is not supported.
         """
         if model is not self.backbone.model:
             raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
-        decoder = Decoder(self.backbone, self.drafter if speculate else None, request, tree or TreeShape(), seeds_B)
-        decoder.start()
+        if batch is not None:
+            require_count("batch", batch, of="generate")
+        engine = self.engine(speculate and bool(self.drafters or self.proposers))
+        decoder = Decoder(engine.reader, engine.speculation, request, tree, seeds_B, batch or len(input_ids))
         passes = list(decoder.run(timed))
         if streamer is not None:
             streamer.end()
         return _output(decoder, passes, request) if request.dictionary else sequences(decoder.texts, request)
+
+
+class Engine:
+    """What a call to generate decodes with: the reader, and what is drafted."""
+
+    def __init__(self, heads: Heads, speculate: bool) -> None:
+        drafters = heads.drafters if speculate else []
+        self.speculation = Speculation(drafters, heads.proposers, heads.capture) if speculate else None
+        if self.speculation is not None and heads.tuned is not None:
+            self.speculation.costs, self.speculation.calibration = heads.tuned.costs(), heads.tuned.chances()
+        self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), heads.capture)
 
 
 def load(
@@ -95,18 +136,24 @@ def load(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     other_backbone: bool = False,
+    proposers: Sequence[Proposer | Drafter] = (),
+    capture: When = "auto",
 ) -> Heads:
-    """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule.
+    """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule, or ``proposers`` alone.
 
     Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
     on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
-    return Heads(on, None if path is None else load_drafter(path, on, tokenizer=tokenizer, other_backbone=other_backbone))
+    drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, other_backbone=other_backbone)
+    heads = Heads(on, drafter, proposers=proposers, capture=capture)
+    heads.tuned = read_tuned(path, on)
+    return heads
 
 
 def _output(decoder: Decoder, passes: list[Pass], request: Request) -> HeadsOutput:
-    runs = [written for one in passes for written in one.written_B if written]
-    depth = decoder.drafter.depth if decoder.drafter is not None else 0
+    runs = [written for one in passes for written in one.written if written]
+    drafters = decoder.speculation.drafters if decoder.speculation is not None else []
+    depth = max([0, *(drafter.depth for drafter in drafters), *(run - 1 for run in runs)])
     return HeadsOutput(
         sequences=sequences(decoder.texts, request),
         scores=_by_step(decoder.scores) if request.scores else None,
@@ -115,7 +162,7 @@ def _output(decoder: Decoder, passes: list[Pass], request: Request) -> HeadsOutp
         tau=sum(runs) / len(runs) if runs else 1.0,
         acceptance_per_depth=[sum(run > k + 1 for run in runs) / max(len(runs), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        runs=[[one.written_B[row] for one in passes if one.written_B[row]] for row in range(len(decoder.texts))],
+        runs=[[one.written[row] for one in passes if one.written[row]] for row in range(len(decoder.texts))],
         nodes=[one.nodes for one in passes],
     )
 

@@ -1,18 +1,21 @@
 """Accepted tokens per backbone pass, by really decoding prompts: the number that training is judged by.
 
-Prompts are decoded one at a time and by the given settings alone: what a model's generation_config.json says of sampling is not
-used, so that two measurements of one temperature are of the same distribution. Shape suffix: T positions.
+Prompts are decoded by the given settings alone: what a model's generation_config.json says of sampling is not used, so that two
+measurements of one temperature are of the same distribution. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from headstart.heads.errors import UserError
@@ -31,7 +34,8 @@ class Settings:
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    tree: TreeShape = field(default_factory=TreeShape)
+    tree: TreeShape | None = None
+    """None: as large as pays."""
 
     def arguments(self) -> dict[str, Any]:
         """For ``model.generate``, ours and transformers' own alike."""
@@ -51,33 +55,67 @@ class Tally:
     tokens: int = 0
     """All tokens written."""
     passes: int = 0
-    """Backbone passes after those over the prompts."""
-    emitted: float = 0.0
-    """Tokens written by those passes: all but the first of each text."""
-    accepted: list[float] = field(default_factory=list)
+    """Backbone passes after those over the prompts; one over a batch counts once."""
+    reads: int = 0
+    """All backbone passes."""
+    row_passes: int = 0
+    """Passes counted for each row that they wrote to."""
+    emitted: int = 0
+    """Tokens written by those passes: by our rule, all but the first of each text."""
+    accepted: list[int] = field(default_factory=list)
+    """Row passes in which the draft of each depth was accepted."""
+    nodes: Counter[int] = field(default_factory=Counter)
+    """Nodes of a row's tree -> in how many passes it had as many."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """By part of a pass."""
+    wall: float = 0.0
+    """Seconds by the clock, reading the prompts included."""
 
-    def add(self, output: HeadsOutput, prompt_T: Tensor) -> None:
-        """Count one text in."""
-        assert output.passes is not None and output.tau is not None
-        assert output.acceptance_per_depth is not None and output.seconds is not None
-        self.tokens += output.sequences.shape[1] - len(prompt_T)
-        self.passes += output.passes
-        self.emitted += output.tau * output.passes
-        self.accepted = self.accepted or [0.0] * len(output.acceptance_per_depth)
-        self.accepted = [total + share * output.passes for total, share in zip(self.accepted, output.acceptance_per_depth, strict=True)]
-        for part in PARTS:
-            self.seconds[part] += output.seconds[part]
+    def add(self, output: HeadsOutput) -> None:
+        """Count one call's texts in."""
+        assert output.passes is not None and output.acceptance_per_depth is not None
+        assert output.seconds is not None and output.runs is not None and output.nodes is not None
+        runs = [run for row in output.runs for run in row]
+        accepted = [sum(run > depth + 1 for run in runs) for depth in range(len(output.acceptance_per_depth))]
+        self.join(
+            Tally(
+                tokens=len(output.runs) + sum(runs),
+                passes=output.passes,
+                reads=output.passes + 1,
+                row_passes=len(runs),
+                emitted=sum(runs),
+                accepted=accepted,
+                nodes=Counter(output.nodes),
+                seconds={part: output.seconds[part] for part in PARTS},
+            )
+        )
+
+    def join(self, other: Tally) -> None:
+        """Take in what another one has counted."""
+        self.tokens += other.tokens
+        self.passes += other.passes
+        self.reads += other.reads
+        self.row_passes += other.row_passes
+        self.emitted += other.emitted
+        self.accepted = [a + b for a, b in zip_longest(self.accepted, other.accepted, fillvalue=0)]
+        self.nodes += other.nodes
+        self.seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
+        self.wall += other.wall
 
     @property
     def tau(self) -> float:
-        """Tokens per pass, the backbone's own included: 1 is plain decoding."""
-        return self.emitted / self.passes if self.passes else 1.0
+        """Tokens a row gets per pass, the backbone's own included: 1 is plain decoding."""
+        return self.emitted / self.row_passes if self.row_passes else 1.0
 
     @property
     def acceptance_per_depth(self) -> list[float]:
         """Share of passes in which the draft of each depth was accepted."""
-        return [total / max(self.passes, 1) for total in self.accepted]
+        return [count / max(self.row_passes, 1) for count in self.accepted]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all texts, reading the prompts included."""
+        return self.tokens / self.wall
 
     def milliseconds(self) -> dict[str, float]:
         """Per pass: ``draft_ms``, ``verify_ms``, ``host_ms``."""
@@ -99,28 +137,41 @@ def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = own
 
 
-def continue_text(heads: Heads, prompt_T: Tensor, settings: Settings, seed: int, **own: Any) -> HeadsOutput:
-    """One prompt continued by the heads; ``own``: other arguments of `Heads.generate` (speculate, timed, streamer, tokenizer)."""
+def continue_texts(heads: Heads, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], **own: Any) -> HeadsOutput:
+    """Prompts continued together by the heads, each with its seed, padded on the left.
+
+    ``own``: other arguments of `Heads.generate` (speculate, timed, streamer, tokenizer).
+    """
     model = heads.backbone.model
-    ids_BT = prompt_T[None].to(heads.backbone.device)
     with only_given_settings(model):
         return model.generate(
-            ids_BT,
-            attention_mask=torch.ones_like(ids_BT),
+            **padded(prompts, model),
             custom_generate=heads.generate,
-            seed=seed,
+            seed=list(seeds),
             tree=settings.tree,
             **settings.arguments(),
             **own,
         )
 
 
-def continue_by_transformers(model: PreTrainedModel, prompt_T: Tensor, settings: Settings, seed: int) -> Any:
-    """One prompt continued by transformers' own ``generate``."""
-    ids_BT = prompt_T[None].to(model.device)
+def continue_text(heads: Heads, prompt_T: Tensor, settings: Settings, seed: int, **own: Any) -> HeadsOutput:
+    """One prompt continued by the heads; ``own`` as for `continue_texts`."""
+    return continue_texts(heads, [prompt_T], settings, [seed], **own)
+
+
+def continue_by_transformers(model: PreTrainedModel, prompts: Sequence[Tensor], settings: Settings, seed: int, **theirs: Any) -> Any:
+    """Prompts continued together by transformers' own ``generate``; ``theirs``: other arguments of it."""
     torch.manual_seed(seed)
     with only_given_settings(model):
-        return model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings.arguments())
+        return model.generate(**padded(prompts, model), **settings.arguments(), **theirs)
+
+
+def padded(prompts: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` ``[B, T]`` of prompts padded on the left (with token 0, which is masked)."""
+    ids_BT = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+    lengths_B = torch.tensor([len(prompt_T) for prompt_T in prompts])
+    mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
+    return {"input_ids": ids_BT.to(model.device), "attention_mask": mask_BT.long().to(model.device)}
 
 
 def measure_tau(
@@ -139,8 +190,8 @@ def measure_tau(
     """
     if not prompts:
         raise UserError("no prompts to measure on; give at least one")
-    settings = Settings(max_new_tokens, temperature, tree=tree or TreeShape())
+    settings = Settings(max_new_tokens, temperature, tree=tree)
     tally = Tally()
     for i, prompt_T in enumerate(prompts):
-        tally.add(continue_text(heads, prompt_T, settings, seed + i), prompt_T)
+        tally.add(continue_text(heads, prompt_T, settings, seed + i))
     return {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, "tokens": tally.tokens, "passes": tally.passes}

@@ -101,7 +101,7 @@ class Processing:
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
                 key = (b, n) if self.one_by_one else (len(ids_T), history.pads)
                 alike.setdefault(key, []).append((b, n, ids_T))
-        out_BNV = torch.empty_like(scores_BNV)
+        out_BNV = scores_BNV.clone()   # rows with fewer nodes have rubbish at their ends
         for group in alike.values():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             out_BNV[rows, nodes] = self._apply(torch.stack([ids for _, _, ids in group]), histories[rows[0]].pads, scores_BNV[rows, nodes])
@@ -127,7 +127,7 @@ def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> 
     """What has been said before each node speaks: the history, then the tokens on the way down to it."""
     if tree is None:
         return [history_T]
-    tokens, parents = tree.tokens_BN[row], tree.parents_BN[row].tolist()
+    tokens, parents = history_T.new_tensor(tree.tokens[row]), tree.parents[row]
     found = [history_T]
     for n in range(1, len(parents)):
         found.append(torch.cat([found[parents[n]], tokens[n : n + 1]]))

@@ -1,11 +1,15 @@
-"""Prompts: from a file, a question or a conversation, as the token ids the backbone is asked to continue."""
+"""Prompts: from a file, a question or a conversation, as the token ids the backbone is asked to continue.
+
+A file's rows are recognised by their keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
+`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), or `prompt`, `question`, `text`.
+Shape suffix: T positions.
+"""
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,31 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.errors import UserError
+from headstart.inference.lines import Row, read_jsonl, read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
 """What a row may ask with, in the order in which they are looked for."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant", "model": "assistant"}
 """Speakers of ShareGPT-like files -> roles; others keep their name."""
+MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
+"""Beside these, the eight categories of MT-bench count as the one task ``mt_bench``, as Spec-Bench reports them."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked first, and what is asked next once that is answered."""
+
+    ids_T: Tensor
+    """int64, on the host."""
+    task: str = ""
+    messages: tuple[Message, ...] = ()
+    """The conversation so far; none where the prompt is the beginning of a text."""
+    later: tuple[str, ...] = ()
+    """Questions still to come (`Prompter.follow`)."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +61,34 @@ class Prompter:
 
     def ask(self, text: str) -> Tensor:
         """A question or an instruction (with a chat template), or the beginning of a text (without)."""
-        if self.tokenizer.chat_template and self.chat is not False:
-            return self.converse([{"role": "user", "content": text}])
-        return self.begin(text)
+        return self._render([_question(text)])
 
     def begin(self, text: str) -> Tensor:
         """The text itself, to be continued."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
-    def converse(self, messages: list[dict[str, Any]]) -> Tensor:
+    def converse(self, messages: Sequence[Message]) -> Tensor:
         """A conversation, opened for the assistant's answer. The template has written the special tokens already."""
         if not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, so it cannot write conversations")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             raise UserError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from None
         return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+
+    def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
+        """The next question, after this answer to the one before. Without a chat template, turns are parted by an empty line."""
+        answer = self.tokenizer.decode(answer_T, skip_special_tokens=True)
+        messages = (*prompt.messages, {"role": "assistant", "content": answer}, _question(prompt.later[0]))
+        return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
 
     def excerpt(self, text: str) -> Tensor:
         """The first ``prompt_tokens`` of a document, half of a shorter one."""
         ids_T = self.begin(text)
         return ids_T[: self.prompt_tokens if len(ids_T) > self.prompt_tokens else (len(ids_T) + 1) // 2]
 
-    def of_row(self, row: dict[str, Any]) -> Tensor:
+    def of_row(self, row: Row) -> Prompt:
         """Raises UserError (without the place) for a row that asks nothing."""
         column = next((name for name in COLUMNS if row.get(name)), None)
         if column is None:
@@ -70,17 +97,25 @@ class Prompter:
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise UserError(f"{column} is a list of turns; got {type(value).__name__}")
-            return self.converse(_up_to_the_answer(value, column))
-        if column == "turns" and isinstance(value, list):
-            value = value[0]
-        if not isinstance(value, str):
-            raise UserError(f"{column}: text expected; got {type(value).__name__}")
-        return self.excerpt(value) if column == "text" else self.ask(value)
+            return Prompt(self.converse(_up_to_the_answer(value, column)))
+        questions = value if column == "turns" and isinstance(value, list) else [value]
+        odd = next((question for question in questions if not isinstance(question, str)), None)
+        if odd is not None:
+            raise UserError(f"{column}: text expected; got {type(odd).__name__}")
+        if column == "text":
+            return Prompt(self.excerpt(value))
+        return Prompt(self.ask(questions[0]), messages=(_question(questions[0]),), later=tuple(questions[1:]))
+
+    def _render(self, messages: Sequence[Message]) -> Tensor:
+        if self.tokenizer.chat_template and self.chat is not False:
+            return self.converse(messages)
+        return self.begin("\n\n".join(message["content"] for message in messages))
 
 
-def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None) -> list[Tensor]:
-    """The first ``limit`` prompts (int64 [T]) of a .jsonl, .jsonl.gz or .txt file (one prompt a line).
+def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None, per_task: int | None = None) -> list[Prompt]:
+    """The first ``limit`` prompts of a file, at most ``per_task`` of each task; of a .txt file each line is one.
 
+    A prompt's task is its `category` or `task`, else the set it is known to be from, else the name of the file.
     Raises UserError naming the file, and the line where one is at fault.
     """
     file = Path(path)
@@ -88,44 +123,60 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None)
         raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
     if not file.is_file():
         raise UserError(f"no file of prompts at {file}; give a {', '.join(ENDINGS)} file")
-    found: list[Tensor] = []
-    for number, line in _lines(file):
-        if limit is not None and len(found) >= limit:
-            break
+    found: list[Prompt] = []
+    for number, row, task in _chosen(_with_tasks(file, limit), per_task):
         try:
-            prompt_T = prompter.ask(line) if file.suffix == ".txt" else prompter.of_row(_row(line))
+            prompt = replace(prompter.of_row(row), task=task)
         except UserError as error:
             raise UserError(f"{file}, line {number}: {error}") from None
-        if not len(prompt_T):
+        if not len(prompt.ids_T):
             raise UserError(f"{file}, line {number}: the prompt is empty")
-        found.append(prompt_T)
+        found.append(prompt)
     if not found:
         raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
     return found
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    try:
-        opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-        with opened as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:   # broken compression, not UTF-8, no permission
-        raise UserError(f"{file} cannot be read: {error}") from None
+def _with_tasks(file: Path, limit: int | None) -> list[tuple[int, Row, str]]:
+    """Line number, row and task of each row."""
+    lines: Iterator[tuple[int, Row]] = read_jsonl(file)
+    if file.suffix == ".txt":
+        lines = ((number, {"prompt": line}) for number, line in read_lines(file))
+    named = file.name.removesuffix(".gz").rpartition(".")[0]
+    rows: list[tuple[int, Row, str]] = []
+    for number, row in lines:
+        if limit is not None and len(rows) >= limit:
+            break
+        rows.append((number, row, _task(row) or named))
+    if {task for _, _, task in rows}.isdisjoint(SPEC_BENCH):
+        return rows
+    return [(number, row, "mt_bench" if "turns" in row and task in MT_BENCH else task) for number, row, task in rows]
 
 
-def _row(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise UserError(f"a row is a mapping from column to value; got {type(row).__name__}")
-    return row
+def _task(row: Row) -> str | None:
+    for key in ("category", "task"):
+        if isinstance(row.get(key), str) and row[key]:
+            return str(row[key])
+    if isinstance(row.get("task_id"), str) and "/" in row["task_id"]:
+        return str(row["task_id"]).partition("/")[0]   # HumanEval/0
+    if "question" in row and "####" in str(row.get("answer")):
+        return "GSM8K"
+    return None
 
 
-def _up_to_the_answer(turns: list[Any], column: str) -> list[dict[str, Any]]:
+def _chosen(rows: list[tuple[int, Row, str]], per_task: int | None) -> Iterator[tuple[int, Row, str]]:
+    taken: Counter[str] = Counter()
+    for number, row, task in rows:
+        taken[task] += 1
+        if per_task is None or taken[task] <= per_task:
+            yield number, row, task
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _up_to_the_answer(turns: list[Any], column: str) -> list[Message]:
     """The turns before the assistant's last one; all of them if it has none."""
     messages = [_message(turn, column) for turn in turns]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -135,7 +186,7 @@ def _up_to_the_answer(turns: list[Any], column: str) -> list[dict[str, Any]]:
     return asked
 
 
-def _message(turn: Any, column: str) -> dict[str, Any]:
+def _message(turn: Any, column: str) -> Message:
     if isinstance(turn, dict) and "role" in turn and "content" in turn:
         return {key: value for key, value in turn.items() if value is not None or key == "content"}
     if isinstance(turn, dict) and "from" in turn and "value" in turn:

@@ -1,30 +1,30 @@
-"""The candidate tree, and how a drafter grows it.
+"""The candidate tree: what was drafted for a row, merged, and the best of it.
 
-With ``c(u)`` the chance that node u is reached, the expected tokens of a pass are ``1 + sum c(u)``, so the best tree of N nodes
-is the N nodes of largest c (EAGLE-2's re-ranking, OPT-Tree and DDTree are this rule). It is grown depth by depth with a beam.
+With ``c(u)`` the chance that node u is reached, the expected tokens of a pass are ``1 + sum c(u)``, so the best tree of N nodes is
+the N nodes of largest c (EAGLE-2's re-ranking, OPT-Tree and DDTree are this rule). Trees live on the host: they are small, several
+proposers hang their nodes into one, and how large to make one is decided there.
 
-Shape suffixes: B batch, N tree nodes, W beam width, D width, V draft vocabulary.
+Shape suffixes: B batch, N tree nodes.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Drafter, require_count
+from headstart.heads.base import require_count
 
-LEVEL_COST = 1e-4
-"""Subtracted from a score per depth, so that no child ties with its parent and the best N nodes are always a tree."""
+SURE = 0.999
+"""No candidate is surer than this, so that a child is always less likely than its parent."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How large a tree may be: ``nodes`` with the root, ``width`` of the beam, ``depth`` (None: the drafter's)."""
+    """A fixed size: ``nodes`` with the root, ``width`` of the beam, ``depth`` (None: the drafter's)."""
 
     nodes: int = 24
     width: int = 8
@@ -38,78 +38,122 @@ class TreeShape:
 
 
 @dataclass(frozen=True)
-class CandidateTree:
-    """Node 0 is the root: the token the backbone has just chosen. A parent stands before its children; the root's is 0."""
+class Guess:
+    """That a proposer drafted a node, and its score there (log of its own estimate, given the parent)."""
 
-    tokens_BN: Tensor
-    parents_BN: Tensor
-    height: int
-    """No node is deeper than this."""
-
-    @cached_property
-    def ancestors_BNN(self) -> Tensor:
-        """True where the second node is an ancestor of the first, or the first itself."""
-        B, N = self.parents_BN.shape
-        reach = torch.eye(N, device=self.parents_BN.device).expand(B, N, N).clone()
-        reach.scatter_(2, self.parents_BN[..., None], 1.0)
-        for _ in range(math.ceil(math.log2(max(self.height, 1)))):
-            reach = reach @ reach  # a path of n steps, then of 2n
-        return reach > 0
-
-    @cached_property
-    def depths_BN(self) -> Tensor:
-        """How far below the root."""
-        return self.ancestors_BNN.sum(-1) - 1
+    source: int
+    node: int
+    score: float
 
 
-def root_only(roots_B: Tensor) -> CandidateTree:
-    """Plain decoding is the tree with no candidates."""
-    return CandidateTree(roots_B[:, None], torch.zeros_like(roots_B[:, None]), 0)
+class Pool:
+    """All that was drafted for one row. Node 0 is the root; a token below a parent is one node, whoever drafted it."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.depths = [root], [0], [0]
+        self.chances = [1.0]
+        """That a node is the pick, given that its parent is."""
+        self.guesses: list[Guess] = []
+        self._place: dict[tuple[int, int], int] = {}
+
+    def add(self, source: int, parent: int, token: int, score: float, chance: float) -> int:
+        """The node of that token below that parent; of two proposers the surer is believed."""
+        chance = min(chance, SURE)
+        node = self._place.get((parent, token))
+        if node is None:
+            node = self._place[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            self.chances.append(chance)
+        elif chance > self.chances[node]:
+            self.chances[node] = chance
+        self.guesses.append(Guess(source, node, score))
+        return node
+
+    def reach(self) -> list[float]:
+        """The chance of each node to be reached; siblings that claim more than all of it share it."""
+        claimed = [0.0] * len(self.tokens)
+        for node in range(1, len(self.tokens)):
+            claimed[self.parents[node]] += self.chances[node]
+        found = [1.0]
+        for node in range(1, len(self.tokens)):
+            parent = self.parents[node]
+            found.append(found[parent] * self.chances[node] / max(claimed[parent] / SURE, 1.0))
+        return found
+
+    def ranked(self) -> list[tuple[float, int]]:
+        """Chance and number of each node but the root, likeliest first: any beginning of it is a tree."""
+        reach = self.reach()
+        return sorted(((reach[node], node) for node in range(1, len(reach))), key=lambda one: (-one[0], one[1]))
+
+    def best(self, nodes: int) -> list[int]:
+        """The ``nodes`` likeliest, the root among them, parents before children."""
+        return [0, *sorted(node for _, node in self.ranked()[: nodes - 1])]
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """How candidates are scored: ``log softmax(sharpness * (logits / temperature + noise))``, added up along the path.
+class CandidateTree:
+    """For each row its nodes. Node 0 is the root: the token the backbone has just chosen. A parent stands before its children."""
 
-    The noise is that of the positions drafted, ``noise_BPV[:, depth]``, the same the backbone's pick will be made with.
-    """
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    """The root's is 0."""
 
-    temperature: float = 1.0
-    noise_BPV: Tensor | None = None
-    sharpness: float = 1.0
+    @staticmethod
+    def of(pools: list[Pool], kept: list[list[int]]) -> CandidateTree:
+        """The ``kept`` nodes of each pool."""
+        parents = []
+        for pool, nodes in zip(pools, kept, strict=True):
+            place = {node: i for i, node in enumerate(nodes)}
+            parents.append([place[pool.parents[node]] for node in nodes])
+        return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents)
 
-    def scores(self, logits_BNV: Tensor, depth: int, vocabulary: Tensor | None) -> Tensor:
-        """``[B, N, V]`` log chances of each candidate, given its parent."""
-        if self.noise_BPV is None:
-            return logits_BNV.float().log_softmax(-1)
-        noise_BV = self.noise_BPV[:, depth]
-        noise_BV = noise_BV if vocabulary is None else noise_BV[:, vocabulary]
-        return ((logits_BNV.float() / self.temperature + noise_BV[:, None]) * self.sharpness).log_softmax(-1)
+    @property
+    def size(self) -> int:
+        """The most nodes a row has."""
+        return max(map(len, self.tokens))
+
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """How far below the root."""
+        found = []
+        for parents in self.parents:
+            row = [0]
+            for parent in parents[1:]:
+                row.append(row[parent] + 1)
+            found.append(row)
+        return found
+
+    @property
+    def height(self) -> int:
+        """The depth of the deepest node."""
+        return max(map(max, self.depths))
+
+    def ancestors(self) -> np.ndarray:
+        """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself."""
+        B, N = len(self.tokens), self.size
+        found = np.zeros((B, N, N), dtype=np.bool_)
+        found[:, np.arange(N), np.arange(N)] = True
+        found[:, :, 0] = True
+        for b, parents in enumerate(self.parents):
+            for node in range(1, len(parents)):
+                if parents[node]:
+                    found[b, node] |= found[b, parents[node]]
+        return found
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[B, N]``, depths ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes has its root again at the end."""
+        N = self.size
+        tokens = [row + row[:1] * (N - len(row)) for row in self.tokens]
+        depths = [row + [0] * (N - len(row)) for row in self.depths]
+        return (
+            torch.tensor(tokens, device=device),
+            torch.tensor(depths, device=device),
+            torch.from_numpy(self.ancestors()).to(device),
+        )
 
 
-def grow(drafter: Drafter, state: Any, roots_B: Tensor, shape: TreeShape, ranking: Ranking) -> CandidateTree:
-    """Depth by depth from the ``width`` likeliest nodes; of all, the ``nodes`` likeliest stay. Nothing is read back to the host."""
-    depth = min(shape.depth or drafter.depth, drafter.depth)
-    tokens, parents = [roots_B[:, None]], [torch.zeros_like(roots_B[:, None])]
-    scores = [torch.zeros(len(roots_B), 1, device=roots_B.device)]
-    places_BW, first = parents[0], 0
-    for k in range(depth):
-        hidden, state = drafter.step(state, tokens[-1], places_BW, k)
-        logits_BNV = drafter.readout(hidden, k, tokens[-1])
-        V = logits_BNV.shape[-1]
-        total_BNV = ranking.scores(logits_BNV, k, drafter.vocabulary) + (scores[-1][..., None] - LEVEL_COST)
-        best = total_BNV.flatten(1).topk(min(shape.width, total_BNV[0].numel()))
-        places_BW, drafted = best.indices // V, best.indices % V
-        tokens.append(drafted if drafter.vocabulary is None else drafter.vocabulary[drafted])
-        parents.append(first + places_BW)
-        scores.append(best.values.nan_to_num(nan=-math.inf))  # heads that have diverged may not push the root out of the tree
-        first += scores[-2].shape[1]
-    return _best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), shape.nodes, depth)
-
-
-def _best(tokens_BM: Tensor, parents_BM: Tensor, scores_BM: Tensor, nodes: int, height: int) -> CandidateTree:
-    if nodes >= tokens_BM.shape[1]:
-        return CandidateTree(tokens_BM, parents_BM, height)
-    keep_BN = scores_BM.topk(nodes).indices.sort().values
-    place_BM = torch.zeros_like(parents_BM).scatter_(1, keep_BN, torch.arange(nodes, device=keep_BN.device).expand_as(keep_BN))
-    return CandidateTree(tokens_BM.gather(1, keep_BN), place_BM.gather(1, parents_BM.gather(1, keep_BN)), height)
+def root_only(roots: list[int]) -> CandidateTree:
+    """Plain decoding is the tree with no candidates."""
+    return CandidateTree([[root] for root in roots], [[0] for _ in roots])

@@ -128,6 +128,12 @@ class Scripted(Drafter):
         before = state if state is not None else [[] for _ in counts]
         return [old + row[:count] for old, row, count in zip(before, features.tokens_BT.tolist(), counts, strict=True)]
 
+    def select(self, state: list[list[int]], rows_B: Tensor) -> list[list[int]]:
+        return [state[row] for row in rows_B.tolist()]
+
+    def join(self, state: list[list[int]], other: list[list[int]]) -> list[list[int]]:
+        return state + other
+
     def step(self, state: list[list[int]], tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, list[list[int]]]:
         logits = torch.stack([self.guess(text, depth) for text in state])
         return logits[:, None].expand(-1, tokens_BN.shape[1], -1), state

@@ -1,6 +1,6 @@
 """The ragged cache: what it holds after several passes is what reading the text afresh would have put there; and who sees what.
 
-Shape suffixes: B batch, N tree nodes, S slots.
+Shape suffixes: L layers, B batch, H heads, N tree nodes, S slots, D head width.
 """
 
 from __future__ import annotations
@@ -11,44 +11,54 @@ from families import FAMILIES, Scripted, backbone, heads, left_padded, prompts, 
 from test_tree import random_tree
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.kv import RaggedKV, slots_behind, visible
+from headstart.heads.kv import STEP, grown, put, visible
 from headstart.inference.cache import RaggedCache
 from headstart.inference.decode import Decoder
 from headstart.inference.heads import Heads
-from headstart.inference.tree import CandidateTree, TreeShape
-
-
-def decoder_of(of: Heads, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> Decoder:
-    """The decoder of a call to generate, as it is at the end of it."""
-    made: list[Decoder] = []
-    begin = Decoder.start
-    monkeypatch.setattr(Decoder, "start", lambda self: (made.append(self), begin(self))[1])
-    of.backbone.model.generate(custom_generate=of.generate, **arguments)
-    return made[0]
+from headstart.inference.reader import masks
+from headstart.inference.tree import TreeShape
 
 
 def audit(decoder: Decoder, on: Backbone) -> None:
     """Row for row, every layer's keys and values against one plain read of the text."""
-    for row, text in enumerate(decoder.texts):
+    for row, number in enumerate(decoder.rows):
+        text = decoder.texts[number]
         length = int(decoder.cache.lengths_B[row])
         ids = text.ids_T[text.pads :]
-        assert 0 < length <= len(ids)
+        assert length == len(ids) - 1, "all but the root has been read"
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
-        for layer, own in zip(decoder.cache.layers, fresh.layers, strict=True):
+        for i, own in enumerate(fresh.layers):
+            keys, values = decoder.cache.layer(i)
             kept = own.keys.shape[2]  # a sliding layer of transformers keeps its last keys only
-            torch.testing.assert_close(layer.kv.keys[row, :, length - kept : length], own.keys[0], atol=5e-5, rtol=1e-4)
-            torch.testing.assert_close(layer.kv.values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(keys[row, :, length - kept : length], own.keys[0], atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
+
+
+def audited(of: Heads, monkeypatch: pytest.MonkeyPatch, every: int, **arguments: object) -> list[list[int]]:
+    """What generate writes, the cache having been audited after every so many passes."""
+    run, passes = Decoder._advance, []
+
+    def advance(self: Decoder, *given: object) -> None:
+        run(self, *given)   # type: ignore[arg-type]
+        passes.append(len(self.rows))
+        if self.rows and len(passes) % every == 0:
+            audit(self, of.backbone)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "_advance", advance)
+        texts = of.backbone.model.generate(custom_generate=of.generate, **arguments).tolist()
+    assert len(passes) >= every
+    return texts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("manner", ["nearly", "adversary"])
 def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on, rows = backbone(family), left_padded(prompts())
-    options = {"max_new_tokens": 36, "do_sample": True, "seed": 7, "tree": TreeShape(20, 6)}
-    truths = unpadded(say(Heads(on), rows, **options), rows)
-    decoder = decoder_of(Heads(on, Scripted(on, truths, manner)), monkeypatch, **rows, **options)
-    assert decoder.cache.longest > max(len(row) for row in rows["input_ids"]) + 20
-    audit(decoder, on)
+    options = {"max_new_tokens": 30, "do_sample": True, "seed": 7, "tree": TreeShape(20, 6)}
+    plain = say(Heads(on), rows, **options)
+    scripted = Heads(on, Scripted(on, unpadded(plain, rows), manner))
+    assert audited(scripted, monkeypatch, 7, **rows, **options) == plain.tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -57,68 +67,83 @@ def test_buffers_grow_past_their_first_size(family: str, monkeypatch: pytest.Mon
     of = heads(family, "eagle3")
     for lengths in ((60,), (61, 30)):
         rows = left_padded(prompts(lengths))
-        decoder = decoder_of(of, monkeypatch, **rows, max_new_tokens=90, do_sample=False, tree=TreeShape(30, 8))
-        assert decoder.cache.longest > 128
-        audit(decoder, of.backbone)
-        plain = say(of, rows, max_new_tokens=90, do_sample=False, speculate=False)
-        assert [text.ids_T.tolist() for text in decoder.texts] == plain.tolist()
+        options = {"max_new_tokens": 80, "do_sample": False}
+        plain = say(of, rows, speculate=False, **options)
+        assert audited(of, monkeypatch, 30, **rows, **options, tree=TreeShape(30, 8)) == plain.tolist()
 
 
-def test_write_keeps_what_was_there_when_it_grows() -> None:
-    for rows in (1, 3):
-        kv, lengths, all_keys = RaggedKV(), torch.zeros(rows, dtype=torch.int64), []
-        for count in (5, 60, 1, 200):
-            keys = torch.randn(rows, 2, count, 4)
-            seen, values = kv.write(keys, 2 * keys, slots_behind(lengths, int(lengths.max()), count))
-            all_keys.append(keys)
-            lengths = lengths + count
-            assert torch.equal(seen, torch.cat(all_keys, 2)) and torch.equal(values, 2 * seen)
+def test_stores_grow_in_steps_and_keep_what_they_hold() -> None:
+    store = torch.randn(2, 3, 5, 4)
+    assert grown(store, 5) is store
+    larger = grown(store, 6)
+    assert larger.shape == (2, 3, STEP, 4) and torch.equal(larger[:, :, :5], store) and not larger[:, :, 5:].any()
+    assert grown(larger, STEP + 1).shape[2] == 2 * STEP, "it doubles"
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
-def test_move_brings_a_path_behind_the_end(lengths: list[int]) -> None:
-    lengths_B, longest, rows = torch.tensor(lengths), max(lengths), len(lengths)
-    kv = RaggedKV()
-    kv.write(torch.randn(rows, 2, longest, 4), torch.randn(rows, 2, longest, 4), slots_behind(torch.zeros_like(lengths_B), 0, longest))
-    nodes = torch.randn(rows, 2, 7, 4)
-    kv.write(nodes, -nodes, slots_behind(lengths_B, longest, 7))
-    assert kv.keys is not None and kv.values is not None
-    before = kv.keys.clone()
-    path_BP = torch.tensor([[0, 2, 3, 6]] * rows)
-    kv.move(lengths_B[:, None] + path_BP, slots_behind(lengths_B, longest, 4))
+def test_put_writes_behind_each_rows_end(lengths: list[int]) -> None:
+    B, N = len(lengths), 4
+    store, new = torch.zeros(B, 2, 16, 3), torch.randn(B, 2, N, 3)
+    put(store, new, torch.tensor(lengths)[:, None] + torch.arange(N))
     for row, length in enumerate(lengths):
-        assert torch.equal(kv.keys[row, :, :length], before[row, :, :length])
-        assert torch.equal(kv.keys[row, :, length : length + 4], nodes[row][:, path_BP[row]])
-        assert torch.equal(kv.values[row, :, length : length + 4], -nodes[row][:, path_BP[row]])
+        assert torch.equal(store[row, :, length : length + N], new[row])
+        assert store[row].count_nonzero() == 2 * N * 3, "and nowhere else"
+
+
+def filled(lengths: list[int], slots: int = 24) -> RaggedCache:
+    """Three layers, one of another shape, all slots different."""
+    layers = [(torch.randn(len(lengths), 2, slots, d), torch.randn(len(lengths), 2, slots, d)) for d in (4, 4, 8)]
+    return RaggedCache(layers, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
+def test_keep_moves_paths_behind_the_end(lengths: list[int]) -> None:
+    cache = filled(lengths)
+    before = [tuple(x.clone() for x in cache.layer(i)) for i in range(3)]
+    paths = [[0, 2, 3, 6], [0, 1], [0, 4, 5]][: len(lengths)]
+    counts = [len(path) for path in paths]
+    cache.keep(paths, counts)
+    assert cache.lengths_B.tolist() == [n + c for n, c in zip(lengths, counts, strict=True)]
+    assert cache.longest == max(cache.lengths_B.tolist())
+    for i in range(3):
+        for one, old in zip(cache.layer(i), before[i], strict=True):
+            for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
+                assert torch.equal(one[row, :, :length], old[row, :, :length])
+                assert torch.equal(one[row, :, length : length + len(path)], old[row][:, [length + node for node in path]])
+
+
+def test_rows_leave_and_join() -> None:
+    cache, other = filled([6, 1, 9]), filled([30, 2], slots=32)
+    rows = {(0, row): [x[row].clone() for i in range(3) for x in cache.layer(i)] for row in range(3)}
+    rows |= {(1, row): [x[row].clone() for i in range(3) for x in other.layer(i)] for row in range(2)}
+    cache.select([2, 0])
+    cache.join(other)
+    assert cache.lengths_B.tolist() == [9, 6, 30, 2] and cache.longest == 30
+    cache.stores(60)
+    for place, (who, length) in enumerate([((0, 2), 9), ((0, 0), 6), ((1, 0), 30), ((1, 1), 2)]):
+        for one, old in zip([x for i in range(3) for x in cache.layer(i)], rows[who], strict=True):
+            assert one.shape[2] >= 90 and torch.equal(one[place, :, :length], old[:, :length])
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
 def test_who_sees_whom(lengths: list[int]) -> None:
     """Both masks against a loop: a node sees its row's text and its ancestors, in a window as far back as their positions say."""
     rows, window = len(lengths), 4
-    tree = random_tree(9, 50, seed=1, rows=rows)
-    cache = RaggedCache(1, rows, torch.device("cpu"))
-    cache.extend(torch.tensor(lengths), max(lengths))
-    positions_BN = cache.lengths_B[:, None] + tree.depths_BN
-    seen = visible(cache.lengths_B, cache.longest, tree.ancestors_BNN)
-    masks = cache.see(tree, positions_BN, {"full_attention": None, "sliding_attention": window})
-    assert masks is not None and torch.equal(masks["full_attention"], seen)
+    tree, lengths_B = random_tree(9, 50, seed=1, rows=rows), torch.tensor(lengths)
+    _, depths_BN, ancestors_BNN = tree.tensors(lengths_B.device)
+    positions_BN, slots = lengths_B[:, None] + depths_BN, max(lengths) + 14
+    seen = visible(lengths_B, ancestors_BNN, slots)
+    both = masks(positions_BN, ancestors_BNN, lengths_B, slots, {"full_attention": None, "sliding_attention": window})
+    assert torch.equal(both["full_attention"], seen)
     for row, length in enumerate(lengths):
-        for n in range(9):
+        for n in range(len(tree.tokens[row])):
             line = {n}
             while 0 not in line:
-                line.add(int(tree.parents_BN[row, min(line)]))
-            for slot in range(max(lengths) + 9):
+                line.add(tree.parents[row][min(line)])
+            for slot in range(slots):
                 m = slot - length
                 where = slot if slot < length else int(positions_BN[row, m]) if m < 9 else None
                 sees = slot < length or m in line
                 near = where is not None and int(positions_BN[row, n]) - where < window
                 assert bool(seen[row, n, slot]) == sees, (row, n, slot)
-                assert bool(masks["sliding_attention"][row, n, slot]) == (sees and near), (row, n, slot)
-
-
-def test_one_node_of_one_row_needs_no_mask() -> None:
-    cache = RaggedCache(1, 1, torch.device("cpu"))
-    root = CandidateTree(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), 0)
-    assert cache.see(root, torch.zeros(1, 1), {"full_attention": None}) is None
-    assert cache.see(root, torch.zeros(1, 1, dtype=torch.int64), {"sliding_attention": 3}) is not None
+                assert bool(both["sliding_attention"][row, n, slot]) == (sees and near), (row, n, slot)

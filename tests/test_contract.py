@@ -63,6 +63,7 @@ def ragged(features: Features, lengths: list[int]) -> Features:
 def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
     """Logits of each depth, drafting along the given tokens (the root first)."""
     found, first = [], torch.zeros(len(tokens_BK), 1, dtype=torch.int64)
+    state = drafter.reserve(state, 256)
     for k in range(drafter.depth):
         hidden, state = drafter.step(state, tokens_BK[:, k : k + 1], first, k)
         found.append(drafter.readout(hidden, k, tokens_BK[:, k : k + 1])[:, 0])
@@ -103,7 +104,7 @@ def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[
         for start, end in zip([0, *cuts], [*cuts, 15], strict=True):
             if state is not None:  # what was drafted in between leaves no trace
                 chain(drafter, state, texts(2, drafter.depth, seed=end))
-            state = drafter.begin(part(features, start, end), state)
+            state = drafter.begin(part(features, start, end), drafter.reserve(state, 256) if state is not None else None)
         for one, other in zip(whole, chain(drafter, state, next_BK), strict=True):
             torch.testing.assert_close(one, other, **CLOSE)
 
@@ -121,7 +122,8 @@ def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[st
     for brought in (second, third):
         place_BT = torch.arange(max(brought))
         index = (ends[:, None] + place_BT).clamp(max=21)
-        state = drafter.begin(features.gather(index, place_BT < torch.tensor(brought)[:, None]), state)
+        news = features.gather(index, place_BT < torch.tensor(brought)[:, None])
+        state = drafter.begin(news, drafter.reserve(state, 256) if state is not None else None)
         ends += torch.tensor(brought)
     together = chain(drafter, state, next_BK)
     for row in range(4):
@@ -141,7 +143,7 @@ def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) 
     tokens = [texts(2, 1, seed=8)] + [torch.randint(VOCAB, (2, N), generator=make) for _ in range(drafter.depth - 1)]
     parents = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, N, dtype=torch.int64)]
     parents += [torch.randint(N, (2, N), generator=make) for _ in range(drafter.depth - 2)]
-    state, logits = drafter.begin(ragged(features, lengths)), []
+    state, logits = drafter.reserve(drafter.begin(ragged(features, lengths)), 64), []
     for k in range(drafter.depth):
         hidden, state = drafter.step(state, tokens[k], parents[k], k)
         logits.append(drafter.readout(hidden, k, tokens[k]).expand(-1, tokens[k].shape[1], -1))
@@ -163,7 +165,7 @@ def test_drafting_far_past_the_first_buffers(kind: str, arguments: dict[str, Any
     state = drafter.begin(part(features, 0, 61))
     for end in range(62, 201, 3):
         chain(drafter, state, next_BK)
-        state = drafter.begin(part(features, end - 1 if end == 62 else end - 3, end), state)
+        state = drafter.begin(part(features, end - 1 if end == 62 else end - 3, end), drafter.reserve(state, end + 20))
     for one, other in zip(chain(drafter, state, next_BK), chain(drafter, drafter.begin(part(features, 0, 200)), next_BK), strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 

@@ -253,7 +253,7 @@ def test_past_the_stated_context() -> None:
         ({"tree": TreeShape(1)}, 1),
         ({"tree": TreeShape(5, 1, 99)}, 5),
         ({"speculate": False}, 1),
-        ({"timed": True}, 5),
+        ({"timed": True, "tree": TreeShape()}, 5),
     ],
 )
 def test_trees_and_plain_decoding(oracle: Heads, row: dict[str, Tensor], truth: list[int], options: dict[str, Any], tau: int) -> None:

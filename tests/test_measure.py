@@ -1,19 +1,17 @@
-"""Measuring: tau as decoding tells it, nothing taken from a model's own sampling settings, prompts of every kind, the verdict."""
-import gzip
-import json
-
+"""Measuring: tau as decoding tells it, nothing taken from a model's own sampling settings, the verdict."""
 import pytest
 import torch
-from chat_templates import CHATML, TURNS, chat, make_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import build_drafter
 from headstart.heads.errors import UserError
-from headstart.inference.bench import Plan, System, compare, table, verdict
+from headstart.inference.bench import Plan, compare
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
-from headstart.inference.prompts import Prompter, read_prompts
+from headstart.inference.prompts import Prompt
+from headstart.inference.systems import Ours
+from headstart.inference.table import table, verdict
 from headstart.inference.tree import TreeShape
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
@@ -53,12 +51,12 @@ def test_plain_decoding_is_one_token_a_pass(heads):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_models_own_sampling_settings_do_not_sneak_in(heads, temperature):
     model, settings = heads.backbone.model, Settings(20, temperature)
-    before = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[0], settings, 3).sequences
+    before = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[:1], settings, 3).sequences
     own = model.generation_config
     odd = GenerationConfig(do_sample=True, temperature=0.1, top_k=2, top_p=0.5, repetition_penalty=3.0, max_length=7)
     try:
         model.generation_config = odd
-        after = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[0], settings, 3).sequences
+        after = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[:1], settings, 3).sequences
         assert model.generation_config is odd
     finally:
         model.generation_config = own
@@ -84,20 +82,19 @@ def test_nothing_to_measure_on(heads):
 
 
 def test_parts_of_a_pass_timed_by_themselves(heads):
-    system = System("medusa", heads.backbone, heads)
-    system.time_parts(PROMPTS, Settings(6), 0)
-    assert system.parts is not None and system.parts.tokens == 12
-    assert all(time > 0 for time in system.parts.milliseconds().values())
+    parts = Ours("medusa", heads).time_parts([{0: PROMPTS[0]}, {1: PROMPTS[1]}], Settings(6), 0)
+    assert parts.tokens == 12 and all(time > 0 for time in parts.milliseconds().values())
     assert Tally().milliseconds() == {"draft_ms": 0.0, "verify_ms": 0.0, "host_ms": 0.0}
 
 
 def test_compare_takes_every_system_through_every_prompt(heads):
-    report = compare([("a", heads), ("b", heads)], PROMPTS, Plan(12, (0.0, 1.0), seed=4, tree=TreeShape(6, 3, 9)))
+    plan = Plan(12, (0.0, 1.0), seed=4, tree=TreeShape(6, 3, 9))
+    report = compare([("a", heads), ("b", heads)], [Prompt(ids_T) for ids_T in PROMPTS], plan)
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [("a", 0.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)]
     assert {row["tokens"] for row in report["results"]} == {24} and {row["depth"] for row in report["results"]} == {3}
     assert verdict(report) == (True, "Every token of every prompt is identical to plain decoding with the same seed;"
                                      " at temperature 0 also to transformers' generate.")
-    head, *lines = table(report).splitlines()[2:]
+    head, *lines = table(report).splitlines()[3:]
     assert [line.split()[1] for line in lines] == 2 * ["transformers", "plain", "a", "b"]
     for title in ("tau", "tokens/s", "x plain", "x transformers"):   # aligned at the right
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
@@ -105,67 +102,7 @@ def test_compare_takes_every_system_through_every_prompt(heads):
 
 @pytest.mark.parametrize(("dtype", "fine", "said"), [("fp32", False, "NOT IDENTICAL"), ("bf16", True, "round differently")])
 def test_verdict_when_tokens_differ(dtype, fine, said):
-    same = {"head": "a", "temperature": 0.0, "identical": True, "identical_to_transformers": True}
-    other = {"head": "b", "temperature": 0.7, "identical": False, "prompts_differing": 2}
-    found, sentence = verdict({"dtype": dtype, "prompts": 9, "results": [same, other]})
+    same = {"head": "a", "temperature": 0.0, "batch": 1, "identical": True, "identical_to_transformers": True}
+    other = {"head": "b", "temperature": 0.7, "batch": 1, "identical": False, "prompts_differing": 2}
+    found, sentence = verdict({"dtype": dtype, "prompts": 9, "baselines": [], "results": [same, other]})
     assert found is fine and said in sentence and "b at temperature 0.7 in 2 of 9 prompts" in sentence
-
-
-def decoded(path, **arguments) -> list[str]:
-    tokenizer = make_tokenizer(arguments.pop("template", None))
-    limit = arguments.pop("limit", None)
-    return [tokenizer.decode(ids) for ids in read_prompts(path, Prompter(tokenizer, **arguments), limit)]
-
-
-def test_rows_of_every_kind(tmp_path):
-    conversation = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is four."}]
-    asked = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
-    rows = [
-        {"messages": chat(*TURNS)}, {"conversations": conversation}, {"turns": ["What is two?", "And three?"]}, {"prompt": "What is two?"},
-        {"prompt": chat(TURNS[0])}, {"question": "What is two?"}, {"text": "two two two two", "id": 7},
-    ]
-    file = tmp_path / "rows.jsonl.gz"
-    file.write_bytes(gzip.compress("\n\n".join(json.dumps(row) for row in rows).encode()))
-    whole = f"{asked}It is four.<|im_end|>\n<|im_start|>user\nAnd three?<|im_end|>\n<|im_start|>assistant\n"
-    assert decoded(file, template=CHATML)[:6] == [whole, asked, asked, asked, asked, asked]
-    assert decoded(file, template=CHATML, limit=2) == [whole, asked]
-    plain = tmp_path / "rows.txt"
-    plain.write_text("What is two?\n\nAnd three?\n")
-    assert decoded(plain) == ["<s>What is two?", "<s>And three?"]
-    assert decoded(plain, template=CHATML, chat=False) == decoded(plain)
-    assert decoded(plain, template=CHATML)[0] == asked
-
-
-def test_text_is_cut(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "What is two and two? It is four."}\n')
-    tokenizer = make_tokenizer()
-    ids = tokenizer("What is two and two? It is four.")["input_ids"]
-    assert read_prompts(file, Prompter(tokenizer, prompt_tokens=3))[0].tolist() == ids[:3]
-    assert read_prompts(file, Prompter(tokenizer))[0].tolist() == ids[: (len(ids) + 1) // 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("p.csv", "a", "its name should end in .jsonl"),
-        ("p.jsonl", None, "no file of prompts at"),
-        ("p.jsonl", "\n\n", "holds no prompts"),
-        ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
-        ("p.jsonl", "[1]", "line 1: a row is a mapping"),
-        ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
-        ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
-        ("p.jsonl", '{"messages": "a"}', "messages is a list of turns; got str"),
-        ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
-        ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-        ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
-        ("p.jsonl.gz", "not compressed", "cannot be read"),
-    ],
-)
-def test_faults_in_files_of_prompts(tmp_path, name, content, said):
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(UserError) as caught:
-        decoded(file)
-    assert said in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)

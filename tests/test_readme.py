@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.cli import _parser
 from headstart.heads.backbone import load_backbone, resolve
 from headstart.heads.base import build_drafter
-from headstart.inference.cli import _parser
 from headstart.training.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent

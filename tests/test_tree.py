@@ -1,4 +1,4 @@
-"""Candidate trees against slow and obvious ones: how they grow, who descends from whom, which path is accepted.
+"""Candidate trees against slow and obvious ones: how they grow, how they are merged, who descends from whom, which path is accepted.
 
 Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.inference.growth import Ranking
 from headstart.inference.noise import gumbel
-from headstart.inference.tree import LEVEL_COST, CandidateTree, Ranking, TreeShape, grow, root_only
+from headstart.inference.speculation import Draft, Speculation
+from headstart.inference.tree import SURE, CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.verify import pick, walk
 
 Path = tuple[int, ...]
@@ -43,16 +47,24 @@ class Table(Drafter):
         return hidden
 
 
+def grown(drafter: Drafter, roots: list[int], shape: TreeShape, ranking: Ranking | None = None, room: int = 99) -> CandidateTree:
+    """What the drafter alone drafts below these roots."""
+    speculation = Speculation([drafter], [], "never")
+    draft = Draft([Pool(root) for root in roots], [room] * len(roots))
+    speculation.grow(draft, 0, [[] for _ in roots], ranking or Ranking(), shape)
+    return speculation.choose(draft, shape)[0]
+
+
 def paths_of(tree: CandidateTree, row: int) -> list[Path]:
     """The tokens on the way to each node; fails unless a parent stands before its children."""
     found: list[Path] = []
-    for n, (token, parent) in enumerate(zip(tree.tokens_BN[row].tolist(), tree.parents_BN[row].tolist(), strict=True)):
+    for n, (token, parent) in enumerate(zip(tree.tokens[row], tree.parents[row], strict=True)):
         assert parent < n or n == 0
         found.append((*found[parent], token) if n else (token,))
     return found
 
 
-def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, temperature: float, sharpness: float) -> set[Path]:
+def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, temperature: float) -> set[Path]:
     """The likeliest nodes by a heap: take the best, put in its children."""
     heap: list[tuple[float, Path]] = [(0.0, (root,))]
     kept: set[Path] = set()
@@ -63,33 +75,35 @@ def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, t
             logits = drafter.logits(path)
             if noise_PV is not None:
                 noise = noise_PV[len(path) - 1]
-                logits = sharpness * (logits / temperature + (noise if drafter.vocabulary is None else noise[drafter.vocabulary]))
+                logits = logits / temperature + (noise if drafter.vocabulary is None else noise[drafter.vocabulary])
             for index, logp in enumerate(logits.log_softmax(-1).tolist()):
                 token = index if drafter.vocabulary is None else int(drafter.vocabulary[index])
-                heapq.heappush(heap, (cost - logp + LEVEL_COST, (*path, token)))
+                heapq.heappush(heap, (cost - logp, (*path, token)))
     return kept
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 24])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("small", [False, True])
-def test_grow_keeps_what_best_first_search_keeps(nodes: int, noisy: bool, small: bool) -> None:
+def test_what_grows_is_what_best_first_search_keeps(nodes: int, noisy: bool, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scores taken at their word, as they are before anything has been learned."""
+    monkeypatch.setattr("headstart.inference.calibration.Table.chance", lambda self, score: math.exp(score))
     vocabulary = torch.arange(3, VOCAB, 4) if small else None
-    drafter, roots = Table(4, vocabulary), torch.tensor([5, 9])
+    drafter, roots = Table(4, vocabulary), [5, 9]
     noise = gumbel(torch.tensor([3, 4]), torch.arange(20, 25).expand(2, 5), VOCAB) if noisy else None
-    ranking = Ranking(0.7, noise, 0.8) if noisy else Ranking()
-    tree = grow(drafter, [[], []], roots, TreeShape(nodes, width=nodes), ranking)
+    ranking = Ranking(torch.tensor([0.7]), noise) if noisy else None
+    tree = grown(drafter, roots, TreeShape(nodes, width=nodes), ranking)
     for row in range(2):
         paths = paths_of(tree, row)
         assert len(set(paths)) == nodes
-        assert set(paths) == best_first(drafter, int(roots[row]), nodes, None if noise is None else noise[row], 0.7, 0.8)
+        assert set(paths) == best_first(drafter, roots[row], nodes, None if noise is None else noise[row], 0.7)
 
 
 @pytest.mark.parametrize("spread", [1.0, 300.0, 3000.0])
 def test_trees_hold_only_what_was_drafted(spread: float) -> None:
-    """Scores in the thousands leave no room for ties to be broken by; every node must still hang where it was drafted."""
-    drafter, roots = Table(5, spread=spread), torch.arange(8)
-    tree = grow(drafter, [[]] * 8, roots, TreeShape(12, 6), Ranking())
+    """Scores in the thousands are all or nothing; every node must still hang where it was drafted."""
+    drafter = Table(5, spread=spread)
+    tree = grown(drafter, list(range(8)), TreeShape(12, 6))
     for row in range(8):
         paths = paths_of(tree, row)
         assert len(set(paths)) == 12
@@ -98,18 +112,19 @@ def test_trees_hold_only_what_was_drafted(spread: float) -> None:
             assert rank < 6, "not among the parent's likeliest: it hangs on another parent than it was drafted for"
 
 
-def test_the_beam_the_depth_and_the_vocabulary_bound_the_tree() -> None:
+def test_the_beam_the_depth_the_room_and_the_vocabulary_bound_the_tree() -> None:
     drafter = Table(5, torch.tensor([2, 3, 5]))
-    for shape, size, height in (
-        (TreeShape(100, 2, 3), 7, 3),
-        (TreeShape(100, 50, 1), 4, 1),
-        (TreeShape(100, 2, 99), 11, 5),
-        (TreeShape(1), 1, 5),
+    for shape, room, size, height in (
+        (TreeShape(100, 2, 3), 99, 7, 3),
+        (TreeShape(100, 50, 1), 99, 4, 1),
+        (TreeShape(100, 2, 99), 99, 11, 5),
+        (TreeShape(100, 2, 99), 2, 5, 2),
+        (TreeShape(100, 2, 99), 0, 1, 0),
+        (TreeShape(1), 99, 1, 0),
     ):
-        tree = grow(drafter, [[]], torch.tensor([7]), shape, Ranking())
-        assert tree.tokens_BN.shape == (1, size)
-        assert int(tree.depths_BN.max()) <= tree.height == height
-        assert set(tree.tokens_BN[0, 1:].tolist()) <= {2, 3, 5} and tree.tokens_BN[0, 0] == 7
+        tree = grown(drafter, [7], shape, room=room)
+        assert (tree.size, tree.height) == (size, height)
+        assert set(tree.tokens[0][1:]) <= {2, 3, 5} and tree.tokens[0][0] == 7
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"width": 0}, {"depth": 0}, {"nodes": 2.5}, {"nodes": True}])
@@ -118,48 +133,105 @@ def test_a_wrong_shape_is_refused(wrong: dict) -> None:
         TreeShape(**wrong)
 
 
+def test_a_token_below_a_parent_is_one_node_whoever_drafted_it() -> None:
+    pool = Pool(7)
+    first = pool.add(0, 0, 3, -1.0, 0.4)
+    assert pool.add(1, 0, 3, -0.5, 0.6) == first and pool.chances[first] == 0.6, "the surer one is believed"
+    assert pool.add(2, 0, 3, -2.0, 0.1) == first and pool.chances[first] == 0.6
+    below = pool.add(1, first, 3, -0.1, 0.9)
+    assert pool.add(0, 0, 4, -0.1, 1.0) != below and pool.chances[-1] == SURE
+    assert pool.depths == [0, 1, 2, 1] and [(g.source, g.node) for g in pool.guesses] == [(0, 1), (1, 1), (2, 1), (1, 2), (0, 3)]
+
+
+def test_reach_is_the_product_along_the_path_and_siblings_share() -> None:
+    pool = Pool(0)
+    a, b = pool.add(0, 0, 1, 0, 0.8), pool.add(1, 0, 2, 0, 0.7)
+    below = pool.add(0, a, 3, 0, 0.5)
+    reach = pool.reach()
+    assert reach[a] == pytest.approx(SURE * 0.8 / 1.5) and reach[b] == pytest.approx(SURE * 0.7 / 1.5)
+    assert reach[below] == pytest.approx(reach[a] * 0.5)
+    assert pool.best(2) == [0, a] and pool.best(3) == [0, a, b] and pool.best(9) == [0, a, b, below]
+
+
+def random_pool(make: random.Random, nodes: int) -> Pool:
+    pool = Pool(make.randrange(5))
+    while len(pool.tokens) < nodes:
+        pool.add(make.randrange(3), make.randrange(len(pool.tokens)), make.randrange(40), -make.random(), make.random())
+    return pool
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
+def test_any_beginning_of_the_ranking_is_a_tree(nodes: int) -> None:
+    make = random.Random(nodes)
+    for _ in range(20):
+        pools = [random_pool(make, 40), random_pool(make, 12)]
+        kept = [pool.best(nodes) for pool in pools]
+        tree = CandidateTree.of(pools, kept)
+        for row, pool in enumerate(pools):
+            paths = paths_of(tree, row)
+            assert len(set(paths)) == min(nodes, len(pool.tokens))
+            reach = pool.reach()
+            assert min(reach[n] for n in kept[row]) >= max([reach[n] for n in range(len(reach)) if n not in kept[row]], default=0)
+
+
 def random_tree(nodes: int, vocab: int, seed: int, rows: int = 3) -> CandidateTree:
-    make = torch.Generator().manual_seed(seed)
-    parents = torch.stack([torch.tensor([0, *(int(torch.randint(n, (1,), generator=make)) for n in range(1, nodes))]) for _ in range(rows)])
-    tokens = torch.randint(vocab, (rows, nodes), generator=make)
-    return CandidateTree(tokens, parents, max(nodes - 1, 1))
+    """Siblings carry different tokens where the vocabulary allows; rows have different numbers of nodes."""
+    make = random.Random(seed)
+    tokens, parents = [], []
+    for row in range(rows):
+        count = max(1, nodes - 2 * row)
+        parents.append([0] + [make.randrange(n) for n in range(1, count)])
+        taken: dict[int, list[int]] = {}
+        own = [make.randrange(vocab)]
+        for parent in parents[-1][1:]:
+            free = [t for t in range(vocab) if t not in taken.setdefault(parent, [])] or [-1]
+            own.append(make.choice(free))
+            taken[parent].append(own[-1])
+        tokens.append(own)
+    return CandidateTree(tokens, parents)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 17])
 def test_ancestors_and_depths(nodes: int) -> None:
-    chain = CandidateTree(torch.zeros(1, nodes, dtype=torch.int64), torch.arange(-1, nodes - 1).clamp(min=0)[None], max(nodes - 1, 0))
+    chain = CandidateTree([[0] * nodes], [[max(n - 1, 0) for n in range(nodes)]])
     for tree in (random_tree(nodes, 9, nodes), chain):
-        for row, parents in enumerate(tree.parents_BN.tolist()):
-            for n in range(nodes):
+        tokens_BN, depths_BN, ancestors_BNN = tree.tensors(torch.device("cpu"))
+        assert tokens_BN.shape == depths_BN.shape == ancestors_BNN.shape[:2] == (len(tree.tokens), nodes)
+        for row, parents in enumerate(tree.parents):
+            assert tokens_BN[row, : len(parents)].tolist() == tree.tokens[row]
+            for n in range(len(parents)):
                 line = [n]
                 while line[-1] != 0:
                     line.append(parents[line[-1]])
-                assert tree.ancestors_BNN[row, n].nonzero().flatten().tolist() == sorted(line)
-                assert tree.depths_BN[row, n] == len(line) - 1
+                assert ancestors_BNN[row, n].nonzero().flatten().tolist() == sorted(line)
+                assert depths_BN[row, n] == tree.depths[row][n] == len(line) - 1
 
 
-@pytest.mark.parametrize("nodes,vocab", [(1, 3), (6, 2), (25, 3), (25, 1)])
+@pytest.mark.parametrize("nodes,vocab", [(1, 3), (6, 2), (25, 3), (25, 30)])
 def test_walk(nodes: int, vocab: int) -> None:
     for seed in range(20):
-        tree = random_tree(nodes, vocab, seed)
-        picks = torch.randint(vocab, tree.tokens_BN.shape, generator=torch.Generator().manual_seed(seed + 99))
-        accepted = walk(tree, picks)
-        for row in range(3):
-            parents, tokens = tree.parents_BN[row].tolist(), tree.tokens_BN[row].tolist()
-            reach = {0: [int(picks[row, 0])]}
-            for n in range(1, nodes):  # a node is reached if its parent is and it carries the pick there
-                if parents[n] in reach and tokens[n] == picks[row, parents[n]]:
-                    reach[n] = [*reach[parents[n]], int(picks[row, n])]
-            count = int(accepted.count_B[row])
-            path, said = accepted.path_BP[row, :count].tolist(), accepted.picks_BP[row, :count].tolist()
-            assert count == max(map(len, reach.values()))
-            assert reach[path[-1]] == said and path[0] == 0
-            assert all(parents[child] == parent for parent, child in zip(path, path[1:], strict=False))
+        tree, make = random_tree(nodes, vocab, seed), random.Random(seed + 99)
+        picks = [[make.randrange(vocab) for _ in range(tree.size)] for _ in tree.tokens]
+        for row, path in enumerate(walk(tree, picks)):
+            parents, tokens = tree.parents[row], tree.tokens[row]
+            reach = {0: [0]}
+            for n in range(1, len(tokens)):  # a node is reached if its parent is and it carries the pick there
+                if parents[n] in reach and tokens[n] == picks[row][parents[n]]:
+                    reach[n] = [*reach[parents[n]], n]
+            assert path == max(reach.values(), key=len)
 
 
 def test_pick_and_plain_tree() -> None:
     scores = torch.tensor([[1.0, 2.0, -math.inf], [0.0, -math.inf, -math.inf]])
     assert pick(scores, None).tolist() == [1, 0]
     assert pick(scores, torch.tensor([[5.0, 0.0, 99.0], [0.0, 99.0, 99.0]])).tolist() == [0, 0]
-    tree = root_only(torch.tensor([4, 6]))
-    assert tree.tokens_BN.tolist() == [[4], [6]] and tree.depths_BN.tolist() == [[0], [0]]
+    tree = root_only([4, 6])
+    assert tree.tokens == [[4], [6]] and tree.depths == [[0], [0]] and (tree.size, tree.height) == (1, 0)
+
+
+def test_diverged_heads_draft_nothing() -> None:
+    class Broken(Table):
+        def readout(self, hidden: Tensor, depth: int, parent_tokens: Any = None) -> Tensor:
+            return torch.full_like(hidden, math.nan)
+
+    assert grown(Broken(3), [4], TreeShape()).tokens == [[4]]

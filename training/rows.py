@@ -3,14 +3,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from headstart.heads.errors import UserError
+from headstart.inference.lines import Row, read_jsonl
 
-Row = dict[str, Any]
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SHIPPED = "quickstart:"
 """Begins the name of a file in the folder of the quickstart recipes, wherever the package is installed."""
@@ -36,26 +34,13 @@ def _read_file(path: Path, limit: int | None) -> list[Row]:
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path, limit)
+        if path.name.removesuffix(".gz").endswith(".jsonl"):
+            return [row for _, row in islice(read_jsonl(path), limit)]
         opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as lines:
-            if path.name.removesuffix(".gz").endswith(".jsonl"):
-                return list(islice(_read_lines(lines, path), limit))
-            return _read_json(lines.read(), path)[:limit]
+        with opened as text:
+            return _read_json(text.read(), path)[:limit]
     except (OSError, EOFError, UnicodeDecodeError) as error:   # broken compression, not UTF-8, no permission
         raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _read_lines(lines: Iterable[str], path: Path) -> Iterator[Row]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: a row is a mapping from column to value; got {type(row).__name__}")
-        yield row
 
 
 def _read_json(text: str, path: Path) -> list[Row]:

@@ -1,0 +1,86 @@
+"""The command ``headstart``: its subcommands, and what becomes of errors.
+
+To add a subcommand: a function here that imports its module and runs it (its docstring is the help), a function that adds its
+arguments (in an `arguments` module that imports no library), and a line in `_parser`. Modules are imported once a subcommand runs,
+since torch and transformers take seconds, for which ``--help`` need not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from headstart import __version__
+from headstart.heads.errors import UserError
+from headstart.inference.arguments import BENCH_EXAMPLE, CHAT_EXAMPLE, GENERATE_EXAMPLE, add_bench, add_chat, add_generate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 (tokens differ that must not), 2 (the user's mistake), 130 (interrupted), 141 (nobody reads on)."""
+    try:
+        given = _parser().parse_args(argv)
+        status: int = given.command(given)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # what is still unwritten goes nowhere, quietly
+        return 141
+
+
+def generate(given: argparse.Namespace) -> int:
+    """Continue one prompt, writing as tokens are accepted."""
+    from headstart.inference import commands
+
+    return commands.generate(given)
+
+
+def chat(given: argparse.Namespace) -> int:
+    """Talk with the backbone, turn by turn."""
+    from headstart.inference import commands
+
+    return commands.chat(given)
+
+
+def bench(given: argparse.Namespace) -> int:
+    """Measure heads against plain decoding and transformers' own generate."""
+    from headstart.inference import commands
+
+    return commands.bench(given)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other mistake."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="headstart", description="Decode with lookahead heads: the backbone's own text, several tokens per pass.")
+    parser.add_argument("--version", action="version", version=f"headstart {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_generate(_add_command(commands, "generate", generate, GENERATE_EXAMPLE))
+    add_chat(_add_command(commands, "chat", chat, CHAT_EXAMPLE))
+    add_bench(_add_command(commands, "bench", bench, BENCH_EXAMPLE))
+    return parser
+
+
+def _add_command(commands: Any, name: str, command: Callable[[argparse.Namespace], int], example: str) -> argparse.ArgumentParser:
+    about = (command.__doc__ or "").rstrip(".")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Charts as inline SVG: lines, and bars beneath a line. Colours are names of the page's style, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 16, 44
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points ``(x, y)`` of one thing; ``hue`` is its colour's number, None: of a baseline."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    hue: int | None
+    dashed: bool = False
+
+    @property
+    def style(self) -> str:
+        """Its classes in the page's style."""
+        return f"{'base' if self.hue is None else f'h{self.hue % 6}'}{' dashed' if self.dashed else ''}"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where things lie: marks of x from left to right, equally far apart if ``even``; y from 0 to ``top``."""
+
+    x_marks: Sequence[float]
+    top: float
+    x_title: str
+    y_title: str
+    even: bool = True
+
+    def x(self, value: float) -> float:
+        """Pixels from the left."""
+        span = WIDTH - LEFT - RIGHT
+        if not self.even:
+            return LEFT + span * value / (self.x_marks[-1] or 1)
+        if len(self.x_marks) == 1:
+            return LEFT + span / 2
+        return LEFT + 16 + (span - 32) * list(self.x_marks).index(value) / (len(self.x_marks) - 1)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / self.top)
+
+    def drawn(self) -> str:
+        """Grid, numbers and titles."""
+        parts = []
+        for mark in ticks(self.top):
+            y = self.y(mark)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{mark:g}</text>')
+        for mark in self.x_marks:
+            parts.append(f'<text x="{self.x(mark):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{mark:g}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="title" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.x_title)}</text>')
+        turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
+        parts.append(f'<text class="title" text-anchor="middle" {turned}>{escape(self.y_title)}</text>')
+        return "".join(parts)
+
+
+def ticks(top: float) -> list[float]:
+    """About five round numbers from 0 up to at most ``top``."""
+    step = _step(top)
+    return [round(i * step, 10) for i in range(int(top / step + 1e-9) + 1)]
+
+
+def above(values: Sequence[float]) -> float:
+    """A round number a little above all of them, for the top of an axis."""
+    most = 1.02 * max(values, default=1.0) or 1.0
+    return _step(most) * math.ceil(most / _step(most))
+
+
+def _step(top: float) -> float:
+    if top <= 0:
+        return 1.0
+    least = 10 ** math.floor(math.log10(top / 4))
+    return next(least * factor for factor in (1, 2, 2.5, 5, 10) if top / (least * factor) <= 5.5)
+
+
+def lines(series: Sequence[Series], axes: Axes) -> str:
+    """A line with dots for each of the series."""
+    drawn = "".join(_line(one, axes) for one in series)
+    return _figure(axes.drawn() + drawn, _legend(series))
+
+
+def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> str:
+    """Bars for counts, as shares of the highest, behind lines over the same x."""
+    most, bars = max(counts.values(), default=1), []
+    total = sum(counts.values())
+    width = max(4.0, min(14.0, 0.6 * (WIDTH - LEFT - RIGHT) / max(len(counts), 1)))
+    for value, count in counts.items():
+        high = (HEIGHT - TOP - BOTTOM) * 0.9 * count / most
+        bars.append(
+            f'<rect class="bar" x="{axes.x(value) - width / 2:.1f}" y="{HEIGHT - BOTTOM - high:.1f}" width="{width:.1f}"'
+            f' height="{high:.1f}" rx="2"><title>{value} nodes: {count} passes, {count / total:.0%}</title></rect>'
+        )
+    drawn = "".join(_line(one, axes) for one in series)
+    return _figure(axes.drawn() + "".join(bars) + drawn, _legend(series))
+
+
+def strip(runs: Sequence[int], hue: int) -> str:
+    """A bar for each run, as high as it is long, in the order they were written."""
+    most, wide = max(runs, default=1), max(3.0, min(12.0, 900 / max(len(runs), 1)))
+    bars = "".join(
+        f'<rect x="{i * wide:.1f}" y="{40 - 40 * run / most:.1f}" width="{wide - 1:.1f}" height="{40 * run / most:.1f}">'
+        f"<title>pass {i + 1}: {run} {'token' if run == 1 else 'tokens'}</title></rect>"
+        for i, run in enumerate(runs)
+    )
+    across = wide * max(len(runs), 1)
+    box = f'viewBox="0 0 {across:.0f} 40" preserveAspectRatio="none" style="max-width: {across:.0f}px"'
+    return f'<svg class="strip h{hue % 6}" {box} role="img">{bars}</svg>'
+
+
+def _line(one: Series, axes: Axes) -> str:
+    places = [(axes.x(x), axes.y(y), x, y) for x, y in one.points]
+    path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in places)
+    dots = "".join(
+        f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5"><title>{escape(one.name)}: {y:.4g} at {x:g}</title></circle>'
+        for px, py, x, y in places
+    )
+    return f'<g class="series {one.style}"><polyline points="{path}"/>{dots}</g>'
+
+
+def _legend(series: Sequence[Series]) -> str:
+    items = "".join(f'<span class="key {one.style}"><i></i>{escape(one.name)}</span>' for one in series)
+    return f'<div class="legend">{items}</div>'
+
+
+def _figure(drawn: str, legend: str) -> str:
+    return f'<figure>{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{drawn}</svg></figure>'

@@ -1,0 +1,121 @@
+"""What a pass costs on this machine, by how many rows and nodes it reads: measured beforehand or on the way.
+
+A curve is a table from `headstart tune`, or a line through what has been seen; either is corrected by what passes really take.
+Seconds throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+KEEP = 9
+"""Of the last so many times at one place the median counts: one slow pass says nothing."""
+SLOPE = 0.03
+"""What a node is thought to add, in plain steps, before any tree has been timed."""
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""The sizes of trees that are chosen from: few, so that each is met often."""
+
+
+class Recent:
+    """The median of the last few times."""
+
+    def __init__(self) -> None:
+        self.times: deque[float] = deque(maxlen=KEEP)
+        self.median = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.times.append(seconds)
+        self.median = statistics.median(self.times)
+
+    def __bool__(self) -> bool:
+        return bool(self.times)
+
+
+@dataclass
+class Costs:
+    """Times of the parts of a pass."""
+
+    curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """For a number of rows, seconds of a pass by nodes, ascending: what `headstart tune` measured."""
+    seen: dict[tuple[int, int], Recent] = field(default_factory=dict)
+    """By rows and nodes."""
+    parts: dict[tuple[str, int], Recent] = field(default_factory=dict)
+    """Other parts of a pass, by name and rows."""
+
+    def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
+        """A pass over that many nodes a row took so long."""
+        self.seen.setdefault((rows, nodes), Recent()).add(seconds)
+
+    def add(self, part: str, rows: int, seconds: float) -> None:
+        """Another part of a pass took so long."""
+        self.parts.setdefault((part, rows), Recent()).add(seconds)
+
+    def part(self, part: str, rows: int) -> float:
+        """0 while it has not been timed."""
+        known = self.parts.get((part, rows))
+        return known.median if known else 0.0
+
+    def knows(self, rows: int) -> bool:
+        """Whether a plain step of that many rows has been timed, here or beforehand."""
+        return rows in self.curves or (rows, 1) in self.seen
+
+    def of_pass(self, rows: int, nodes: int) -> float:
+        """Seconds of a pass over that many nodes a row; never less than a smaller one is known to take."""
+        least = min((recent.median for (r, n), recent in self.seen.items() if r == rows and n >= nodes), default=math.inf)
+        return min(max(self._own(rows, nodes), self._own(rows, 1)), least)
+
+    def _own(self, rows: int, nodes: int) -> float:
+        """What is known of exactly that size, or follows from the others."""
+        seen = self.seen.get((rows, nodes))
+        if seen:
+            return seen.median
+        if rows in self.curves:
+            return _on(self.curves[rows], nodes) * self._drift(rows)
+        return self._line(rows, nodes)
+
+    def _drift(self, rows: int) -> float:
+        """How much slower than the curve this machine is today."""
+        known = [(n, recent.median) for (r, n), recent in self.seen.items() if r == rows]
+        return statistics.median(s / _on(self.curves[rows], n) for n, s in known) if known else 1.0
+
+    def _line(self, rows: int, nodes: int) -> float:
+        """Through what has been seen of trees; a plain step may be cheaper than the line says."""
+        trees = [(n, recent.median) for (r, n), recent in self.seen.items() if r == rows and n > 1]
+        plain = self.seen.get((rows, 1))
+        start = plain.median if plain else min((s for _, s in trees), default=1e-3)
+        slope = SLOPE * start
+        if len(trees) > 1:
+            mean_n, mean_s = statistics.fmean(n for n, _ in trees), statistics.fmean(s for _, s in trees)
+            spread = sum((n - mean_n) ** 2 for n, _ in trees)
+            slope = max(sum((n - mean_n) * (s - mean_s) for n, s in trees) / spread, 0.0)
+            return max(mean_s + slope * (nodes - mean_n), start)
+        if trees:
+            return max(trees[0][1] + slope * (nodes - trees[0][0]), start)
+        return start + slope * (nodes - 1)
+
+    def forget(self) -> None:
+        """All that was timed on the way: the functions timed have been recorded and are faster now."""
+        self.seen.clear()
+        self.parts.clear()
+
+    def to_json(self) -> dict[str, Any]:
+        """The curves; `from_json` is the inverse."""
+        return {str(rows): [[nodes, seconds] for nodes, seconds in curve] for rows, curve in self.curves.items()}
+
+    @staticmethod
+    def from_json(curves: dict[str, Any]) -> Costs:
+        return Costs({int(rows): [(int(nodes), float(seconds)) for nodes, seconds in curve] for rows, curve in curves.items()})
+
+
+def _on(curve: list[tuple[int, float]], nodes: int) -> float:
+    """Interpolated; beyond its end the curve goes on as straight as its last piece."""
+    if len(curve) == 1:
+        return curve[0][1]
+    i = min(max(bisect_left(curve, (nodes, 0.0)), 1), len(curve) - 1)
+    (low, before), (high, after) = curve[i - 1], curve[i]
+    return before + (after - before) * (nodes - low) / (high - low)

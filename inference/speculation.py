@@ -1,0 +1,243 @@
+"""What is drafted for a pass, and how much of it is worth reading: trained heads and proposers in one tree, sized by expected speed.
+
+Expected tokens of a pass over N nodes are ``rows + sum of the chances of the N likeliest nodes``; the size read is the one with the
+most expected tokens a second, 1 (plain decoding) among the choices. One more depth is drafted only if the tokens it may bring are
+worth the time it takes. All rows of a batch share one size. What is learned here stays with the heads from call to call.
+
+Shape suffixes: B batch, P positions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.heads.base import Drafter
+from headstart.inference.calibration import Calibration
+from headstart.inference.capture import When
+from headstart.inference.costs import SIZES, Costs
+from headstart.inference.growth import Growth, Level, Ranking, root_level
+from headstart.inference.proposers.base import Proposer
+from headstart.inference.standing import NEW, Standing
+from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
+
+WIDTH = 8
+"""Nodes of a depth that are followed, where no shape is given."""
+FAR = 12
+"""Proposers may guess so many tokens ahead."""
+OFFERS = 24
+"""Nodes a proposer may offer for a row."""
+
+
+@dataclass
+class Draft:
+    """What was drafted for a pass: a pool a row, and what it took."""
+
+    pools: list[Pool]
+    room: list[int]
+    """How many tokens each row may still write beyond its root: no node lies deeper."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """By source."""
+    levels: dict[int, int] = field(default_factory=dict)
+    """Depths drafted, by drafter."""
+
+
+class Speculation:
+    """The sources of one backbone's drafts, by number: first the drafters, then the proposers."""
+
+    def __init__(self, drafters: Sequence[Drafter], proposers: Sequence[Proposer], capture: When) -> None:
+        self.drafters, self.proposers = list(drafters), list(proposers)
+        self.growths = [Growth(drafter, capture) for drafter in drafters]
+        self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
+        self.calibration, self.costs = Calibration(), Costs()
+        self.standings = {i: Standing() for i in range(len(self.names))}
+        self.expanding = [[0.7] * drafter.depth for drafter in drafters]
+        """Of each drafter, per depth, how often the pick was among what it drafted there, when it had drafted the parent."""
+        self.rate = 0.0
+        """Tokens a second, of late."""
+
+    @property
+    def steady(self) -> bool:
+        """False if something was recorded in the last pass, whose times say nothing."""
+        return all(growth.steady for growth in self.growths)
+
+    def open(self, row: int, tokens: list[int]) -> None:
+        """A new text in that row: prompt and root."""
+        for proposer in self.proposers:
+            proposer.open(row, tokens)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        """What the row has written."""
+        for proposer in self.proposers:
+            proposer.extend(row, tokens)
+
+    # Drafting.
+
+    def sources(self, rows: int, shape: TreeShape | None) -> list[int]:
+        """Those that draft in this pass. Until a plain step has been timed, none."""
+        if shape is not None:
+            return list(self.standings)
+        if not self.costs.knows(rows):
+            return []
+        return [source for source, standing in self.standings.items() if standing.active()]
+
+    def propose(self, draft: Draft, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Let the proposers among the sources hang their nodes into the pools."""
+        for source in sources:
+            if source < len(self.drafters):
+                continue
+            start = time.perf_counter()
+            for pool, room, row in zip(draft.pools, draft.room, rows, strict=True):
+                if room > 0:
+                    self._offer(source, pool, row, min(room, FAR))
+            draft.seconds[source] = time.perf_counter() - start
+
+    def _offer(self, source: int, pool: Pool, row: int, depth: int) -> None:
+        offered = self.proposers[source - len(self.drafters)].propose(row, depth, OFFERS)
+        places: list[int] = []
+        name = self.names[source]
+        for token, parent, score in zip(offered.tokens, offered.parents, offered.scores, strict=True):
+            above = 0 if parent < 0 else places[parent]
+            chance = self.calibration.table(name, pool.depths[above] + 1).chance(score)
+            places.append(pool.add(source, above, token, score, chance))
+
+    def grow(self, draft: Draft, source: int, state: Any, ranking: Ranking, shape: TreeShape | None) -> Any:
+        """Let a drafter draft depth by depth; its state after that."""
+        growth, drafter = self.growths[source], self.drafters[source]
+        depth = min(shape.depth or drafter.depth, drafter.depth) if shape is not None else drafter.depth
+        width = shape.width if shape is not None else WIDTH
+        level, places = root_level([pool.tokens[0] for pool in draft.pools], drafter.backbone[0].device), [[0] for _ in draft.pools]
+        for k in range(min(depth, max(draft.room, default=0))):
+            if shape is None and not self._deeper(draft, source, places, k):
+                break
+            start = time.perf_counter()
+            level, state = growth.level(k, state, level, width, ranking)
+            places = self._hang(draft, source, level, places)
+            draft.levels[source] = k + 1
+            if growth.levels[k].steady:
+                self.costs.add(f"level of {self.names[source]}", len(draft.pools), time.perf_counter() - start)
+        return state
+
+    def _hang(self, draft: Draft, source: int, level: Level, above: list[list[int]]) -> list[list[int]]:
+        """The level's nodes, in the pools; their places there (-1: nowhere, for want of room)."""
+        rows = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
+        found = []
+        for pool, room, places, (tokens, parents, scores) in zip(draft.pools, draft.room, above, rows, strict=True):
+            own = []
+            for token, parent, score in zip(tokens, parents, scores, strict=True):
+                node = places[parent]
+                if node < 0 or pool.depths[node] >= room or not score > -1e9:
+                    own.append(-1)
+                    continue
+                chance = self.calibration.table(self.names[source], pool.depths[node] + 1).chance(score)
+                own.append(pool.add(source, node, token, score, chance))
+            found.append(own)
+        return found
+
+    def _deeper(self, draft: Draft, source: int, places: list[list[int]], k: int) -> bool:
+        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth takes."""
+        if not self.rate:
+            return True
+        mass = 0.0
+        for pool, own in zip(draft.pools, places, strict=True):
+            reach = pool.reach()
+            mass += min(sum(reach[node] for node in set(own) if node >= 0), 1.0)
+        cost = self.costs.part(f"level of {self.names[source]}", len(draft.pools))
+        return mass * self.expanding[source][k] > self.rate * cost
+
+    # Choosing.
+
+    def choose(self, draft: Draft, shape: TreeShape | None) -> tuple[CandidateTree, list[list[int]]]:
+        """The tree to read, and which nodes of each pool it holds."""
+        nodes = shape.nodes if shape is not None else self._size(draft)
+        if nodes == 1:
+            return root_only([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
+        kept = [pool.best(nodes) for pool in draft.pools]
+        return CandidateTree.of(draft.pools, kept), kept
+
+    def _size(self, draft: Draft) -> int:
+        rows, most = len(draft.pools), max(len(pool.tokens) for pool in draft.pools)
+        if most == 1:
+            return 1
+        gains = [0.0] * most   # the last entry of which tree sizes may look at
+        for pool in draft.pools:
+            total = 0.0
+            for i, (chance, _) in enumerate(pool.ranked(), 1):
+                total += chance
+                gains[i] += total
+            for i in range(len(pool.tokens), most):
+                gains[i] += total
+        spent = sum(draft.seconds.values()) + self.costs.part("host", rows)
+        best, best_rate = 1, 0.0
+        for nodes in (*(n for n in SIZES if n < most), most):
+            rate = (rows + gains[nodes - 1]) / (spent + self.costs.of_pass(rows, nodes))
+            if rate > best_rate:
+                best, best_rate = nodes, rate
+        return best
+
+    # Learning.
+
+    def learn(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], picks: list[list[int]]) -> None:
+        """What turned out: every guess below an accepted node was the pick or was not."""
+        if not draft.seconds:
+            return
+        for pool, nodes, path, picked in zip(draft.pools, kept, paths, picks, strict=True):
+            self._score(pool, {nodes[place]: picked[place] for place in path}, draft.levels)
+
+    def judge(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float) -> None:
+        """What the pass wrote is owed to some source; a source that costs more than it brings rests."""
+        rows, size = len(draft.pools), max(map(len, kept))
+        credit, share = dict.fromkeys(self.standings, 0.0), dict.fromkeys(self.standings, 0.0)
+        for pool, nodes, path in zip(draft.pools, kept, paths, strict=True):
+            owners: dict[int, set[int]] = {}
+            for guess in pool.guesses:
+                owners.setdefault(guess.node, set()).add(guess.source)
+            for node in nodes[1:]:
+                for source in owners[node]:
+                    share[source] += 1 / len(owners[node])
+            for source in credit:
+                credit[source] += _owed(source, [owners[nodes[place]] for place in path[1:]])
+        self._rest(draft, credit, share, self.costs.of_pass(rows, size) - self.costs.of_pass(rows, 1))
+        tokens = sum(map(len, paths))
+        self.rate = tokens / seconds if not self.rate else self.rate + NEW * (tokens / seconds - self.rate)
+
+    def _score(self, pool: Pool, accepted: dict[int, int], levels: dict[int, int]) -> None:
+        found = {source: [False] * count for source, count in levels.items()}
+        for guess in pool.guesses:
+            parent = pool.parents[guess.node]
+            if parent in accepted:
+                hit = pool.tokens[guess.node] == accepted[parent]
+                depth = pool.depths[guess.node]
+                self.calibration.table(self.names[guess.source], depth).learn(guess.score, hit)
+                if hit and guess.source in found:
+                    found[guess.source][depth - 1] = True
+        for source, hits in found.items():
+            for depth in range(min(len(hits), len(accepted))):   # whose parents are on the path
+                self.expanding[source][depth] += NEW / 2 * (hits[depth] - self.expanding[source][depth])
+                if not hits[depth]:
+                    break
+
+    def _rest(self, draft: Draft, credit: dict[int, float], share: dict[int, float], extra: float) -> None:
+        """Note what each source brought and took; the worst one that does not pay rests. ``extra``: seconds the tree added to the pass."""
+        total = sum(share.values())
+        for source, seconds in draft.seconds.items():
+            self.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0))
+        if not self.rate:
+            return
+        losses = {source: self.standings[source].loss(self.rate) for source in draft.seconds}
+        worst = max(losses, key=lambda source: losses[source], default=None)
+        if worst is not None and losses[worst] > 0:
+            self.standings[worst].fail()
+        for source, loss in losses.items():
+            if loss < 0:
+                self.standings[source].prove()
+
+
+def _owed(source: int, owners: list[set[int]]) -> int:
+    """How many accepted nodes would not have been drafted without the source: those from the first that it alone drafted."""
+    for i, drafted_by in enumerate(owners):
+        if drafted_by == {source}:
+            return len(owners) - i
+    return 0

@@ -1,0 +1,146 @@
+"""Measures this machine: what a pass costs by nodes, rows and context, what drafting costs, and what the drafts' scores are worth.
+
+Shape suffixes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from headstart import __version__
+from headstart.heads.base import Features
+from headstart.heads.errors import UserError
+from headstart.inference.cache import RaggedCache
+from headstart.inference.growth import Growth, Ranking, root_level
+from headstart.inference.heads import Engine, Heads
+from headstart.inference.measure import Settings, continue_text
+from headstart.inference.speculation import WIDTH
+from headstart.inference.tree import CandidateTree, TreeShape
+from headstart.inference.tuned import Tuned
+
+NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+WIDE = TreeShape(nodes=40, width=8)
+"""What calibration decodes with: more nodes than pay, so that many turn out."""
+WARM_UP = 30
+"""Calls before anything is timed: enough for what is captured to have been recorded."""
+
+
+@dataclass(frozen=True)
+class TunePlan:
+    """What is measured. Contexts in tokens; the first is the one that decisions go by."""
+
+    rows: tuple[int, ...] = (1, 4)
+    contexts: tuple[int, ...] = (256, 1024)
+    nodes: tuple[int, ...] = NODES
+    repeats: int = 7
+    max_new_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+
+
+def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None] = lambda line: None) -> Tuned:
+    """All of it; ``say`` is told how far it is. Raises UserError if the context is longer than the backbone's."""
+    longest = heads.backbone.max_positions
+    for context in plan.contexts:
+        if longest is not None and context + max(plan.nodes) > longest:
+            raise UserError(f"a context of {context} and {max(plan.nodes)} nodes exceed the backbone's {longest} positions; lower --contexts")
+    engine = heads.engine(bool(heads.drafters or heads.proposers))
+    curves: dict[str, Any] = {}
+    others = []
+    for context in plan.contexts:
+        for rows in plan.rows:
+            say(f"passes of {rows} rows behind {context} tokens")
+            features, cache = _prompt(heads, engine, rows, context)
+            curve = [[nodes, _pass(engine, cache, nodes, plan.repeats)] for nodes in plan.nodes]
+            if context == plan.contexts[0]:
+                curves[str(rows)] = curve
+            drafting = [_drafting(growth, features, plan.repeats) for growth in _growths(engine)]
+            others.append({"context": context, "rows": rows, "pass_ms": [[n, 1e3 * s] for n, s in curve], "drafting_ms": drafting})
+    details = {
+        "measured": date.today().isoformat(),
+        "versions": {"headstart": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "by_context": others,
+        "tau_of_wide_trees": _calibrate(heads, engine, prompts, plan, say),
+        "host_ms": 1e3 * engine.speculation.costs.part("host", 1) if engine.speculation is not None else None,
+    }
+    calibration = engine.speculation.calibration.to_json() if engine.speculation is not None else []
+    return Tuned(curves, calibration, details)
+
+
+def _growths(engine: Engine) -> list[Growth]:
+    return engine.speculation.growths if engine.speculation is not None else []
+
+
+def _prompt(heads: Heads, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
+    """Any tokens: what a pass costs does not depend on them."""
+    tokens_BT = torch.randint(heads.backbone.vocab, (rows, context), generator=torch.Generator().manual_seed(0)).to(heads.backbone.device)
+    with torch.no_grad():
+        return engine.reader.prompts(tokens_BT, torch.full((rows,), context, device=tokens_BT.device))
+
+
+def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float:
+    """Seconds of reading a tree of that many nodes, the picks on the host."""
+    parents = [max(0, (node - 1) // 2) for node in range(nodes)]
+    rows = len(cache.lengths_B)
+    tree = CandidateTree([list(range(nodes)) for _ in range(rows)], [parents for _ in range(rows)])
+    return _seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, engine.reader.read.calls < WARM_UP)
+
+
+def _drafting(growth: Growth, features: Features, repeats: int) -> dict[str, Any]:
+    """Milliseconds of taking in three tokens, and of each depth."""
+    rows, device = features.tokens_BT.shape[0], features.tokens_BT.device
+    room = features.tokens_BT.shape[1] + (growth.drafter.depth + 2) * (WIDTH + 1)
+    with torch.no_grad():
+        state = growth.take_in(features, None, room)
+        index = torch.arange(3, device=device).expand(rows, 3)
+        few = features.gather(index, index >= 0)
+        cold = growth.begin.calls < WARM_UP
+        begin = _seconds(lambda: growth.take_in(few, state, room), repeats, cold)
+        state = growth.take_in(few, state, room)
+        level, depths = root_level([0] * rows, device), []
+        for depth in range(growth.drafter.depth):
+            before = (level, state)
+            depths.append(_seconds(lambda d=depth, b=before: _level(growth, d, *b)[0].tokens_BW.tolist(), repeats, cold))   # type: ignore[misc]
+            level, state = _level(growth, depth, *before)
+    return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
+
+
+def _level(growth: Growth, depth: int, level: Any, state: Any) -> tuple[Any, Any]:
+    return growth.level(depth, state, level, WIDTH, Ranking())
+
+
+def _seconds(work: Callable[[], object], repeats: int, cold: bool) -> float:
+    """The median of some runs."""
+    times = []
+    with torch.no_grad():
+        for _ in range(WARM_UP if cold else 2):
+            work()
+        for _ in range(repeats):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _calibrate(heads: Heads, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]) -> dict[str, float]:
+    """Decode the prompts with wide trees, from which the engine learns; tau by temperature."""
+    if engine.speculation is None:
+        return {}
+    found = {}
+    for temperature in plan.temperatures:
+        settings = Settings(plan.max_new_tokens, temperature, tree=WIDE)
+        passes = tokens = 0.0
+        for number, prompt_T in enumerate(prompts, 1):
+            say(f"calibrating at temperature {temperature:g}: prompt {number} of {len(prompts)}")
+            output = continue_text(heads, prompt_T, settings, seed=number)
+            passes, tokens = passes + output.passes, tokens + output.tau * output.passes
+        found[f"{temperature:g}"] = tokens / max(passes, 1.0)
+    return found

@@ -1,0 +1,112 @@
+"""What `headstart tune` measured, beside the checkpoint: a file with an entry for each machine, dtype and backbone.
+
+Heads from the hub keep theirs in the user's cache folder, since a snapshot is not ours to write to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.errors import UserError
+from headstart.inference.calibration import Calibration
+from headstart.inference.costs import Costs
+
+FILE = "tuned.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One entry: seconds of a pass by rows and nodes, and what scores are worth."""
+
+    curves: dict[str, Any]
+    calibration: list[dict[str, Any]]
+    details: dict[str, Any]
+    """What else was measured, for people: drafting, other context lengths, versions."""
+
+    def costs(self) -> Costs:
+        return Costs.from_json(self.curves)
+
+    def chances(self) -> Calibration:
+        return Calibration.from_json(self.calibration)
+
+
+def key(backbone: Backbone) -> str:
+    """The machine, as far as speed goes; the dtype; the model."""
+    device = backbone.device
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{device.type} {_processor()} {torch.get_num_threads()} threads"
+    return f"{machine} | {str(backbone.dtype).removeprefix('torch.')} | {backbone.name}"
+
+
+def _processor() -> str:
+    """The name of the CPU, and that of its instruction set as torch uses it."""
+    name = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    return f"{name or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def place(path: str | Path | None, backbone: Backbone) -> Path:
+    """The file for heads of that path (None: a backbone without heads)."""
+    if path is not None and Path(path).is_dir():
+        return Path(path) / FILE
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+    name = str(path if path is not None else backbone.name or "backbone").strip("/").replace("/", "--")
+    return home / name / FILE
+
+
+def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:
+    """The entry for this machine and backbone; None if there is none. Raises UserError when the file is damaged."""
+    file = place(path, backbone)
+    if not file.is_file():
+        return None
+    entry = _entries(file).get(key(backbone))
+    if entry is None:
+        return None
+    try:
+        tuned = Tuned(entry["curves"], entry["calibration"], entry["details"])
+        tuned.costs()
+        tuned.chances()
+        return tuned
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
+
+
+def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Path:
+    """Put the entry in, beside those of other machines; the file is replaced as a whole."""
+    file = place(path, backbone)
+    entries = _entries(file) if file.is_file() else {}
+    entries[key(backbone)] = vars(tuned)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".tuned-") as folder:
+        whole = Path(folder) / FILE
+        whole.write_text(json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+        os.replace(whole, file)
+    return file
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if held["format"] != FORMAT:
+            raise UserError(f"{file} is of format {held['format']}; this version reads format {FORMAT}: delete it, and run headstart tune again")
+        return dict(held["entries"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None

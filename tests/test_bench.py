@@ -1,0 +1,148 @@
+"""What `bench` compares: batches, transformers' assisted decoding, several turns, tasks, bandwidth."""
+import pytest
+import torch
+from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
+from talker import talker
+from transformers import GenerationConfig
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.errors import UserError
+from headstart.inference.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench import Plan, compare
+from headstart.inference.heads import Heads
+from headstart.inference.measure import Settings, continue_text
+from headstart.inference.prompts import Prompt, Prompter
+from headstart.inference.systems import LOOKUP, Theirs, load_assistant
+from headstart.inference.table import rows_at, table, verdict
+from headstart.inference.tree import TreeShape
+
+TREE = TreeShape(8, 3)
+
+
+@pytest.fixture(scope="module")
+def heads() -> Heads:
+    on = backbone("llama")
+    return Heads(on, random_drafter("medusa", on, depth=3))
+
+
+def asked(*lengths: int, task: str = "") -> list[Prompt]:
+    return [Prompt(ids_T, task) for ids_T in prompts(lengths)]
+
+
+def test_batches_give_every_row_what_it_gets_alone(heads):
+    report = compare([("m", heads)], asked(5, 9, 3), Plan(10, (0.0, 0.8), tree=TREE, batches=(1, 2)))
+    assert [(row["temperature"], row["batch"]) for row in report["results"]] == [(0.0, 1), (0.0, 2), (0.8, 1), (0.8, 2)]
+    assert all(row["identical"] and row["tokens"] == 30 for row in report["results"])
+    alone, together = report["results"][:2]
+    assert together["passes"] < alone["passes"] and together["tau"] == pytest.approx(alone["tau"])
+    plain = [row for row in report["baselines"] if row["name"] == "plain"]
+    assert [row["identical"] for row in plain] == [None, True, None, True] and {row["tau"] for row in plain} == {1.0}
+    assert [row["passes"] for row in plain[:2]] == [3 * 9, 2 * 9]
+    assert verdict(report)[0] and "batch" in table(report).splitlines()[3]
+    plain[1] |= {"identical": False, "prompts_differing": 1}
+    assert verdict(report) == (False, "NOT IDENTICAL to plain decoding: plain at temperature 0, batch 2, in 1 of 3 prompts."
+                                      " In fp32 this is a fault; please report it.")
+
+
+def test_rows_that_end_early_are_counted_alike():
+    on = Backbone(tiny("llama"))
+    of = Heads(on, random_drafter("medusa", on, depth=3))
+    first = continue_text(of, asked(5, 9)[0].ids_T, Settings(12), 0).sequences[0, 5:].tolist()
+    on.model.generation_config = GenerationConfig(eos_token_id=first[4], pad_token_id=0)
+    report = compare([("m", of)], asked(5, 9), Plan(12, tree=TREE, batches=(2,)))
+    assert report["results"][0]["identical_to_transformers"] is True
+    counts = {row["tokens"] for row in (*report["baselines"], *report["results"])}
+    assert len(counts) == 1 and counts.pop() <= first.index(first[4]) + 1 + 12
+
+
+def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
+    on = heads.backbone
+    others = [Theirs(LOOKUP, on, {"prompt_lookup_num_tokens": 10}), Theirs("same", on, {"assistant_model": tiny("llama")})]
+    report = compare([("m", heads)], asked(14, 20), Plan(16, (0.0, 1.0), tree=TREE, batches=(1, 2)), others=others)
+    names = {place: [row.get("name", "m") for row in rows_at(report, *place)] for place in ((0.0, 1), (0.0, 2), (1.0, 1))}
+    assert names[0.0, 1] == names[1.0, 1] == ["transformers", "plain", LOOKUP, "same", "m"]
+    assert names[0.0, 2] == ["transformers", "plain", "m"]   # it takes one text at a time
+    greedy = {row["name"]: row for row in report["baselines"] if row["temperature"] == 0 and row["batch"] == 1}
+    assert greedy["same"]["identical"] is True and greedy[LOOKUP]["identical"] is True and greedy["transformers"]["identical"] is None
+    assert greedy["same"]["tau"] > 1.5 and greedy["same"]["tau"] == pytest.approx(32 / (greedy["same"]["passes"] + 2))
+    assert greedy["transformers"]["tau"] == 1.0 and "prompt lookup" in table(report)
+    assert all(row["identical"] is None for row in report["baselines"] if row["temperature"] == 1 and row["batch"] == 1)
+
+
+def test_an_assistant_of_another_vocabulary(heads, tmp_path):
+    build("Llama", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has a vocabulary of 40 tokens, the backbone .* one of 61"):
+        load_assistant(str(tmp_path), heads.backbone, False)
+
+
+def test_tasks_are_told_apart(heads):
+    report = compare([("m", heads)], [*asked(5, 9, task="a"), *asked(3, task="b")], Plan(8, tree=TREE, batches=(2,)))
+    row = report["results"][0]
+    assert report["tasks"] == {"a": 2, "b": 1} and list(row["tasks"]) == ["a", "b"]
+    assert [one["tokens"] for one in row["tasks"].values()] == [16, 8] and row["tokens"] == 24
+    for key in ("tokens", "passes", "seconds"):
+        assert sum(one[key] for one in row["tasks"].values()) == pytest.approx(row[key])
+    plain = next(one for one in report["baselines"] if one["name"] == "plain")
+    for task, one in row["tasks"].items():
+        assert one["speedup_vs_plain"] == pytest.approx(one["tokens_per_second"] / plain["tasks"][task]["tokens_per_second"])
+        assert one["tau"] == pytest.approx(1 + sum(one["acceptance_per_depth"]))
+    assert [line.split()[3] for line in table(report).splitlines() if line.split()[2:3] == ["m"]][1:] == ["a", "b"]
+
+
+def question(prompter: Prompter, *turns: str) -> Prompt:
+    return prompter.of_row({"turns": list(turns)})
+
+
+def test_later_turns_follow_what_plain_decoding_answered():
+    heads, prompter = talker()
+    prompt = question(prompter, "What is two?", "And three?")
+    answers = []
+    following = prompt
+    for _ in range(2):
+        text_T = continue_text(Heads(heads.backbone), following.ids_T, Settings(6, 0.9), 3).sequences[0, len(following.ids_T) :]
+        answers.append(text_T)
+        following = prompter.follow(following, text_T) if following.later else following
+    report = compare([("m", heads)], [prompt], Plan(6, (0.9,), seed=3, tree=TREE), prompter)
+    row, sample = report["results"][0], report["samples"][0]
+    assert row["identical"] and row["tokens"] == sum(map(len, answers)) == 12
+    assert "".join(sample["pieces"]) == prompter.tokenizer.decode(answers[0]) and sum(sample["runs"]) == 5
+    assert sample["prompt"].endswith("assistant\n")
+
+
+def test_what_does_not_fit_the_context():
+    heads, prompter = talker()
+    short, long = question(prompter, "two", "two " * 20, "six"), question(prompter, "two " * 70)
+    report = compare([("m", heads)], [short], Plan(30, tree=TREE), prompter)
+    assert report["left_out"] == 2 and report["results"][0]["tokens"] == 30 and "2 later turns" in table(report)
+    with pytest.raises(UserError, match="prompt 2 has .* exceeds the backbone's context of 96"):
+        compare([("m", heads)], [short, long], Plan(30, tree=TREE))
+    report = compare([("m", heads)], [short, long], Plan(30, tree=TREE, skip_long=True))
+    assert (report["skipped"], report["prompts"]) == (1, 1)
+    with pytest.raises(UserError, match="the shortest prompt has"):
+        compare([("m", heads)], [long], Plan(30, tree=TREE, skip_long=True))
+
+
+def test_bandwidth_counts_every_pass(heads):
+    report = compare([("m", heads)], asked(5, 9, 3), Plan(8, tree=TREE, batches=(1, 2)))
+    assert report["memory_bytes_per_second"] > 1e8
+    for row in (*report["baselines"], *report["results"]):
+        texts = 3 if row["batch"] == 1 else 2
+        assert row["weight_bytes_per_second"] * row["seconds"] / report["weight_bytes"] == pytest.approx(row["passes"] + texts)
+        assert row["bandwidth_share"] == pytest.approx(row["weight_bytes_per_second"] / report["memory_bytes_per_second"])
+
+
+def test_weights_that_a_pass_reads():
+    tied, untied = backbone("qwen3"), backbone("llama")
+    embedding = untied.embed.weight.numel()
+    assert weight_bytes(untied) == 4 * (sum(weight.numel() for weight in untied.model.parameters()) - embedding)
+    assert weight_bytes(tied) == 4 * sum(weight.numel() for weight in tied.model.parameters())
+    assert memory_bandwidth(torch.device("cpu")) > 1e8
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_kind_of_heads_can_be_compared(kind):
+    on = backbone("llama")
+    report = compare([(kind, Heads(on, random_drafter(kind, on)))], asked(5, 9), Plan(8, batches=(2,)))
+    row = report["results"][0]
+    assert row["identical"] and row["kind"] == kind and sum(row["tree_sizes"].values()) == row["passes"]
+    assert (row["nodes"], row["width"]) == (None, None)   # no shape was asked for

@@ -1,0 +1,180 @@
+"""`headstart chat`: what is asked is the whole conversation, answers stream, an answer can be stopped, mistakes are one line."""
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chat_templates import VICUNA
+from talker import talker
+
+from headstart.cli import main
+from headstart.heads.backbone import load_tokenizer
+from headstart.heads.errors import UserError
+from headstart.inference import chat as module
+from headstart.inference.chat import BURST, Chat, Painter
+from headstart.inference.measure import Settings, continue_text
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory) -> Path:
+    heads, prompter = talker()
+    root = tmp_path_factory.mktemp("chat")
+    heads.backbone.model.save_pretrained(root / "backbone")
+    prompter.tokenizer.save_pretrained(root / "backbone")
+    heads.drafter.save_pretrained(root / "heads")
+    return root
+
+
+@pytest.fixture
+def say(house, monkeypatch, capsys):
+    """Run the command on piped lines; status, output, what else was said."""
+
+    def run(text: str | io.StringIO, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text) if isinstance(text, str) else text)
+        status = main(["chat", "--heads", str(house / "heads"), "--backbone", str(house / "backbone"), "--max-new-tokens", "9", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def answers(*questions: str, system: str | None = None, settings: Settings | None = None, seed: int = 0) -> list[str]:
+    """What the backbone says in one conversation."""
+    heads, prompter = talker()
+    messages = [{"role": "system", "content": system}] if system else []
+    said = []
+    for i, question in enumerate(questions):
+        messages.append({"role": "user", "content": question})
+        prompt_T = prompter.converse(messages)
+        written = continue_text(heads, prompt_T, settings or Settings(9), seed + i).sequences[0, len(prompt_T) :]
+        said.append(prompter.tokenizer.decode(written, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+def test_a_conversation_from_a_pipe(say, tmp_path):
+    file = tmp_path / "said.json"
+    script = "What is two?\n\nAnd three?\n/reset\n/help\n/brew\nsix\n/exit\nnot asked\n"
+    status, out, err = say(script, "--json", str(file))
+    expected = [*answers("What is two?", "And three?"), *answers("six")]
+    assert status == 0 and out == "".join(f"{text}\n" for text in expected)
+    assert err.count("tokens/s") == 3 and err.count("tau ") == 3 and "a new conversation" in err and "unknown command /brew; /reset" in err
+    report = json.loads(file.read_text())
+    assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == [
+        ("What is two?", expected[0], 0), ("And three?", expected[1], 0), ("six", expected[2], 1)
+    ]
+    assert report["seed"] is None and all(one["tau"] >= 1 and one["tokens"] == 9 for one in report["answers"])
+
+
+def test_the_systems_text_and_sampling(say):
+    how = ["--temperature", "0.8", "--top-k", "20", "--seed", "5", "--system", "Be short."]
+    expected = answers("two", "six", system="Be short.", settings=Settings(9, 0.8, 20), seed=5)
+    assert say("two\nsix", *how)[1] == "".join(f"{text}\n" for text in expected)
+    assert say("two\nsix", *how, "--plain")[1] == "".join(f"{text}\n" for text in expected)
+    assert expected[0] != answers("two", settings=Settings(9, 0.8, 20), seed=5)[0]
+
+
+def test_an_answer_can_be_stopped(say, monkeypatch, tmp_path):
+    put = Painter.put
+
+    def interrupted(self, value):
+        if self.tokens == 4:
+            raise KeyboardInterrupt
+        put(self, value)
+
+    monkeypatch.setattr(Painter, "put", interrupted)
+    file = tmp_path / "said.json"
+    status, out, err = say("two\nsix\n", "--json", str(file))
+    report = json.loads(file.read_text())["answers"]
+    assert status == 0 and err.count("stopped, 4 tokens") == 2 and out.count("\n") == 2
+    assert [(one["tokens"], one["tau"]) for one in report] == [(4, None)] * 2
+    assert answers("two")[0].startswith(report[0]["answer"])   # and the conversation goes on from it
+
+
+def test_no_room_is_said_and_not_the_end(say):
+    status, out, err = say("two\n" + "two " * 90 + "\nsix\n", "--max-new-tokens", "4")
+    assert status == 0 and out.count("\n") == 2 and "the backbone's context 96; /reset begins a new one" in err
+    heads, prompter = talker()
+    talk = Chat(heads, prompter, Settings(90), 0)
+    painter = Painter(prompter.tokenizer, io.StringIO(), False)
+    asked = len(prompter.converse([{"role": "user", "content": "two"}]))
+    assert talk.ask("two", painter).tokens == 96 - asked   # what room there is
+    with pytest.raises(UserError, match="/reset"):
+        talk.ask("more", painter)
+    assert len(talk.messages) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("setting", "value", "coloured"), [("NO_COLOR", "", True), ("NO_COLOR", "1", False), ("TERM", "dumb", False)])
+def test_colour_is_for_terminals_that_want_it(say, monkeypatch, setting, value, coloured):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(setting, value)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert say("two\n")[0] == 0
+    out = sys.stdout.getvalue()
+    assert ("\x1b[" in out) == coloured and (coloured or out == answers("two")[0] + "\n")
+
+
+def test_each_pass_takes_the_next_colour():
+    heads, prompter = talker()
+    out = io.StringIO()
+    painter = Painter(prompter.tokenizer, out, True)
+    tokens = prompter.tokenizer("What is two? It is four.", return_tensors="pt", add_special_tokens=False)["input_ids"][0]
+    painter.put(tokens[None])   # a prompt
+    for pass_ in tokens[:6].split(2):
+        time.sleep(10 * BURST)
+        for token in pass_:
+            painter.put(token[None])
+    painter.end()
+    colours = [part.partition("m")[0] for part in out.getvalue().split("\x1b[")[1:] if not part.startswith("0m")]
+    assert len(set(colours)) == 3 and colours == sorted(colours, key=colours.index) and painter.tokens == 6
+    assert painter.text == prompter.tokenizer.decode(tokens[:6])
+
+
+def test_questions_at_a_terminal(say, monkeypatch):
+    lines = iter(["two", KeyboardInterrupt(), "six", EOFError()])
+
+    def ask(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", ask)
+    status, out, err = say(Terminal())
+    assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2   # at the beginning, and for Ctrl-C at the question
+
+
+MISTAKES = {
+    "no model": (["chat"], "give --heads DIR, or --backbone"),
+    "no template": (["chat", "--backbone", "embedded"], "has no chat template, so it cannot chat"),
+    "no such heads": (["chat", "--heads", "./gone"], "no heads at './gone'"),
+    "a report in a folder": (["chat", "--backbone", "embedded", "--json", "."], "--json . is a folder"),
+    "a prompt": (["chat", "--backbone", "embedded", "hi"], "unrecognized arguments: hi"),
+    "a template that knows no system": (["chat", "--backbone", "VICUNA", "--system", "a"], "only user and assistant"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
+    argv, said = MISTAKES[name]
+    if "VICUNA" in argv:
+        tokenizer = load_tokenizer(str(house / "backbone"))
+        tokenizer.chat_template = VICUNA
+        talker()[0].backbone.model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        argv = [str(tmp_path) if word == "VICUNA" else word for word in argv]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\n"))
+    try:
+        status = main(argv)
+    except SystemExit as ended:   # argparse's own way
+        status = ended.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and said in printed.err, printed.err

@@ -1,0 +1,197 @@
+"""How much is drafted and read: what scores are worth, what passes cost, who rests, and what is chosen of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
+
+from headstart.inference.calibration import Calibration, Table
+from headstart.inference.costs import SIZES, Costs, Recent
+from headstart.inference.heads import Heads
+from headstart.inference.proposers.base import Candidates, Proposer
+from headstart.inference.speculation import Draft, Speculation
+from headstart.inference.standing import LONGEST_REST, REST, TRIAL, Standing
+from headstart.inference.tree import Pool, TreeShape
+
+
+def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
+    table, make = Table(), random.Random(1)
+    for p in (0.01, 0.1, 0.5, 0.9, 0.99):
+        assert table.chance(math.log(p)) == pytest.approx(p, rel=0.15)
+    for _ in range(4000):   # an over-sure proposer: right half as often as it says
+        p = make.random()
+        table.learn(math.log(p), make.random() < p / 2)
+    for p in (0.2, 0.5, 0.8):
+        assert table.chance(math.log(p)) == pytest.approx(p / 2, abs=0.08)
+    assert 0 < table.chance(0.0) < 1 and 0 < table.chance(-1e9) < 0.02
+
+
+def test_a_table_forgets_slowly() -> None:
+    table = Table()
+    for _ in range(3000):
+        table.learn(math.log(0.5), True)
+    for _ in range(1500):
+        table.learn(math.log(0.5), False)
+    assert table.chance(math.log(0.5)) < 0.1
+
+
+def test_calibration_is_by_source_and_depth_and_survives_its_file() -> None:
+    calibration = Calibration()
+    for _ in range(50):
+        calibration.table("a", 1).learn(-1.0, True)
+        calibration.table("b", 1).learn(-1.0, False)
+    again = Calibration.from_json(calibration.to_json())
+    for found in (calibration, again):
+        assert found.table("a", 1).chance(-1.0) > 0.8 > 0.2 > found.table("b", 1).chance(-1.0)
+        assert found.table("a", 2).chance(-1.0) == pytest.approx(math.exp(-1), rel=0.1)
+        assert found.table("a", 30) is found.table("a", 99)
+
+
+def test_one_slow_pass_says_nothing() -> None:
+    recent = Recent()
+    assert not recent
+    for seconds in (1.0, 1.1, 90.0, 0.9, 1.0):
+        recent.add(seconds)
+    assert recent and recent.median == 1.0
+
+
+def test_costs_between_and_beyond_what_was_timed() -> None:
+    costs = Costs()
+    assert not costs.knows(1)
+    costs.add_pass(1, 1, 4e-3)
+    assert costs.knows(1) and not costs.knows(2)
+    assert costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
+    costs.add_pass(1, 8, 6e-3)
+    costs.add_pass(1, 16, 8e-3)
+    assert costs.of_pass(1, 12) == pytest.approx(7e-3) and costs.of_pass(1, 32) == pytest.approx(12e-3)
+    assert costs.of_pass(1, 1) == 4e-3 and costs.of_pass(1, 2) >= 4e-3
+    costs.forget()
+    assert not costs.knows(1)
+
+
+def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:
+    costs = Costs.from_json(Costs({1: [(1, 4e-3), (16, 7e-3), (64, 19e-3)]}).to_json())
+    assert costs.knows(1) and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
+    costs.add_pass(1, 16, 14e-3)   # twice as slow today
+    assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
+
+
+def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> None:
+    standing, rests = Standing(), []
+    for _ in range(6000):
+        if standing.active():
+            standing.note(credit=0.1, seconds=1e-3)
+            if standing.loss(rate=200.0) > 0:   # a tenth of a token is worth half a millisecond
+                standing.fail()
+                rests.append(standing.resting)
+    assert rests[:4] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST
+    good = Standing()
+    for _ in range(200):
+        assert good.active()
+        good.note(credit=1.0, seconds=1e-3)
+        assert good.loss(rate=200.0) <= 0
+    assert TRIAL < 200
+
+
+def pools(*chances: float) -> list[Pool]:
+    pool = Pool(0)
+    for token, chance in enumerate(chances):
+        pool.add(0, 0, token, math.log(chance), chance)
+    return [pool]
+
+
+def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]]) -> int:
+    speculation = Speculation([], [], "never")
+    speculation.costs = Costs({len(draft_pools): curve})
+    return speculation.choose(Draft(draft_pools, [9] * len(draft_pools)), None)[0].size
+
+
+def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:
+    likely, unlikely = pools(0.6, 0.2, 0.1), pools(0.02, 0.01)
+    dear, cheap = [(1, 1.0), (2, 2.0), (3, 3.0)], [(1, 1.0), (64, 1.05)]
+    assert chosen(likely, cheap) == 4 and chosen(likely, dear) == 1
+    assert chosen(likely, [(1, 1.0), (2, 1.1), (3, 1.9)]) == 2
+    assert chosen(unlikely, cheap) == 3 and chosen(unlikely, [(1, 1.0), (2, 1.1)]) == 1
+    assert chosen([*likely, *unlikely], cheap) == 4, "rows share one size"
+
+
+class Parrot(Proposer):
+    """Says what it was told the text would be: right, or wrong throughout."""
+
+    def __init__(self, truths: list[list[int]], right: bool) -> None:
+        self.name, self.truths, self.right = f"parrot {right}", truths, right
+        self.texts: dict[int, list[int]] = {}
+        self.asked = 0
+
+    def open(self, row: int, tokens: list[int]) -> None:
+        self.texts[row] = list(tokens)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        self.texts[row] += tokens
+
+    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
+        self.asked += 1
+        text = self.texts[row]
+        truth = next(t for t in self.truths if t[: len(text)] == text)
+        coming = truth[len(text) : len(text) + min(depth, 6)]
+        tokens = coming if self.right else [(token + 1) % 61 for token in coming]
+        return Candidates(tokens, list(range(-1, len(tokens) - 1)), [-0.1] * len(tokens))
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+
+
+def test_a_proposer_that_is_right_is_read_and_one_that_is_wrong_rests() -> None:
+    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    truths = say(Heads(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    right, wrong = Parrot(truths, True), Parrot(truths, False)
+    for proposers in ([right], [wrong], [right, wrong]):
+        of, passes = Heads(on, proposers=proposers), 0
+        right.asked = wrong.asked = 0
+        for _ in range(2):
+            out = say(of, rows, **OPTIONS)
+            assert out.sequences.tolist()[0] == truths[0][:69]
+            passes += out.passes
+        if right in proposers:
+            assert out.tau > 3 and right.asked >= passes - 2, "all but the first, plain, step"
+        assert wrong.asked <= 25, "it brings nothing: asked in two trials or three, and not of 118 passes"
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
+    on, rows = backbone("qwen3"), left_padded(prompts())
+    options = OPTIONS | {"do_sample": sample, "seed": 4, "max_new_tokens": 30}
+    truth = say(Heads(on), rows, **options).sequences
+    texts = unpadded(truth, rows)
+    drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
+    parrots = [Parrot(texts, True), Parrot(texts, False)]
+    for tree in (None, TreeShape(14, 4)):
+        for given in (drafters, parrots, [*drafters, *parrots]):
+            out = say(Heads(on, proposers=given), rows, tree=tree, **options)
+            assert torch.equal(out.sequences, truth)
+    assert out.tau > 2
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None:
+    """Each gets what it gets alone with its seed, whoever its neighbours are; texts end at different times."""
+    on, rows = backbone("llama"), left_padded(prompts((9, 1, 14, 4, 7, 3)))
+    options: dict[str, Any] = {"do_sample": True, "seed": [5, 77, -3, 11, 0, 2], "max_new_tokens": 24, "eos_token_id": [4, 5, 15, 20]}
+    together = say(Heads(on), rows, **options)
+    assert len({text.count(0) for text in together.tolist()}) > 2, "texts of several lengths"
+    drafter = random_drafter("eagle3", on)
+    for of in (Heads(on, drafter), Heads(on), Heads(on, Scripted(on, unpadded(together, rows), "nearly"))):
+        out = say(of, rows, batch=batch, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, together)
+        assert [sum(run) for run in out.runs] == [sum(run) for run in say(of, rows, return_dict_in_generate=True, **options).runs]
+    with pytest.raises(ValueError, match="batch.*at least 1; got 0"):
+        say(of, rows, batch=0, **options)
+
+
+def test_sizes_ascend() -> None:
+    assert list(SIZES) == sorted(set(SIZES)) and SIZES[0] == 1
