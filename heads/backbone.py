@@ -6,7 +6,7 @@ The only code that knows model classes. Shape suffixes: B batch, T positions, S 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
+from headstart.heads.recurrent import KIND, Branch, find_recurrent
 
 EMBEDDED = "embedded"
 """The name of the small backbone that ships with the project."""
@@ -43,7 +44,9 @@ class Backbone:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         """The context length the configuration states."""
         self.layers = _decoder_layers(self.base, self.num_layers)
-        self.windows = _windows(self.config.to_dict(), model)
+        self.windows = _windows(stated, model)
+        self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
+        """The layers that keep a state instead of keys and values; None: there are none."""
         self._post = _postprocessing(self)
         _require_masks(self)
 
@@ -77,8 +80,14 @@ class Backbone:
         """The features of the tokens; with a cache they continue it.
 
         ``see``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
-        right end needs no mask, since nothing before it looks there.
+        right end needs no mask, since nothing before it looks there. Recurrent layers follow no mask, but the tree that is read along
+        a `heads.recurrent.Branch`; and with them the cache is one made for the model's configuration.
         """
+        if self.recurrent is not None and not self.recurrent.reading and (see is not None or (cache is not None and not cache.layers)):
+            raise UserError(
+                f"{type(self.model).__name__} has recurrent layers, which follow no mask: a state goes from each position to the next; "
+                "set data.packing=false, and give it a cache made for its configuration"
+            )
         mask = None
         if see is not None:
             masks = {kind: _additive(allowed, self.dtype) for kind, allowed in see.items()}
@@ -194,10 +203,11 @@ def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | 
     # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
-    unknown = [kind for kind in kinds if kind not in KINDS_OF_LAYER] or (["recurrent"] if model._is_stateful else [])
-    if unknown:
-        raise UserError(f"{type(model).__name__} has layers of kind {unknown[0]!r}; supported: {', '.join(KINDS_OF_LAYER)}")
-    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds}
+    unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
+    if unknown or (model._is_stateful and KIND not in kinds):
+        kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}; supported: {known}, {KIND} (gated delta rule)")
+    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
 
 
 def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,7 +225,8 @@ def _require_masks(backbone: Backbone) -> None:
     place[0, -1] = 2
     alone = backbone.read(tokens[:, [0, 1, N - 1]]).hidden_BTD[:, -1]
     try:
-        beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
+        with nullcontext() if backbone.recurrent is None else backbone.recurrent.along(Branch(None, seen[None], place)):
+            beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
     except (TypeError, ValueError, RuntimeError):
         beside = None
     if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():

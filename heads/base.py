@@ -26,7 +26,7 @@ from headstart.heads.errors import UserError
 if TYPE_CHECKING:
     from headstart.heads.backbone import Backbone
 
-NOT_METHODS = {"base", "backbone", "checkpoint", "errors", "kv", "layers"}
+NOT_METHODS = {"base", "backbone", "checkpoint", "errors", "kv", "layers", "recurrent"}
 """Files of this folder that are not drafters."""
 
 

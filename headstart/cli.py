@@ -15,7 +15,16 @@ from typing import Any, NoReturn
 
 from headstart import __version__
 from headstart.heads.errors import UserError
-from headstart.inference.arguments import BENCH_EXAMPLE, CHAT_EXAMPLE, GENERATE_EXAMPLE, add_bench, add_chat, add_generate
+from headstart.inference.arguments import (
+    BENCH_EXAMPLE,
+    CHAT_EXAMPLE,
+    GENERATE_EXAMPLE,
+    TUNE_EXAMPLE,
+    add_bench,
+    add_chat,
+    add_generate,
+    add_tune,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +66,13 @@ def bench(given: argparse.Namespace) -> int:
     return commands.bench(given)
 
 
+def tune(given: argparse.Namespace) -> int:
+    """Measure this machine, so that trees are as large as pays from the first token on."""
+    from headstart.inference import commands
+
+    return commands.tune(given)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other mistake."""
@@ -70,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add_generate(_add_command(commands, "generate", generate, GENERATE_EXAMPLE))
     add_chat(_add_command(commands, "chat", chat, CHAT_EXAMPLE))
     add_bench(_add_command(commands, "bench", bench, BENCH_EXAMPLE))
+    add_tune(_add_command(commands, "tune", tune, TUNE_EXAMPLE))
     return parser
 
 

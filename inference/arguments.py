@@ -19,7 +19,14 @@ while it runs: /reset begins anew, /exit or the end of the input leaves, /help l
 BENCH_EXAMPLE = """examples:
   headstart bench --heads out/eagle3 --heads out/medusa --prompts prompts.jsonl --temperature 0 1 --json report.json
   headstart bench --heads out/eagle3 --prompts spec_bench/question.jsonl --per-task 10 --prompt-lookup --html report.html
-  headstart bench --heads out/eagle3 --prompts HumanEval.jsonl gsm8k/test.jsonl --batch 1 2 4 8 --limit 64"""
+  headstart bench --heads out/eagle3 --prompts HumanEval.jsonl gsm8k/test.jsonl --batch 1 2 4 8 --limit 64
+  headstart bench --backbone Qwen/Qwen3-0.6B --propose suffix recycling --prompts articles.jsonl --prompt-lookup"""
+
+
+TUNE_EXAMPLE = """examples:
+  headstart tune --heads out/eagle3 --prompts prompts.jsonl
+  headstart tune --backbone Qwen/Qwen3-0.6B --rows 1 8 --contexts 512 4096"""
+PROPOSERS = ("suffix", "recycling", "memory")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +49,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Heads measured."""
-    parser.add_argument("--heads", action="extend", nargs="+", required=True, metavar="DIR", help="heads to measure: folders or hub ids")
+    parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help="heads to measure: folders or hub ids")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
@@ -61,6 +68,23 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser)
 
 
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    """This machine measured."""
+    parser.add_argument("--heads", metavar="DIR", help="the heads to tune for (default: proposers that need none)")
+    sets = "prompts to learn from what drafts are worth: as for bench (default: measure times only)"
+    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=sets)
+    parser.add_argument("--limit", type=count(1), default=16, metavar="N", help="the first N prompts of each file only (16)")
+    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="how much of a plain text is the prompt (64)")
+    parser.add_argument("--rows", type=count(1), action="extend", nargs="+", metavar="N", help="rows decoded together (1 4)")
+    parser.add_argument("--contexts", type=count(1), action="extend", nargs="+", metavar="T", help="tokens before the tree (256 1024)")
+    parser.add_argument("--most", type=count(2), default=256, metavar="N", help="nodes of the largest tree measured (256)")
+    _add_style(parser)
+    _add_proposers(parser)
+    _add_model(parser)
+    parser.add_argument("--max-new-tokens", type=count(2), default=64, metavar="N", help="how much to write after each prompt (64)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there too")
+
+
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: plain decoding)")
     parser.add_argument("--plain", action="store_true", help="do not draft: the same text for the same seed, one token per pass")
@@ -76,17 +100,29 @@ def _add_style(parser: argparse.ArgumentParser) -> None:
     style.add_argument("--raw", dest="chat", action="store_const", const=False, help="continue the prompt as it is")
 
 
+def _add_proposers(parser: argparse.ArgumentParser) -> None:
+    about = f"draft from the text itself too: any of {', '.join(PROPOSERS)}"
+    parser.add_argument("--propose", action="extend", nargs="+", choices=PROPOSERS, metavar="NAME", help=about)
+    parser.add_argument("--draft-model", metavar="MODEL", help="draft with this smaller model of the same vocabulary too")
+    parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
+
+
 def _add_shared(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
-    parser.add_argument("--other-backbone", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the backbone (auto: fp32 on the CPU)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    _add_proposers(parser)
+    _add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="how much to write (128)")
     parser.add_argument("--nodes", type=count(1), metavar="N", help="size of a candidate tree, its root included (default: what pays)")
     parser.add_argument("--width", type=count(1), metavar="W", help="how many nodes of a depth are followed (8)")
     parser.add_argument("--depth", type=count(1), metavar="K", help="how many tokens ahead (default: all that the heads draft)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    parser.add_argument("--other-backbone", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the backbone (auto: fp32 on the CPU)")
+    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
 
 
 def count(least: int) -> Callable[[str], int]:

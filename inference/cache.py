@@ -1,7 +1,8 @@
 """The backbone's keys and values while it decodes: ragged rows, tree keys behind each row's end, the accepted path moved into place.
 
 All layers of one shape lie in one tensor, so that moving a path is one copy. Sliding windows count logical positions and every layer
-keeps all of its keys: a slot is a position. `TreeCache` shows it to the model as a `transformers.Cache`.
+keeps all of its keys: a slot is a position. `TreeCache` shows it to the model as a `transformers.Cache`. Recurrent layers have states
+instead (heads/recurrent.py), which a pass does not change: `keep` brings them to the last node accepted.
 
 Shape suffixes: L layers, B batch, H heads, N tree nodes, P path, S slots, D head width.
 """
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from headstart.heads.base import list_tensors, map_tensors
 from headstart.heads.kv import grown, put, whole_steps
+from headstart.heads.recurrent import Added, States
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Keys and values ``[L, B, H, S, D]``, for each group of layers of one shape."""
@@ -24,11 +27,15 @@ Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 class RaggedCache:
     """``lengths_B`` tokens of each row are in slots 0 .. length - 1; what lies behind them is overwritten by the next pass."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], lengths_B: Tensor) -> None:
-        """``layers``: keys and values ``[B, H, T, D]`` of a prompt, rows right-padded."""
-        self.groups = _groups(layers)
-        self.keys = tuple(torch.stack([layers[i][0] for i in group]) for group in self.groups)
-        self.values = tuple(torch.stack([layers[i][1] for i in group]) for group in self.groups)
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor] | None], lengths_B: Tensor, states: States | None = None) -> None:
+        """``layers``: keys and values ``[B, H, T, D]`` of a prompt, rows right-padded; None where ``states`` has a recurrent layer's."""
+        there = {number: layer for number, layer in enumerate(layers) if layer is not None}
+        self.groups = _groups(there)
+        self.keys = tuple(torch.stack([there[i][0] for i in group]) for group in self.groups)
+        self.values = tuple(torch.stack([there[i][1] for i in group]) for group in self.groups)
+        self.states = states
+        self.added: Added | None = None
+        """Of the nodes just read."""
         self.lengths_B = lengths_B
         self.longest = int(lengths_B.max())
 
@@ -55,6 +62,10 @@ class RaggedCache:
             target_BP = self.lengths_B[:, None] + torch.arange(longest, device=device)
             for store in (*self.keys, *self.values):
                 _move(store, source_BP, target_BP)
+        if self.states is not None:
+            assert self.added is not None
+            self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
+            self.added = None
         self.lengths_B = self.lengths_B + torch.tensor(counts, device=self.lengths_B.device)
         self.longest = int(self.lengths_B.max())
 
@@ -67,6 +78,8 @@ class RaggedCache:
 
         self.keys = tuple(both(*pair) for pair in zip(self.keys, other.keys, strict=True))
         self.values = tuple(both(*pair) for pair in zip(self.values, other.values, strict=True))
+        theirs = iter(list_tensors(other.states))
+        self.states = map_tensors(lambda mine: torch.cat([mine, next(theirs)], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
         self.longest = max(self.longest, other.longest)
 
@@ -74,14 +87,15 @@ class RaggedCache:
         """Go on with these rows alone, in this order."""
         self.keys = tuple(store[:, rows] for store in self.keys)
         self.values = tuple(store[:, rows] for store in self.values)
+        self.states = map_tensors(lambda state: state[:, rows], self.states)
         self.lengths_B = self.lengths_B[rows]
         self.longest = int(self.lengths_B.max())
 
 
-def _groups(layers: Sequence[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """The layers of one shape together."""
+def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:
+    """The layers of one shape together, by their numbers."""
     alike: dict[Any, list[int]] = {}
-    for i, (keys, values) in enumerate(layers):
+    for i, (keys, values) in layers.items():
         alike.setdefault((keys.shape, values.shape, keys.dtype, keys.device), []).append(i)
     return list(alike.values())
 
@@ -129,8 +143,10 @@ class TreeCache(Cache):
     """The stores as the model sees them while it reads a tree: new keys go to ``index_BN``, all slots are given back."""
 
     def __init__(self, groups: list[list[int]]) -> None:
+        self.groups = groups
         where = {number: (g, place) for g, group in enumerate(groups) for place, number in enumerate(group)}
-        super().__init__(layers=[TreeLayer(self, *where[number]) for number in sorted(where)])
+        # A recurrent layer does not come here: something must hold its place.
+        super().__init__(layers=[TreeLayer(self, *where[i]) if i in where else DynamicLayer() for i in range(max(where) + 1)])
         self.stores: Stores
         self.index_BN: Tensor
 

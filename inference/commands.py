@@ -1,4 +1,4 @@
-"""What ``headstart generate``, ``chat`` and ``bench`` do, given their parsed arguments (see `arguments`)."""
+"""What ``headstart generate``, ``chat``, ``bench`` and ``tune`` do, given their parsed arguments (see `arguments`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from headstart.inference.chat import Chat, converse, require_template
 from headstart.inference.curve import cost_curve
 from headstart.inference.files import require_writable, write_json, write_text
 from headstart.inference.heads import Heads
-from headstart.inference.loading import backbone_name, backbone_of, heads_of, quiet, tokenizer_of, tree_of
+from headstart.inference.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.prompts import Prompter, read_prompts
 from headstart.inference.report import page
 from headstart.inference.systems import LOOKUP, LOOKUP_TOKENS, Theirs, load_assistant
 from headstart.inference.table import table, verdict
+from headstart.inference.tune import NODES, TunePlan, contexts_of, summary
+from headstart.inference.tune import tune as measure_machine
+from headstart.inference.tuned import key, write_tuned
+
+UNTRAINED = "untrained"
+"""The name in reports of proposers without heads."""
 
 
 def bench(given: argparse.Namespace) -> int:
@@ -34,13 +40,16 @@ def bench(given: argparse.Namespace) -> int:
     if (given.prompt_lookup or given.assistant) and 1 not in batches:
         one = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one text at a time"
         raise UserError(f"{one}, and --batch is {' '.join(map(str, batches))}; add 1 to --batch or leave them out")
+    trained = given.heads or []
+    if not trained and not drafts_untrained(given):
+        raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
     quiet()
-    name = backbone_name(given.backbone, given.heads)
-    tokenizer = tokenizer_of(name, given.heads, given)
+    name = backbone_name(given.backbone, trained)
+    tokenizer = tokenizer_of(name, trained, given)
     prompter = Prompter(tokenizer, given.chat, given.prompt_tokens)
     prompts = [prompt for file in given.prompts for prompt in read_prompts(file, prompter, given.limit, given.per_task)]
     backbone = backbone_of(name, given)
-    heads = [(path, heads_of(path, backbone, tokenizer, given)) for path in given.heads]
+    heads = [(path or UNTRAINED, heads_of(path, backbone, tokenizer, given)) for path in trained or [None]]
     others = [Theirs(LOOKUP, backbone, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})] if given.prompt_lookup else []
     if given.assistant:
         assistant = load_assistant(given.assistant, backbone, given.trust_remote_code)
@@ -63,6 +72,27 @@ def bench(given: argparse.Namespace) -> int:
     fine, sentence = verdict(report)
     print(f"{table(report)}\n\n{sentence}")
     return 0 if fine else 1
+
+
+def tune(given: argparse.Namespace) -> int:
+    """The cost curve and the worth of scores, into the file that loading the heads reads."""
+    require_writable("--json", given.json)
+    quiet()
+    name, tokenizer = _model(given)
+    backbone = backbone_of(name, given)
+    heads = heads_of(given.heads, backbone, tokenizer, given)
+    prompter = Prompter(tokenizer, given.chat, given.prompt_tokens)
+    prompts = [prompt.ids_T for file in given.prompts or [] for prompt in read_prompts(file, prompter, given.limit)]
+    for number, prompt_T in enumerate(prompts, 1):
+        require_room(f"prompt {number}", len(prompt_T), given.max_new_tokens, backbone)
+    nodes = tuple(size for size in NODES if size <= given.most)
+    contexts = contexts_of(given.contexts, given.most, backbone)
+    plan = TunePlan(tuple(given.rows or (1, 4)), contexts, nodes, max_new_tokens=given.max_new_tokens)
+    tuned = measure_machine(heads, prompts, plan, say=lambda line: print(line, file=sys.stderr))
+    file = write_tuned(given.heads, backbone, tuned)
+    write_json(given.json, {"backbone": name, "heads": given.heads, "machine": key(backbone), **vars(tuned)})
+    print(f"{summary(tuned)}\n\nwritten to {file}: heads loaded from there use it on this machine")
+    return 0
 
 
 def generate(given: argparse.Namespace) -> int:

@@ -96,6 +96,8 @@ class Decoder:
             verified = clock.lap()
             paths = walk(tree, picks)
             rows = len(self.rows)
+            if self.speculation is not None:
+                self.speculation.see(draft, tree, logits_BNV)
             written = self._write(paths, picks, scores_BNV, logits_BNV)
             self._advance(paths, picks, features)
             if self.speculation is not None:
@@ -170,7 +172,13 @@ class Decoder:
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], depths_BN]
 
     def _learn(
-        self, draft: Draft, kept: list[list[int]], paths: list[list[int]], picks: list[list[int]], laps: tuple[float, float], recordings: int
+        self,
+        draft: Draft,
+        kept: list[list[int]],
+        paths: list[list[int]],
+        picks: list[list[int]],
+        laps: tuple[float, float],
+        recordings: int,
     ) -> None:
         """What the pass took and what turned out of the drafts."""
         assert self.speculation is not None

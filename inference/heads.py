@@ -22,6 +22,7 @@ from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.errors import UserError
+from headstart.inference.beam import BeamDecoder, Beams
 from headstart.inference.capture import When
 from headstart.inference.decode import Decoder, Pass
 from headstart.inference.noise import row_seeds
@@ -49,7 +50,11 @@ class HeadsOutput(GenerateDecoderOnlyOutput):
     runs: list[list[int]] | None = None
     """For each row, how many tokens each pass wrote."""
     nodes: list[int] | None = None
-    """For each pass, how many nodes the tree of a row had, its root included: 1 is a plain step."""
+    """For each pass, how many nodes the tree of a row had, its root included: 1 is a plain step; of a beam search, its beams' roots."""
+    sequences_scores: Tensor | None = None
+    """Of a beam search, with ``output_scores=True``: the score of each sequence."""
+    beam_indices: Tensor | None = None
+    """Of a beam search: for each token which beam it continued, int32 ``[B * num_return_sequences, T]``; -1 behind the end."""
 
 
 class Heads:
@@ -112,11 +117,15 @@ class Heads:
         if batch is not None:
             require_count("batch", batch, of="generate")
         engine = self.engine(speculate and bool(self.drafters or self.proposers))
-        decoder = Decoder(engine.reader, engine.speculation, request, tree, seeds_B, batch or len(input_ids))
+        decoder: Decoder | BeamDecoder
+        if request.beams is not None:
+            decoder = BeamDecoder(engine.beams, request, request.beams, tree, batch or len(request.ids_BT))
+        else:
+            decoder = Decoder(engine.reader, engine.speculation, request, tree, seeds_B, batch or len(input_ids))
         passes = list(decoder.run(timed))
         if streamer is not None:
             streamer.end()
-        return _output(decoder, passes, request) if request.dictionary else sequences(decoder.texts, request)
+        return _output(decoder, passes, request) if request.dictionary else _sequences(decoder, request)
 
 
 class Engine:
@@ -128,6 +137,7 @@ class Engine:
         if self.speculation is not None and heads.tuned is not None:
             self.speculation.costs, self.speculation.calibration = heads.tuned.costs(), heads.tuned.chances()
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), heads.capture)
+        self.beams = Beams(self.reader, self.speculation, heads.capture)
 
 
 def load(
@@ -150,20 +160,27 @@ def load(
     return heads
 
 
-def _output(decoder: Decoder, passes: list[Pass], request: Request) -> HeadsOutput:
+def _sequences(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
+    return decoder.sequences() if isinstance(decoder, BeamDecoder) else sequences(decoder.texts, request)
+
+
+def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> HeadsOutput:
     runs = [written for one in passes for written in one.written if written]
     drafters = decoder.speculation.drafters if decoder.speculation is not None else []
     depth = max([0, *(drafter.depth for drafter in drafters), *(run - 1 for run in runs)])
+    beams = decoder if isinstance(decoder, BeamDecoder) else None
     return HeadsOutput(
-        sequences=sequences(decoder.texts, request),
+        sequences=_sequences(decoder, request),
         scores=_by_step(decoder.scores) if request.scores else None,
         logits=_by_step(decoder.logits) if request.logits else None,
         passes=len(passes),
         tau=sum(runs) / len(runs) if runs else 1.0,
         acceptance_per_depth=[sum(run > k + 1 for run in runs) / max(len(runs), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        runs=[[one.written[row] for one in passes if one.written[row]] for row in range(len(decoder.texts))],
+        runs=[[one.written[row] for one in passes if one.written[row]] for row in range(len(request.ids_BT))],
         nodes=[one.nodes for one in passes],
+        sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
+        beam_indices=beams.beam_indices() if beams is not None else None,
     )
 
 
@@ -195,7 +212,8 @@ def _hand_over(model: PreTrainedModel) -> None:
         if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, Heads):
             if assistant_model is not None:
                 raise UserError("assistant_model and heads both draft; leave assistant_model out")
-            found |= {"streamer": streamer, "tokenizer": tokenizer}
+            given = {"streamer": streamer, "tokenizer": tokenizer}   # a streamer that is None counts as one with beams
+            found |= {name: value for name, value in given.items() if value is not None}
         return found
 
     model._extract_generation_mode_kwargs = MethodType(extract, model)

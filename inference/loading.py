@@ -9,9 +9,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_card, recipe_template
 from headstart.heads.errors import UserError
 from headstart.inference.heads import Heads, load
+from headstart.inference.proposers.base import Proposer
+from headstart.inference.proposers.draft_model import load_draft_model
+from headstart.inference.proposers.early_exit import EarlyExit
+from headstart.inference.proposers.memory import MemoryProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.tree import TreeShape
 
 
@@ -57,8 +64,25 @@ def backbone_of(name: str, given: argparse.Namespace) -> Backbone:
 
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> Heads:
-    """The heads at ``path``; None: plain decoding."""
-    return load(path, backbone, tokenizer=tokenizer, other_backbone=given.other_backbone)
+    """The heads at ``path``, with the proposers asked for; None: proposers alone, or plain decoding."""
+    proposers = proposers_of(backbone, given)
+    return load(path, backbone, tokenizer=tokenizer, other_backbone=given.other_backbone, proposers=proposers)
+
+
+def drafts_untrained(given: argparse.Namespace) -> bool:
+    """Whether something was asked for that drafts without training."""
+    return bool(given.propose or given.draft_model or given.early_exit)
+
+
+def proposers_of(backbone: Backbone, given: argparse.Namespace) -> list[Proposer | Drafter]:
+    """Those that draft without training, fresh ones: they remember what they have seen."""
+    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "memory": MemoryProposer}
+    found: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(given.propose or [])]
+    if given.draft_model:
+        found.append(load_draft_model(given.draft_model, backbone, trust_remote_code=given.trust_remote_code))
+    if given.early_exit:
+        found.append(EarlyExit(backbone, layers=given.early_exit))
+    return found
 
 
 def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeShape | None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.base import Features
+from headstart.heads.base import Features, list_tensors, map_tensors
 from headstart.heads.kv import visible
+from headstart.heads.recurrent import Added, Branch, States
 from headstart.inference.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.capture import Captured, When, capturable
 from headstart.inference.tree import CandidateTree
@@ -27,29 +28,67 @@ class Reader:
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         """Rows right-padded: their features (padding marked so), and the cache to go on from."""
+        if self.backbone.recurrent is not None and len(tokens_BT) > 1:
+            return self._by_length(tokens_BT, lengths_B)
+        return self._prompts(tokens_BT, lengths_B)
+
+    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         B, T = tokens_BT.shape
-        cache = DynamicCache()   # without the model's configuration: a sliding layer keeps all of its keys
+        recurrent = self.backbone.recurrent
+        # Without the model's configuration a sliding layer keeps all of its keys.
+        cache = DynamicCache() if recurrent is None else DynamicCache(config=self.backbone.config)
         place_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
         features = self.backbone.read(tokens_BT, cache, place_BT, taps=self.taps)
-        ragged = RaggedCache([(layer.keys, layer.values) for layer in cache.layers], lengths_B)
+        numbers = recurrent.numbers if recurrent is not None else ()
+        layers = [None if number in numbers else (layer.keys, layer.values) for number, layer in enumerate(cache.layers)]
+        ragged = RaggedCache(layers, lengths_B, States.of(cache, numbers) if numbers else None)
         return features.gather(place_BT, place_BT < lengths_B[:, None]) if B > 1 else features, ragged
+
+    def _by_length(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
+        """Rows of one length at a time: padding would enter a recurrent layer's state."""
+        rows: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths_B.tolist()):
+            rows.setdefault(length, []).append(row)
+        place_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        parts, caches = [], []
+        for length, some in rows.items():
+            features, cache = self._prompts(tokens_BT[some, :length], lengths_B[some])
+            index_BT = place_1T.clamp(max=length - 1).expand(len(some), -1)
+            parts.append(features.gather(index_BT, (place_1T < length).expand(len(some), -1)))
+            caches.append(cache)
+        order = [row for some in rows.values() for row in some]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        for cache in caches[1:]:
+            caches[0].join(cache)
+        caches[0].select(back)
+        columns = zip(*map(list_tensors, parts), strict=True)
+        return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
 
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
         """The features of every node, and the logits ``[B, N, V]`` of what follows it."""
-        if self.view is None or len(self.view.layers) != sum(map(len, cache.groups)):
+        if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
         nodes = tree.tensors(cache.lengths_B.device)
-        return self.read(cache.stores(tree.size), *nodes, cache.lengths_B)
+        features, logits_BNV, cache.added = self.read((cache.stores(tree.size), cache.states), *nodes, cache.lengths_B)
+        return features, logits_BNV
 
     def _read(
-        self, stores: Stores, tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, lengths_B: Tensor
-    ) -> tuple[Features, Tensor]:
+        self, held: tuple[Stores, States | None], tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, lengths_B: Tensor
+    ) -> tuple[Features, Tensor, Added | None]:
         assert self.view is not None
+        stores, states = held
         index_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
         positions_BN = lengths_B[:, None] + depths_BN
         see = masks(positions_BN, ancestors_BNN, lengths_B, stores[0][0].shape[-2], self.backbone.windows)
-        features = self.backbone.read(tokens_BN, self.view.over(stores, index_BN), positions_BN, see, self.taps)
-        return features, self.backbone.readout(features.hidden_BTD)
+        view = self.view.over(stores, index_BN)
+        if self.backbone.recurrent is None:
+            features, added = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps), None
+        else:
+            branch = Branch(states, ancestors_BNN, depths_BN)
+            with self.backbone.recurrent.along(branch):
+                features = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps)
+            added = branch.added()
+        return features, self.backbone.readout(features.hidden_BTD), added
 
 
 def masks(

@@ -16,6 +16,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.errors import UserError
+from headstart.inference.beam_rules import BeamRules, beam_processors, read_beam_rules
 from headstart.inference.processing import Processing
 
 TENSORS = ("attention_mask", "position_ids", "cache_position")
@@ -27,6 +28,7 @@ class Request:
     """What to write, and when to stop. Lengths count as transformers counts them: with the padding at the left."""
 
     ids_BT: Tensor
+    """One row a text, however many beams it has."""
     pads_B: list[int]
     """How many positions at the left of each row are padding."""
     limit: int
@@ -41,6 +43,8 @@ class Request:
     scores: bool
     logits: bool
     dictionary: bool
+    beams: BeamRules | None
+    """None: no beam search."""
 
 
 def read_request(
@@ -53,7 +57,10 @@ def read_request(
 ) -> Request:
     """Raises UserError for what this decoder does not do, naming it."""
     _refuse(config, model_kwargs, len(ids_BT), streamer)
-    mask = model_kwargs.get("attention_mask")
+    mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
+    if beams is not None:
+        ids_BT, mask = ids_BT[:: beams.beams], None if mask is None else mask[:: beams.beams]
+        processors = beam_processors(processors, beams.beams)
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
@@ -76,15 +83,17 @@ def read_request(
         scores=bool(config.return_dict_in_generate and config.output_scores),
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
+        beams=beams,
     )
 
 
 def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int, streamer: BaseStreamer | None) -> None:
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH):
         raise UserError(
-            f"generation mode {mode.value!r} is not supported; heads decode greedily or by sampling "
-            "(num_beams=1, no penalty_alpha, no dola_layers, no prompt_lookup_num_tokens, no assistant_model)"
+            f"generation mode {mode.value!r} is not supported; heads decode greedily, by sampling, or by beam search "
+            "(num_beams with do_sample=False, no num_beam_groups, no constraints, no force_words_ids; "
+            "no penalty_alpha, no dola_layers, no prompt_lookup_num_tokens, no assistant_model)"
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):

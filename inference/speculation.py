@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from headstart.heads.base import Drafter
 from headstart.inference.calibration import Calibration
 from headstart.inference.capture import When
@@ -73,6 +75,26 @@ class Speculation:
         for proposer in self.proposers:
             proposer.extend(row, tokens)
 
+    def see(self, draft: Draft, tree: CandidateTree, logits_BNV: Tensor) -> None:
+        """Show the proposers that drafted and watch what the backbone says of the nodes it has read."""
+        watching = [source for source in draft.seconds if source >= len(self.drafters) and self._proposer(source).watches]
+        if not watching:
+            return
+        start = time.perf_counter()
+        most = min(max(self._proposer(source).watches for source in watching), logits_BNV.shape[-1])
+        best = logits_BNV.topk(most)
+        logprobs = (best.values.float() - logits_BNV.float().logsumexp(-1, keepdim=True)).tolist()
+        likeliest = best.indices.tolist()
+        for row, tokens in enumerate(tree.tokens):
+            count = len(tokens)
+            for source in watching:
+                self._proposer(source).see(tokens, likeliest[row][:count], logprobs[row][:count])
+        for source in watching:
+            draft.seconds[source] += (time.perf_counter() - start) / len(watching)
+
+    def _proposer(self, source: int) -> Proposer:
+        return self.proposers[source - len(self.drafters)]
+
     # Drafting.
 
     def sources(self, rows: int, shape: TreeShape | None) -> list[int]:
@@ -95,7 +117,7 @@ class Speculation:
             draft.seconds[source] = time.perf_counter() - start
 
     def _offer(self, source: int, pool: Pool, row: int, depth: int) -> None:
-        offered = self.proposers[source - len(self.drafters)].propose(row, depth, OFFERS)
+        offered = self._proposer(source).propose(row, depth, OFFERS)
         places: list[int] = []
         name = self.names[source]
         for token, parent, score in zip(offered.tokens, offered.parents, offered.scores, strict=True):

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from headstart import __version__
+from headstart.heads.backbone import Backbone
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
 from headstart.inference.cache import RaggedCache
@@ -51,7 +52,8 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
     longest = heads.backbone.max_positions
     for context in plan.contexts:
         if longest is not None and context + max(plan.nodes) > longest:
-            raise UserError(f"a context of {context} and {max(plan.nodes)} nodes exceed the backbone's {longest} positions; lower --contexts")
+            most = max(plan.nodes)
+            raise UserError(f"a context of {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --most")
     engine = heads.engine(bool(heads.drafters or heads.proposers))
     curves: dict[str, Any] = {}
     others = []
@@ -73,6 +75,22 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
     }
     calibration = engine.speculation.calibration.to_json() if engine.speculation is not None else []
     return Tuned(curves, calibration, details)
+
+
+def contexts_of(asked: Sequence[int] | None, most: int, backbone: Backbone) -> tuple[int, ...]:
+    """What was asked for, or 256 and 1,024 as far as the backbone's context goes."""
+    room = (backbone.max_positions or 1 << 31) - most
+    return tuple(asked) if asked else tuple(dict.fromkeys(max(1, min(context, room)) for context in (256, 1024)))
+
+
+def summary(tuned: Tuned) -> str:
+    """The curves as lines: milliseconds of a pass by nodes."""
+    lines = []
+    for found in tuned.details["by_context"]:
+        passes = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in found["pass_ms"])
+        drafting = "".join(f"; drafting {one['begin'] + sum(one['depths']):.1f}" for one in found["drafting_ms"])
+        lines.append(f"{found['rows']} rows behind {found['context']} tokens, ms by nodes: {passes}{drafting}")
+    return "\n".join(lines)
 
 
 def _growths(engine: Engine) -> list[Growth]:

@@ -106,7 +106,8 @@ def _entries(file: Path) -> dict[str, Any]:
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
         if held["format"] != FORMAT:
-            raise UserError(f"{file} is of format {held['format']}; this version reads format {FORMAT}: delete it, and run headstart tune again")
+            found = held["format"]
+            raise UserError(f"{file} is of format {found}; this version reads format {FORMAT}: delete it, and run headstart tune again")
         return dict(held["entries"])
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None

@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = list(CONFIGS)
-MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 
 
 def build(name: str, settings: dict[str, Any], seed: int = 0, loud: float = 2.2) -> PreTrainedModel:

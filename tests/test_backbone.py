@@ -43,7 +43,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "RecurrentGemma": WIDE | {"lru_width": 32, "attention_window_size": 16},
 }
 """Other families: each is decoded exactly, or refused with one line (those in REFUSED)."""
-REFUSED = {"Mpt", "Bloom", "GPTNeo", "Jamba", "Lfm2", "Mamba", "Qwen3Next", "RecurrentGemma"}
+REFUSED = {"Mpt", "Bloom", "GPTNeo", "Jamba", "Lfm2", "Mamba", "RecurrentGemma"}
 POSTPROCESSED = ["Cohere", "Cohere2", "Gemma2", "Granite"]
 
 

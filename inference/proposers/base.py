@@ -38,6 +38,7 @@ class Proposer(ABC):
 
     def see(self, tokens: list[int], likeliest: list[list[int]], logprobs: list[list[float]]) -> None:
         """For each node just read, its token, the `watches` likeliest next tokens, and their log-probabilities, best first."""
+        return None
 
     @abstractmethod
     def propose(self, row: int, depth: int, nodes: int) -> Candidates:

@@ -1,0 +1,75 @@
+"""What does a pass cost on an accelerator: an 8B Llama-shaped backbone with random weights, recorded passes, EAGLE-3 of depth 6?
+
+    python benchmarks/large_model.py [--json FILE]      # on a machine without CUDA: the same with a tiny model, and it says so
+
+Prints JSON: a plain step (eager and recorded), a pass over 64 nodes, a whole pass with drafting, as multiples of a plain recorded
+step; and the share of the measured memory bandwidth that plain recorded decoding reaches.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import build_drafter
+from headstart.inference.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.heads import Heads
+from headstart.inference.tune import TunePlan, tune
+
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+NODES = (1, 8, 16, 32, 64)
+
+
+def measure(context: int) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    with torch.device(device):
+        torch.set_default_dtype(dtype)
+        backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
+        drafter = build_drafter("eagle3", backbone, {"depth": 6, "draft_vocab": backbone.vocab // 4})
+        torch.set_default_dtype(torch.float32)
+    drafter = drafter.to(device, dtype).eval().requires_grad_(False)
+    plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
+    eager, recorded = (tune(Heads(backbone, drafter, capture=when), [], plan).details["by_context"][0] for when in ("never", "always"))  # type: ignore[arg-type]
+    plain = dict(recorded["pass_ms"])[1]
+    draft = recorded["drafting_ms"][0]
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu: no CUDA here, so a tiny model; the ratios say nothing of a large one",
+        "dtype": str(dtype),
+        "context": context,
+        "plain_ms": {"eager": dict(eager["pass_ms"])[1], "recorded": plain},
+        "pass_over_plain": {str(nodes): ms / plain for nodes, ms in recorded["pass_ms"]},
+        "whole_pass_over_plain": (dict(recorded["pass_ms"])[64] + draft["begin"] + sum(draft["depths"])) / plain,
+        "drafting_ms": draft,
+        "bandwidth_share": weight_bytes(backbone) / (plain / 1e3) / memory_bandwidth(device),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report = json.dumps(measure(arguments.context), indent=2)
+    print(report)
+    if arguments.json:
+        arguments.json.write_text(report + "\n")

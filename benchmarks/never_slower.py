@@ -1,0 +1,78 @@
+"""Is decoding with drafts ever slower than plain decoding: with useless heads, on any batch?
+
+    python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch 1 8 32]
+
+Prints JSON: for each batch size and temperature, tokens a second of heads with random weights, of proposers and of both, over those of
+plain decoding in the same process, alternating batch by batch; and whether every token was identical.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.base import Drafter, build_drafter
+from headstart.inference.heads import Heads
+from headstart.inference.measure import Settings, continue_texts
+from headstart.inference.prompts import Prompter, read_prompts
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
+
+
+def random_heads(backbone: Backbone) -> Drafter:
+    """EAGLE-3 with weights that say nothing."""
+    torch.manual_seed(0)
+    drafter = build_drafter("eagle3", backbone, {"depth": 4, "draft_vocab": backbone.vocab // 2})
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    backbone, tokenizer = load_backbone(args.backbone, dtype="fp32"), load_tokenizer(args.backbone)
+    prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, 64), args.limit)]
+    drafter, rows = random_heads(backbone), []
+    for size in args.batch:
+        for temperature in args.temperature:
+            systems = {
+                "plain": Heads(backbone),
+                "random heads": Heads(backbone, drafter),
+                "proposers": Heads(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
+                "both": Heads(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
+            }
+            found = alternate(systems, prompts, size, Settings(args.max_new_tokens, temperature))
+            rows.append({"batch": size, "temperature": temperature, **found})
+    return {"backbone": args.backbone, "threads": args.threads, "prompts": len(prompts), "rows": rows}
+
+
+def alternate(systems: dict[str, Heads], prompts: list[Tensor], size: int, settings: Settings) -> dict[str, Any]:
+    """Tokens a second over those of plain decoding; the first batch, during which passes are recorded, is decoded twice."""
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    seconds, texts = dict.fromkeys(systems, 0.0), {name: [] for name in systems}
+    for turn, batch in enumerate([batches[0], *batches]):
+        order = list(systems)[turn % len(systems) :] + list(systems)[: turn % len(systems)]
+        for name in order:
+            start = time.perf_counter()
+            out = continue_texts(systems[name], batch, settings, list(range(len(batch))))
+            if turn:
+                seconds[name] += time.perf_counter() - start
+                texts[name].append(out.sequences.tolist())
+    ratios = {name: seconds["plain"] / seconds[name] for name in systems if name != "plain"}
+    return {"of_plain": ratios, "identical": all(found == texts["plain"] for found in texts.values())}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backbone", default="embedded")
+    parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    print(json.dumps(measure(parser.parse_args()), indent=2))

@@ -1,0 +1,52 @@
+"""At a temperature: do drafts that share the picks' noise get more accepted than the likeliest tokens under a sampled pick?
+
+    python benchmarks/shared_noise.py --heads out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl [--temperature 1 0.7]
+
+Prints JSON: tau of the same heads in trees of the same shape, the children ranked by `log q + noise` (what Headstart does) and by `log q`
+alone (what engines do: top-k children, the pick sampled independently of them). Both write the same text.
+"""
+
+import argparse
+import json
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from headstart.heads.backbone import load_backbone, load_tokenizer
+from headstart.heads.checkpoint import read_card
+from headstart.inference.growth import Ranking
+from headstart.inference.heads import Heads, load
+from headstart.inference.measure import measure_tau
+from headstart.inference.prompts import Prompter, read_prompts
+from headstart.inference.tree import TreeShape
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    name = str(read_card(args.heads)[1]["backbone"])
+    backbone, tokenizer = load_backbone(name, dtype="fp32"), load_tokenizer(name)
+    prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, args.prompt_tokens), args.limit)]
+    drafter = load(args.heads, backbone).drafter
+    rows = []
+    for temperature in args.temperature:
+        for nodes, width in ((12, 4), (24, 8)):
+            how = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "tree": TreeShape(nodes, width)}
+            shared = measure_tau(Heads(backbone, drafter), prompts, **how)
+            with patch.object(Ranking, "at", lambda self, depth, vocabulary: None):
+                apart = measure_tau(Heads(backbone, drafter), prompts, **how)
+            assert shared["tokens"] == apart["tokens"]
+            rows.append({"temperature": temperature, "nodes": nodes, "tau_shared": shared["tau"], "tau_top_k": apart["tau"]})
+    return {"heads": args.heads, "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "rows": rows}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
+    parser.add_argument("--threads", type=int, default=1)
+    print(json.dumps(measure(parser.parse_args()), indent=2))

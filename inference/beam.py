@@ -1,0 +1,274 @@
+"""Speculative beam search: transformers' own beams, several steps a pass.
+
+A step needs the log-probabilities after each beam. A pass reads the last tokens of all beams of all rows, and drafts behind them; then
+steps are made as long as every new beam is among what was read. Drafts change how many steps a pass makes, never what a step gives.
+(The idea: Andronov et al., J. Cheminformatics 2025, who draft for each beam; here what is read is chosen over all beams of a row.)
+
+Shape suffixes: B batch, T positions, N nodes, K beams, M likeliest next tokens, R beams of all rows, P positions on a path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads.base import Features
+from headstart.inference.beam_breadth import Breadth
+from headstart.inference.beam_drafts import Drafting, Drafts
+from headstart.inference.beam_forest import Forest, ForestReader
+from headstart.inference.beam_rules import BeamRules
+from headstart.inference.beam_search import Beam, Search
+from headstart.inference.cache import RaggedCache
+from headstart.inference.capture import When
+from headstart.inference.decode import Clock, Pass
+from headstart.inference.processing import History
+from headstart.inference.reader import Reader
+from headstart.inference.request import Request, prompts_at_the_left
+from headstart.inference.speculation import Speculation
+from headstart.inference.tree import TreeShape
+
+
+class Beams:
+    """What a backbone's beam searches have in common: recordings, and what was learned."""
+
+    def __init__(self, reader: Reader, speculation: Speculation | None, capture: When) -> None:
+        self.forests, self.speculation = ForestReader(reader, capture), speculation
+        self.breadths: dict[int, Breadth] = {}
+
+    def drafting(self, beams: int, shape: TreeShape | None) -> Drafting | None:
+        """What drafts in one call, if anything does."""
+        if self.speculation is None:
+            return None
+        return Drafting(self.speculation, self.breadths.setdefault(beams, Breadth(beams)), shape)
+
+
+@dataclass
+class Row:
+    """A text being written."""
+
+    text: int
+    prompt: list[int]
+    search: Search
+    forest: Forest
+    last: list[int]
+    """Of each beam, the node of its last token but one, the last that is known to be read."""
+
+
+@dataclass
+class Run:
+    """What a pass brought a row: how many steps, and of each new beam which one it continues and the last node read."""
+
+    steps: int = 0
+    origins: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+
+
+class BeamDecoder:
+    """One call's beam searches. ``shape``: its ``nodes`` are a row's, those of its beams' last tokens among them; None: as many as pay.
+
+    ``batch``: how many rows at once; the next ones begin when all of those are over.
+    """
+
+    def __init__(self, beams: Beams, request: Request, rules: BeamRules, shape: TreeShape | None, batch: int) -> None:
+        self.forests, self.speculation = beams.forests, beams.speculation
+        self.request, self.rules, self.batch = request, rules, batch
+        self.drafting = beams.drafting(rules.beams, shape)
+        self.backbone, self.device = beams.forests.reader.backbone, request.ids_BT.device
+        self.tokens_BT, self.lengths_B = prompts_at_the_left(request)
+        self.searches = [Search(request, rules, row) for row in range(len(request.ids_BT))]
+        self.scores: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
+        self.rows: list[Row] = []
+        self.cache: RaggedCache
+
+    def run(self, exact_times: bool = False) -> Iterator[Pass]:
+        """One backbone pass after another until every row is over."""
+        for first in range(0, len(self.searches), self.batch):
+            self._start(list(range(first, min(first + self.batch, len(self.searches)))))
+            clock = Clock(self.device, exact_times)
+            while self.rows:
+                yield self._pass(clock)
+
+    def _start(self, texts: list[int]) -> None:
+        """Read prompts and make the first step of each."""
+        lengths_B = self.lengths_B[texts]
+        tokens_BT = self.tokens_BT[texts][:, : int(lengths_B.max())]
+        features, self.cache = self.forests.reader.prompts(tokens_BT, lengths_B)
+        last_BD = features.hidden_BTD[torch.arange(len(texts), device=self.device), lengths_B - 1]
+        prompts = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)]
+        beams = self.rules.beams
+        new = zip(texts, prompts, strict=True)
+        self.rows = [Row(text, prompt, self.searches[text], Forest(len(prompt)), [-1] * beams) for text, prompt in new]
+        logits_B1V = self.backbone.readout(last_BD)[:, None]
+        histories = [History(self.request.ids_BT[text], self.request.pads_B[text]) for text in texts]
+        scores_B1V, values_B1M, tokens_B1M = self._likeliest(logits_B1V, histories)
+        for b, row in enumerate(self.rows):
+            self._collect(row, [0] * beams, scores_B1V[b], logits_B1V[b])
+            row.search.step(values_B1M[b].repeat(beams, 0), tokens_B1M[b].repeat(beams, 0))
+        if self.drafting is not None:
+            self.drafting.start(features)
+            self.drafting.follow([b for b in range(len(texts)) for _ in range(beams)])
+        self._leave()
+
+    def _pass(self, clock: Clock) -> Pass:
+        recordings = self.forests.read.recorded
+        rows, drafts = self.rows, self._draft()
+        drafted = clock.lap()
+        features, logits_BNV = self.forests.forests(self.cache, [row.forest for row in rows])
+        scores_BNV, values_BNM, tokens_BNM = self._likeliest(logits_BNV, self._histories(logits_BNV.shape[1]))
+        verified = clock.lap()
+        runs, nodes = [], max(row.forest.new for row in rows)
+        for b, row in enumerate(rows):
+            self._show(row.forest, values_BNM[b], tokens_BNM[b])
+            runs.append(self._walk(row, drafts[b], (values_BNM[b], tokens_BNM[b]), (scores_BNV[b], logits_BNV[b])))
+        self._advance(runs, features)
+        host = clock.lap()
+        if self.speculation is not None:
+            self._time(len(rows), logits_BNV.shape[1], (verified, host), recordings)
+        written = {row.text: run.steps for row, run in zip(rows, runs, strict=True)}
+        return Pass([written.get(text, 0) for text in range(len(self.searches))], nodes, drafted, verified, host)
+
+    def _draft(self) -> list[Drafts]:
+        """Hang the beams' last tokens into the tries, and the drafts that are to be read."""
+        beams = [row.search.running for row in self.rows]
+        drafts = [Drafts([], []) for _ in beams]
+        if self.drafting is not None:
+            drafts = self.drafting.draft(beams, [row.prompt for row in self.rows], [self._room(row) for row in self.rows])
+        for row, running, drafted in zip(self.rows, beams, drafts, strict=True):
+            add = row.forest.add
+            nodes = {(i, ()): add(row.last[i], beam.tokens[-1]) for i, beam in enumerate(running)}
+            row.last = list(nodes.values())
+            for beam, path in drafted.chosen:
+                nodes[beam, path] = add(nodes[beam, path[:-1]], path[-1])
+        return drafts
+
+    def _room(self, row: Row) -> int:
+        """How deep a draft may lie behind a beam's last token, so that it still has a next token, and a position that the model has."""
+        limit = min(self.request.limit - self.request.pads_B[row.text], self.backbone.max_positions or 1 << 31)
+        return max(limit - len(row.prompt) - len(row.search.running[0].tokens) - 1, 0)
+
+    def _likeliest(self, logits_BNV: Tensor, histories: list[History]) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """Of each node the processed log-probabilities; and the largest of them, with their tokens, on the host ``[B, N, M]``."""
+        B, N, V = logits_BNV.shape
+        logprobs_BNV = logits_BNV.float().log_softmax(-1)
+        scores_BNV = self.request.processing(logprobs_BNV.view(B * N, 1, V), histories, None).view(B, N, V)
+        watched = self.drafting.watches if self.drafting is not None else 0
+        best = scores_BNV.topk(min(max(self.rules.candidates, watched), V))
+        return scores_BNV, best.values.cpu().numpy(), best.indices.cpu().numpy()
+
+    def _histories(self, nodes: int) -> list[History]:
+        """For each node that is read, the text that ends in it; rows are filled up to so many."""
+        if not self.request.processing.processors:
+            return []
+        found: list[History] = []
+        for row in self.rows if not self.request.processing.blind else self.rows[:1]:
+            ids_T, pads, forest = self.request.ids_BT[row.text], self.request.pads_B[row.text], row.forest
+            new = range(forest.read, len(forest.tokens))
+            texts = [forest.told + [forest.tokens[above] for above in forest.path(node)] for node in new]
+            histories = [History(torch.cat([ids_T, ids_T.new_tensor(text)]), pads) for text in texts]
+            found += histories + histories[:1] * (nodes - len(histories))
+        return found
+
+    def _show(self, forest: Forest, values_NM: np.ndarray, tokens_NM: np.ndarray) -> None:
+        if self.drafting is not None:
+            self.drafting.see(forest.tokens[forest.read :], tokens_NM[: forest.new], values_NM[: forest.new])
+
+    def _walk(self, row: Row, drafts: Drafts, likeliest: tuple[np.ndarray, np.ndarray], whole: tuple[Tensor, Tensor]) -> Run:
+        """Make steps as long as what they need was read."""
+        run, forest, search, nodes = Run(0, list(range(self.rules.beams))), row.forest, row.search, list(row.last)
+        while True:
+            places = [node - forest.read for node in nodes]
+            self._collect(row, places, *whole)
+            search.step(*(one_NM[places] for one_NM in likeliest))
+            run.steps += 1
+            continued = [beam.places[-1] for beam in search.running]
+            run.origins, run.last = [run.origins[beam] for beam in continued], [nodes[beam] for beam in continued]
+            if self.drafting is not None:
+                paths = [(origin, tuple(beam.tokens[-run.steps :])) for origin, beam in zip(run.origins, search.running, strict=True)]
+                self.drafting.learn(drafts, run.steps - 1, paths)
+            found = [forest.find(node, beam.tokens[-1]) for node, beam in zip(run.last, search.running, strict=True)]
+            nodes = [node for node in found if node is not None]
+            if search.over or len(nodes) < len(found):
+                return run
+
+    def _advance(self, runs: list[Run], features: Features) -> None:
+        """Keep what the new beams descend from; rows that are over leave."""
+        if self.drafting is not None:
+            self._follow(runs, features)
+        shared = [row.forest.shared for row in self.rows]
+        paths = []
+        for row, run in zip(self.rows, runs, strict=True):
+            kept, row.last = row.forest.keep(run.last)
+            paths.append(kept)
+        self.cache.lengths_B = torch.tensor(shared, device=self.device)
+        self.cache.keep(paths, [len(path) for path in paths])
+        self._leave()
+
+    def _follow(self, runs: list[Run], features: Features) -> None:
+        assert self.drafting is not None
+        K, longest = self.rules.beams, max(run.steps for run in runs)
+        origins = [b * K + origin for b, run in enumerate(runs) for origin in run.origins]
+        paths, counts = [], []
+        for row, run in zip(self.rows, runs, strict=True):
+            for node in run.last:
+                path = [above - row.forest.read for above in row.forest.path(node)[-run.steps :]]
+                paths.append(path + [0] * (longest - len(path)))
+                counts.append(len(path))
+        rows_R = torch.arange(len(runs), device=self.device).repeat_interleave(K)
+        valid_RP = torch.arange(longest, device=self.device) < torch.tensor(counts, device=self.device)[:, None]
+        self.drafting.follow(origins, features.rows(rows_R).gather(torch.tensor(paths, device=self.device), valid_RP))
+
+    def _leave(self) -> None:
+        going = [b for b, row in enumerate(self.rows) if not row.search.over]
+        if len(going) == len(self.rows):
+            return
+        self.rows = [self.rows[b] for b in going]
+        if going:
+            self.cache.select(going)
+            if self.drafting is not None:
+                self.drafting.follow([b * self.rules.beams + beam for b in going for beam in range(self.rules.beams)])
+
+    def _time(self, rows: int, nodes: int, laps: tuple[float, float], recordings: int) -> None:
+        assert self.speculation is not None
+        if self.forests.read.recorded != recordings:   # from now on everything is faster
+            self.speculation.costs.forget()
+        if self.forests.read.steady and self.speculation.steady:
+            self.speculation.costs.add_pass(rows, nodes, laps[0])
+            self.speculation.costs.add("beams' host", rows, laps[1])
+
+    def _collect(self, row: Row, places: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
+        for wanted, kept, source in ((self.request.scores, self.scores, scores_NV), (self.request.logits, self.logits, logits_NV)):
+            if wanted:
+                for beam, one_V in enumerate(source[places].float(), row.text * self.rules.beams):
+                    kept[beam].append(one_V)
+
+    # What came out.
+
+    def sequences(self) -> Tensor:
+        """``[B * returned, T]``: the prompts as given, the best texts of each, and what stands behind their ends."""
+        texts = [beam.tokens for beam in self._best()]
+        longest = max(map(len, texts))
+        written = [text + [self.rules.fill] * (longest - len(text)) for text in texts]
+        ids_BT = self.request.ids_BT.repeat_interleave(self.rules.returned, 0)
+        return torch.cat([ids_BT, ids_BT.new_tensor(written).view(len(texts), longest)], 1)
+
+    def sequences_scores(self) -> Tensor:
+        """Of each sequence: the sum of its log-probabilities, with the length penalty."""
+        return torch.tensor([float(beam.score) for beam in self._best()], device=self.device)
+
+    def beam_indices(self) -> Tensor:
+        """For each token of each sequence which beam of the whole batch it continued; -1 behind the end."""
+        found = []
+        for row, search in enumerate(self.searches):
+            for beam in search.best[: self.rules.returned]:
+                found.append([place + row * self.rules.beams for place in beam.places])
+        longest = max(map(len, found))
+        padded = [row + [-1] * (longest - len(row)) for row in found]
+        return torch.tensor(padded, dtype=torch.int32, device=self.device).view(len(found), longest)
+
+    def _best(self) -> list[Beam]:
+        return [beam for search in self.searches for beam in search.best[: self.rules.returned]]

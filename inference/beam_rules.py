@@ -1,0 +1,78 @@
+"""What one call asks of beam search: transformers' settings, and its logits processors made to work on one beam at a time.
+
+Shape suffixes: R histories, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as known
+
+from headstart.heads.errors import UserError
+
+
+@dataclass(frozen=True)
+class BeamRules:
+    """Lengths count the padding at the left, as transformers counts them."""
+
+    beams: int
+    returned: int
+    """How many of the best texts of a row are given back."""
+    length_penalty: float
+    early_stopping: bool | str
+    longest: int
+    """The length that ``early_stopping="never"`` thinks a text may yet reach."""
+    candidates: int
+    """How many continuations of all beams together are looked at in a step: so many that ``beams`` of them don't end."""
+    fill: int
+    """What stands behind the end of a text."""
+
+
+def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
+    """None: the call does not ask for beams."""
+    if not config.num_beams or config.num_beams == 1:
+        return None
+    eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    return BeamRules(
+        beams=config.num_beams,
+        returned=config.num_return_sequences,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        longest=config.max_length,
+        candidates=max(2, 1 + len(eos)) * config.num_beams,
+        fill=(pad or eos[0]) if eos else -1,   # as transformers has it: a padding token of 0 is none
+    )
+
+
+def beam_processors(processors: LogitsProcessorList, beams: int) -> LogitsProcessorList:
+    """The same processors for one beam at a time. Raises UserError for one that can't be had so."""
+    return LogitsProcessorList(_for_one_beam(processor, beams) for processor in processors)
+
+
+def _for_one_beam(processor: LogitsProcessor, beams: int) -> LogitsProcessor:
+    if isinstance(processor, known.EncoderRepetitionPenaltyLogitsProcessor):
+        raise UserError("encoder_repetition_penalty changes the first beam alone in transformers; leave it out, or set num_beams=1")
+    if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
+        return Allowed(processor._prefix_allowed_tokens_fn, 1)
+    ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
+    if isinstance(ignored, Tensor):   # one a beam
+        return known.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored[::beams])
+    return processor
+
+
+class Allowed(known.PrefixConstrainedLogitsProcessor):
+    """Transformers' own, without its way out where all beams of a row are allowed nothing but what is ruled out otherwise."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        mask_RV = torch.full_like(scores, -torch.inf)
+        for row, ids_T in enumerate(input_ids):
+            tokens = self._prefix_allowed_tokens_fn(0, ids_T)
+            if not len(tokens):
+                raise UserError("prefix_allowed_tokens_fn returned an empty list; let it allow some token, such as one that ends a text")
+            mask_RV[row, tokens] = 0
+        return scores + mask_RV
