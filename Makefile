@@ -27,12 +27,13 @@ demo: $(INSTALLED)
 	rm -rf out/demo
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
-	$(BIN)/headstart bench --heads out/demo/eagle3 --heads out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
-	  --temperature 0 1 --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 --max-new-tokens 80 --dtype fp32 --threads 1 \
-	  --json out/demo/report.json
+	$(BIN)/headstart bench --heads out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
+	  --propose suffix recycling --beside-fixed --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 \
+	  --temperature 0 1 --max-new-tokens 64 --dtype fp32 --threads 1 \
+	  --json out/demo/report.json --html out/demo/report.html
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -85,8 +85,8 @@ class Backbone:
         """
         if self.recurrent is not None and not self.recurrent.reading and (see is not None or (cache is not None and not cache.layers)):
             raise UserError(
-                f"{type(self.model).__name__} has recurrent layers, which follow no mask: a state goes from each position to the next; "
-                "set data.packing=false, and give it a cache made for its configuration"
+                f"{type(self.model).__name__} has recurrent layers, which follow no mask and need a cache made for its configuration: "
+                "no packing (data.packing=false), no beams (num_beams=1)"
             )
         mask = None
         if see is not None:

@@ -74,7 +74,7 @@ def join_features(parts: list[Features]) -> Features:
     tokens_BT = torch.cat([part.tokens_BT for part in parts], 1)
     there_BT = torch.cat([_there(part) for part in parts], 1)
     whole = Features(tokens_BT, torch.cat([part.hidden_BTD for part in parts], 1), taps)
-    order_BT = (~there_BT).to(torch.int8).argsort(dim=1, stable=True)
+    order_BT = (~there_BT).to(torch.int8).argsort(dim=1, stable=True)[:, : int(there_BT.sum(1).max())]
     return whole.gather(order_BT, there_BT.gather(1, order_BT))
 
 

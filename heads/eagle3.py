@@ -143,16 +143,15 @@ class Eagle3(Drafter):
         return replace(state, keys_BHSC=keys, values_BHSC=values, table=self.rotary.table(keys.shape[2], keys.device))
 
     def select(self, state: State, rows_B: Tensor) -> State:
-        return replace(super().select(replace(state, table=()), rows_B), table=state.table)
+        keys, values, lengths_B, pending_BD = super().select(_by_row(state), rows_B)
+        return State(keys, values, state.table, lengths_B, pending_BD)
 
     def join(self, state: State, other: State) -> State:
         slots = max(state.keys_BHSC.shape[2], other.keys_BHSC.shape[2])
-        mine, theirs = (replace(self._cut(self.reserve(one, slots), slots), hidden_BND=None, ancestors_BNM=None) for one in (state, other))
-        return replace(super().join(replace(mine, table=()), replace(theirs, table=())), table=mine.table)
-
-    @staticmethod
-    def _cut(state: State, slots: int) -> State:
-        return replace(state, keys_BHSC=state.keys_BHSC[:, :, :slots], values_BHSC=state.values_BHSC[:, :, :slots])
+        state, other = self.reserve(state, slots), self.reserve(other, slots)   # one of them may have doubled past that
+        cut = (replace(one, keys_BHSC=one.keys_BHSC[:, :, :slots], values_BHSC=one.values_BHSC[:, :, :slots]) for one in (state, other))
+        keys, values, lengths_B, pending_BD = super().join(*(_by_row(one) for one in cut))
+        return State(keys, values, state.table, lengths_B, pending_BD)
 
     def begin(self, features: Features, state: State | None = None) -> State:
         fused_BTD, lengths_B = self.fuse(features), features.lengths_B
@@ -238,6 +237,11 @@ class Eagle3(Drafter):
             offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
             if not torch.equal(offsets, self.d2t):
                 raise UserError("d2t and t2d disagree about the draft vocabulary: the checkpoint is damaged; train or fetch it again")
+
+
+def _by_row(state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What of a state has a row of the batch first and outlives a draft."""
+    return state.keys_BHSC, state.values_BHSC, state.lengths_B, state.pending_BD
 
 
 def _taps(taps: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from headstart.inference.arguments import (
     add_generate,
     add_tune,
 )
+from headstart.training.commands import CACHE_EXAMPLE, add_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +74,13 @@ def tune(given: argparse.Namespace) -> int:
     return commands.tune(given)
 
 
+def cache(given: argparse.Namespace) -> int:
+    """Write what the backbone knows of every training sample to disk, so that training need not run it."""
+    from headstart.training import commands
+
+    return commands.cache(given)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other mistake."""
@@ -87,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat(_add_command(commands, "chat", chat, CHAT_EXAMPLE))
     add_bench(_add_command(commands, "bench", bench, BENCH_EXAMPLE))
     add_tune(_add_command(commands, "tune", tune, TUNE_EXAMPLE))
+    add_cache(_add_command(commands, "cache", cache, CACHE_EXAMPLE))
     return parser
 
 

@@ -61,6 +61,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=count(0), default=0, metavar="S", help="seed of the first prompt (0)")
     parser.add_argument("--sampled-nodes", type=count(1), metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=count(1), metavar="W", help="--width above temperature 0 (default: the same)")
+    beside = "measure heads also alone, in trees of a fixed size (--nodes, --width and so on are then of these)"
+    parser.add_argument("--beside-fixed", action="store_true", help=beside)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots there, one page without links")

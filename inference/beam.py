@@ -2,7 +2,8 @@
 
 A step needs the log-probabilities after each beam. A pass reads the last tokens of all beams of all rows, and drafts behind them; then
 steps are made as long as every new beam is among what was read. Drafts change how many steps a pass makes, never what a step gives.
-(The idea: Andronov et al., J. Cheminformatics 2025, who draft for each beam; here what is read is chosen over all beams of a row.)
+(The idea: Andronov et al., J. Cheminformatics 2025, who draft for each beam. Here what is read is chosen over all beams of a row, and
+what was read ahead for some of the beams stays for the next pass.)
 
 Shape suffixes: B batch, T positions, N nodes, K beams, M likeliest next tokens, R beams of all rows, P positions on a path, V vocabulary.
 """
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Features
+from headstart.heads.errors import UserError
 from headstart.inference.beam_breadth import Breadth
-from headstart.inference.beam_drafts import Drafting, Drafts
-from headstart.inference.beam_forest import Forest, ForestReader
+from headstart.inference.beam_drafts import Drafting, Drafts, Path, Wanted
+from headstart.inference.beam_features import NodeFeatures
+from headstart.inference.beam_forest import Forest, ForestReader, Said
 from headstart.inference.beam_rules import BeamRules
 from headstart.inference.beam_search import Beam, Search
 from headstart.inference.cache import RaggedCache
@@ -37,13 +39,13 @@ class Beams:
 
     def __init__(self, reader: Reader, speculation: Speculation | None, capture: When) -> None:
         self.forests, self.speculation = ForestReader(reader, capture), speculation
-        self.breadths: dict[int, Breadth] = {}
+        self.breadths: dict[int, tuple[Breadth, Breadth]] = {}
 
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting | None:
         """What drafts in one call, if anything does."""
         if self.speculation is None:
             return None
-        return Drafting(self.speculation, self.breadths.setdefault(beams, Breadth(beams)), shape)
+        return Drafting(self.speculation, self.breadths.setdefault(beams, (Breadth(beams), Breadth(beams))), shape)
 
 
 @dataclass
@@ -55,7 +57,18 @@ class Row:
     search: Search
     forest: Forest
     last: list[int]
-    """Of each beam, the node of its last token but one, the last that is known to be read."""
+    """Of each beam, the node of its last token but one, the last that all of them have read."""
+
+    def known(self) -> list[dict[tuple[int, ...], Said]]:
+        """For each beam, what was said at its last token and behind it, by the tokens behind it."""
+        beams = self.search.running
+        nodes = [self.forest.find(node, beam.tokens[-1]) for node, beam in zip(self.last, beams, strict=True)]
+        paths: dict[int, tuple[int, ...]] = {}
+        found: list[dict[tuple[int, ...], Said]] = [{} for _ in beams]
+        for node, top in self.forest.below([node for node in nodes if node is not None]).items():
+            paths[node] = () if node == top else (*paths[self.forest.parents[node]], self.forest.tokens[node])
+            found[nodes.index(top)][paths[node]] = self.forest.said[node]
+        return found
 
 
 @dataclass
@@ -78,12 +91,17 @@ class BeamDecoder:
         self.request, self.rules, self.batch = request, rules, batch
         self.drafting = beams.drafting(rules.beams, shape)
         self.backbone, self.device = beams.forests.reader.backbone, request.ids_BT.device
+        if self.backbone.recurrent is not None:
+            name = type(self.backbone.model).__name__
+            raise UserError(f"beam search keeps several texts a row, which the recurrent layers of {name} can't; set num_beams=1")
         self.tokens_BT, self.lengths_B = prompts_at_the_left(request)
         self.searches = [Search(request, rules, row) for row in range(len(request.ids_BT))]
         self.scores: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
         self.logits: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
         self.rows: list[Row] = []
         self.cache: RaggedCache
+        self.features: NodeFeatures | None = None
+        """For drafters."""
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """One backbone pass after another until every row is over."""
@@ -103,15 +121,14 @@ class BeamDecoder:
         beams = self.rules.beams
         new = zip(texts, prompts, strict=True)
         self.rows = [Row(text, prompt, self.searches[text], Forest(len(prompt)), [-1] * beams) for text, prompt in new]
-        logits_B1V = self.backbone.readout(last_BD)[:, None]
         histories = [History(self.request.ids_BT[text], self.request.pads_B[text]) for text in texts]
-        scores_B1V, values_B1M, tokens_B1M = self._likeliest(logits_B1V, histories)
-        for b, row in enumerate(self.rows):
-            self._collect(row, [0] * beams, scores_B1V[b], logits_B1V[b])
-            row.search.step(values_B1M[b].repeat(beams, 0), tokens_B1M[b].repeat(beams, 0))
+        said = self._said(self.backbone.readout(last_BD)[:, None], histories)
+        for row, (first,) in zip(self.rows, said, strict=True):
+            self._step(row, [first] * beams)
         if self.drafting is not None:
             self.drafting.start(features)
             self.drafting.follow([b for b in range(len(texts)) for _ in range(beams)])
+            self.features = NodeFeatures(features) if self.drafting.growths else None
         self._leave()
 
     def _pass(self, clock: Clock) -> Pass:
@@ -119,13 +136,13 @@ class BeamDecoder:
         rows, drafts = self.rows, self._draft()
         drafted = clock.lap()
         features, logits_BNV = self.forests.forests(self.cache, [row.forest for row in rows])
-        scores_BNV, values_BNM, tokens_BNM = self._likeliest(logits_BNV, self._histories(logits_BNV.shape[1]))
+        said = self._said(logits_BNV, self._histories(logits_BNV.shape[1]))
         verified = clock.lap()
-        runs, nodes = [], max(row.forest.new for row in rows)
-        for b, row in enumerate(rows):
-            self._show(row.forest, values_BNM[b], tokens_BNM[b])
-            runs.append(self._walk(row, drafts[b], (values_BNM[b], tokens_BNM[b]), (scores_BNV[b], logits_BNV[b])))
-        self._advance(runs, features)
+        nodes = max(row.forest.new for row in rows)
+        if self.features is not None:
+            self.features.add(features, [row.forest.read for row in rows])
+        runs = [self._walk(row, drafts[b], said[b]) for b, row in enumerate(rows)]
+        self._advance(runs)
         host = clock.lap()
         if self.speculation is not None:
             self._time(len(rows), logits_BNV.shape[1], (verified, host), recordings)
@@ -134,13 +151,12 @@ class BeamDecoder:
 
     def _draft(self) -> list[Drafts]:
         """Hang the beams' last tokens into the tries, and the drafts that are to be read."""
-        beams = [row.search.running for row in self.rows]
-        drafts = [Drafts([], []) for _ in beams]
+        drafts = [Drafts([], []) for _ in self.rows]
         if self.drafting is not None:
-            drafts = self.drafting.draft(beams, [row.prompt for row in self.rows], [self._room(row) for row in self.rows])
-        for row, running, drafted in zip(self.rows, beams, drafts, strict=True):
+            drafts = self.drafting.draft([Wanted(row.search.running, row.prompt, self._room(row), row.known()) for row in self.rows])
+        for row, drafted in zip(self.rows, drafts, strict=True):
             add = row.forest.add
-            nodes = {(i, ()): add(row.last[i], beam.tokens[-1]) for i, beam in enumerate(running)}
+            nodes: dict[Path, int] = {(i, ()): add(row.last[i], beam.tokens[-1]) for i, beam in enumerate(row.search.running)}
             row.last = list(nodes.values())
             for beam, path in drafted.chosen:
                 nodes[beam, path] = add(nodes[beam, path[:-1]], path[-1])
@@ -151,14 +167,20 @@ class BeamDecoder:
         limit = min(self.request.limit - self.request.pads_B[row.text], self.backbone.max_positions or 1 << 31)
         return max(limit - len(row.prompt) - len(row.search.running[0].tokens) - 1, 0)
 
-    def _likeliest(self, logits_BNV: Tensor, histories: list[History]) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """Of each node the processed log-probabilities; and the largest of them, with their tokens, on the host ``[B, N, M]``."""
+    def _said(self, logits_BNV: Tensor, histories: list[History]) -> list[list[Said]]:
+        """What follows each node: the likeliest of its processed log-probabilities on the host, and whatever else the call wants."""
         B, N, V = logits_BNV.shape
         logprobs_BNV = logits_BNV.float().log_softmax(-1)
         scores_BNV = self.request.processing(logprobs_BNV.view(B * N, 1, V), histories, None).view(B, N, V)
         watched = self.drafting.watches if self.drafting is not None else 0
         best = scores_BNV.topk(min(max(self.rules.candidates, watched), V))
-        return scores_BNV, best.values.cpu().numpy(), best.indices.cpu().numpy()
+        values, tokens = best.values.cpu().numpy(), best.indices.cpu().numpy()
+        scores, logits = self.request.scores, self.request.logits
+
+        def one(b: int, n: int) -> Said:
+            return Said(values[b, n], tokens[b, n], scores_BNV[b, n] if scores else None, logits_BNV[b, n].float() if logits else None)
+
+        return [[one(b, n) for n in range(N)] for b in range(B)]
 
     def _histories(self, nodes: int) -> list[History]:
         """For each node that is read, the text that ends in it; rows are filled up to so many."""
@@ -173,54 +195,52 @@ class BeamDecoder:
             found += histories + histories[:1] * (nodes - len(histories))
         return found
 
-    def _show(self, forest: Forest, values_NM: np.ndarray, tokens_NM: np.ndarray) -> None:
-        if self.drafting is not None:
-            self.drafting.see(forest.tokens[forest.read :], tokens_NM[: forest.new], values_NM[: forest.new])
-
-    def _walk(self, row: Row, drafts: Drafts, likeliest: tuple[np.ndarray, np.ndarray], whole: tuple[Tensor, Tensor]) -> Run:
+    def _walk(self, row: Row, drafts: Drafts, said: list[Said]) -> Run:
         """Make steps as long as what they need was read."""
         run, forest, search, nodes = Run(0, list(range(self.rules.beams))), row.forest, row.search, list(row.last)
+        said = said[: forest.new]
+        if self.drafting is not None:
+            likeliest, logprobs = np.stack([one.tokens_M for one in said]), np.stack([one.logprobs_M for one in said])
+            self.drafting.see(forest.tokens[forest.read :], likeliest, logprobs)
+        forest.said += said
         while True:
-            places = [node - forest.read for node in nodes]
-            self._collect(row, places, *whole)
-            search.step(*(one_NM[places] for one_NM in likeliest))
+            self._step(row, [forest.said[node] for node in nodes])
             run.steps += 1
             continued = [beam.places[-1] for beam in search.running]
             run.origins, run.last = [run.origins[beam] for beam in continued], [nodes[beam] for beam in continued]
-            if self.drafting is not None:
-                paths = [(origin, tuple(beam.tokens[-run.steps :])) for origin, beam in zip(run.origins, search.running, strict=True)]
-                self.drafting.learn(drafts, run.steps - 1, paths)
+            paths = [(origin, tuple(beam.tokens[-run.steps :])) for origin, beam in zip(run.origins, search.running, strict=True)]
+            drafts.learn(run.steps - 1, paths)
             found = [forest.find(node, beam.tokens[-1]) for node, beam in zip(run.last, search.running, strict=True)]
             nodes = [node for node in found if node is not None]
             if search.over or len(nodes) < len(found):
                 return run
 
-    def _advance(self, runs: list[Run], features: Features) -> None:
-        """Keep what the new beams descend from; rows that are over leave."""
-        if self.drafting is not None:
-            self._follow(runs, features)
+    def _step(self, row: Row, said: list[Said]) -> None:
+        """One step of a row, given what was said at each beam's last token."""
+        for beam, one in enumerate(said, row.text * self.rules.beams):
+            if one.scores_V is not None:
+                self.scores[beam].append(one.scores_V)
+            if one.logits_V is not None:
+                self.logits[beam].append(one.logits_V)
+        row.search.step(np.stack([one.logprobs_M for one in said]), np.stack([one.tokens_M for one in said]))
+
+    def _advance(self, runs: list[Run]) -> None:
+        """Keep what belongs to the new beams; rows that are over leave."""
+        if self.drafting is not None and self.features is not None:
+            K, rows = self.rules.beams, range(len(self.rows))
+            gone_by = [self.rows[b].forest.path(node)[-runs[b].steps :] for b in rows for node in runs[b].last]
+            origins = [b * K + origin for b in rows for origin in runs[b].origins]
+            self.drafting.follow(origins, self.features.of([b for b in rows for _ in range(K)], gone_by))
         shared = [row.forest.shared for row in self.rows]
         paths = []
         for row, run in zip(self.rows, runs, strict=True):
-            kept, row.last = row.forest.keep(run.last)
+            kept, row.last = row.forest.keep(run.last, [beam.tokens[-1] for beam in row.search.running])
             paths.append(kept)
+        if self.features is not None:
+            self.features.keep([path[len(path) - row.forest.read :] for path, row in zip(paths, self.rows, strict=True)])
         self.cache.lengths_B = torch.tensor(shared, device=self.device)
         self.cache.keep(paths, [len(path) for path in paths])
         self._leave()
-
-    def _follow(self, runs: list[Run], features: Features) -> None:
-        assert self.drafting is not None
-        K, longest = self.rules.beams, max(run.steps for run in runs)
-        origins = [b * K + origin for b, run in enumerate(runs) for origin in run.origins]
-        paths, counts = [], []
-        for row, run in zip(self.rows, runs, strict=True):
-            for node in run.last:
-                path = [above - row.forest.read for above in row.forest.path(node)[-run.steps :]]
-                paths.append(path + [0] * (longest - len(path)))
-                counts.append(len(path))
-        rows_R = torch.arange(len(runs), device=self.device).repeat_interleave(K)
-        valid_RP = torch.arange(longest, device=self.device) < torch.tensor(counts, device=self.device)[:, None]
-        self.drafting.follow(origins, features.rows(rows_R).gather(torch.tensor(paths, device=self.device), valid_RP))
 
     def _leave(self) -> None:
         going = [b for b, row in enumerate(self.rows) if not row.search.over]
@@ -229,8 +249,9 @@ class BeamDecoder:
         self.rows = [self.rows[b] for b in going]
         if going:
             self.cache.select(going)
-            if self.drafting is not None:
+            if self.drafting is not None and self.features is not None:
                 self.drafting.follow([b * self.rules.beams + beam for b in going for beam in range(self.rules.beams)])
+                self.features.select(going)
 
     def _time(self, rows: int, nodes: int, laps: tuple[float, float], recordings: int) -> None:
         assert self.speculation is not None
@@ -239,12 +260,6 @@ class BeamDecoder:
         if self.forests.read.steady and self.speculation.steady:
             self.speculation.costs.add_pass(rows, nodes, laps[0])
             self.speculation.costs.add("beams' host", rows, laps[1])
-
-    def _collect(self, row: Row, places: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
-        for wanted, kept, source in ((self.request.scores, self.scores, scores_NV), (self.request.logits, self.logits, logits_NV)):
-            if wanted:
-                for beam, one_V in enumerate(source[places].float(), row.text * self.rules.beams):
-                    kept[beam].append(one_V)
 
     # What came out.
 

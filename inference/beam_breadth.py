@@ -15,9 +15,9 @@ UNITS = 36
 """The most drafts that are read, in units of half the beams."""
 DEPTHS = 12
 """The most depths that are thought of."""
-PRIOR, MISSES, DEEPER = 2.0, 0.6, 0.8
+PRIOR, MISSES, DEEPER = 2.0, 1.2, 0.8
 """Before anything is known, as of so many steps: of w drafts 1 - MISSES beams / w suffice, and of each depth DEEPER of the one before."""
-FADE = 0.99
+FADE = 0.995
 """What is left of all that was learned after another pass, so that what once did not pay is tried again."""
 
 
@@ -36,7 +36,7 @@ class Breadth:
         self.beams = beams
         self.unit = max(1, beams // 2)
         self.widths = self.unit * np.arange(UNITS + 1)
-        prior = PRIOR * (1 - MISSES * beams / np.maximum(self.widths, 1)) * (self.widths >= beams)
+        prior = PRIOR * (1 - MISSES * beams / np.maximum(self.widths, 1)).clip(min=0)
         self.hits = np.stack([prior * DEEPER**depth for depth in range(DEPTHS)])
         """For each depth and width, how often that width sufficed."""
         self.prior = self.hits.copy()

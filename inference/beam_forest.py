@@ -1,7 +1,7 @@
 """The texts of a row that beam search has in flight, as one trie: what all share is read once, what a beam drafts hangs below it.
 
 The cache of a row holds the keys of what all its beams share, in slots that are positions, and behind it those of the trie's nodes,
-each in the slot of its number. Nodes that no beam has for an ancestor are dropped after every pass.
+each in the slot of its number. After every pass, nodes that are on no beam's way, neither before nor behind its last token, are dropped.
 
 Shape suffixes: B batch, N nodes read now, M nodes of the trie (these among them), S slots, V vocabulary.
 """
@@ -21,12 +21,12 @@ from headstart.inference.capture import Captured, When, capturable
 from headstart.inference.costs import SIZES
 from headstart.inference.reader import Reader
 
-TRIE_STEP = 16
+TRIE_STEP = 64
 """Tries are padded to multiples of it, so that few shapes occur."""
 
 
 class Forest:
-    """One row. A parent stands before its children; parent -1 is the end of what all beams share. Nodes from ``read`` on are new."""
+    """One row. A parent stands before its children; parent -1 is the end of what all beams share."""
 
     def __init__(self, shared: int) -> None:
         self.shared = shared
@@ -36,13 +36,19 @@ class Forest:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self.read = 0
+        self.said: list[Said] = []
+        """At the nodes that have been read."""
         self._place: dict[tuple[int, int], int] = {}
 
     @property
+    def read(self) -> int:
+        """How many nodes have been read: the first ones."""
+        return len(self.said)
+
+    @property
     def new(self) -> int:
-        """How many nodes have not been read."""
-        return len(self.tokens) - self.read
+        """How many have not."""
+        return len(self.tokens) - len(self.said)
 
     def add(self, parent: int, token: int) -> int:
         """The node of that token below that parent."""
@@ -66,20 +72,32 @@ class Forest:
             node = self.parents[node]
         return found[::-1]
 
-    def keep(self, last: list[int]) -> tuple[list[int], list[int]]:
-        """Drop all but the paths to these nodes, which are of one depth; what was kept, by old number, and the new numbers of ``last``."""
-        kept = sorted({node for end in set(last) for node in self.path(end)})
+    def below(self, nodes: list[int]) -> dict[int, int]:
+        """All nodes from these on downwards, each with the one of these it descends from."""
+        found = {node: node for node in nodes}
+        for node, parent in enumerate(self.parents):
+            if parent in found:
+                found.setdefault(node, found[parent])
+        return found
+
+    def keep(self, last: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        """All nodes have been read; the beams go on with these tokens behind these nodes, which are of one depth. Drop what is not theirs.
+
+        The old numbers of the nodes kept, and the new ones of ``last``.
+        """
+        found = [self.find(node, token) for node, token in zip(last, tokens, strict=True)]
+        ahead = self.below([node for node in found if node is not None])
+        kept = sorted({node for end in set(last) for node in self.path(end)} | set(ahead))
         depths = [self.depths[node] for node in kept]
-        common = next((i for i, depth in enumerate(depths) if depths.count(depth) > 1), len(kept))
-        self.told += [self.tokens[node] for node in kept[:common]]
-        place = {node: i - common for i, node in enumerate(kept)}
-        place |= dict.fromkeys([-1, *kept[:common]], -1)
-        old_tokens, old_parents = self.tokens, self.parents
+        common = next((i for i, depth in enumerate(depths) if depths.count(depth) > 1 or depth > self.depths[last[0]]), len(kept))
+        place = {node: i - common for i, node in enumerate(kept)} | dict.fromkeys([-1, *kept[:common]], -1)
+        old = self.tokens, self.parents, self.said
         self.shared += common
+        self.told += [old[0][node] for node in kept[:common]]
         self.tokens, self.parents, self.depths, self._place = [], [], [], {}
         for node in kept[common:]:
-            self.add(place[old_parents[node]], old_tokens[node])
-        self.read = len(self.tokens)
+            self.add(place[old[1][node]], old[0][node])
+        self.said = [old[2][node] for node in kept[common:]]
         return kept, [place[node] for node in last]
 
     def ancestors(self) -> np.ndarray:
@@ -89,6 +107,16 @@ class Forest:
             if parent >= 0:
                 found[node] |= found[parent]
         return found
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the backbone has said at a node, processed: the likeliest next tokens, best first; and all, where the call wants them."""
+
+    logprobs_M: np.ndarray
+    tokens_M: np.ndarray
+    scores_V: Tensor | None = None
+    logits_V: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +141,12 @@ class ForestReader:
 
     def forests(self, cache: RaggedCache, forests: list[Forest]) -> tuple[Features, Tensor]:
         """The features ``[B, N]`` of every new node, and the logits ``[B, N, V]`` of what follows it."""
-        if self.view is None or len(self.view.layers) != sum(map(len, cache.groups)):
+        if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
         nodes = tensors(forests, cache.lengths_B.device)
-        return self.read(cache.stores(nodes.tokens_BN.shape[1]), nodes)
+        # Room for the longest trie in every row, since rows are moved together when it is cut down.
+        room = max(forest.shared for forest in forests) + max(forest.read for forest in forests) + nodes.tokens_BN.shape[1]
+        return self.read(cache.stores(room - cache.longest), nodes)
 
     def _read(self, stores: Stores, nodes: Nodes) -> tuple[Features, Tensor]:
         assert self.view is not None
@@ -130,7 +160,7 @@ class ForestReader:
 
 def padded(nodes: int) -> int:
     """How many nodes are read where so many are wanted: a size that occurs often."""
-    return next((size for size in SIZES if size >= nodes), -(-nodes // TRIE_STEP) * TRIE_STEP)
+    return next((size for size in SIZES if size >= nodes), -(-nodes // 16) * 16)
 
 
 def tensors(forests: list[Forest], device: torch.device) -> Nodes:
@@ -148,8 +178,8 @@ def tensors(forests: list[Forest], device: torch.device) -> Nodes:
         above = forest.ancestors()
         ancestors[b, :, :count] = above[first]
         ancestors[b, :new, :count] = above[first:]
-    shared = [forest.shared for forest in forests]
-    return Nodes(*(torch.from_numpy(one).to(device) for one in (tokens, places, positions, ancestors)), torch.tensor(shared, device=device))
+    shared = np.array([forest.shared for forest in forests])
+    return Nodes(*(torch.from_numpy(one).to(device) for one in (tokens, places, positions, ancestors, shared)))
 
 
 def masks(nodes: Nodes, positions_BN: Tensor, slots: int, windows: dict[str, int | None]) -> dict[str, Tensor]:

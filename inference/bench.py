@@ -49,6 +49,8 @@ class Plan:
     sampled: TreeShape | None = None
     """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree pays."""
     batches: tuple[int, ...] = (1,)
+    beside: tuple[TreeShape, TreeShape] | None = None
+    """Measure the trained heads also alone, in trees of these shapes: greedy, sampled."""
     skip_long: bool = False
     """Leave out prompts that leave no room in the context, instead of refusing them."""
 
@@ -73,6 +75,8 @@ def compare(
     asked = _fitting(prompts, plan, backbone)
     plain, theirs = Ours(PLAIN, Heads(backbone)), Theirs(TRANSFORMERS, backbone)
     ours = [Ours(name, one) for name, one in heads]
+    if plan.beside is not None:
+        ours += [Ours(f"{name}, fixed trees", Heads(backbone, one.drafter), plan.beside) for name, one in heads if one.drafter is not None]
     report = _header(backbone, asked, plan) | {"skipped": len(prompts) - len(asked)}
     for temperature in plan.temperatures:
         first: Measured | None = None

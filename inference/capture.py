@@ -3,7 +3,8 @@
 A small model spends most of a pass in Python, launching some hundred operations; replayed, the same operations on the same numbers
 take a half to a third of the time on a CPU. There the recording is a `torch.jit.trace`, which follows new shapes by itself; every
 new combination of shapes is compared with the function once, and recorded anew where the recording does not follow. On CUDA it is
-a `torch.cuda.CUDAGraph` for each combination of shapes.
+a `torch.cuda.CUDAGraph` for each combination of shapes, of the backbone's passes; it has not been run on a GPU yet, so only "always"
+turns it on there.
 
 What may be captured: a function that reads nothing back to the host and branches on shapes alone. It may write into its ``held``
 tensors, the same numbers to the same places each time it is called with the same arguments.
@@ -28,7 +29,9 @@ PATIENCE = 24
 
 def capturable(when: When, device: torch.device) -> bool:
     """Whether functions on that device are to be captured: TorchScript ends with Python 3.13, other devices have no recording."""
-    return when != "never" and (device.type == "cuda" or (device.type == "cpu" and sys.version_info < (3, 14)))
+    if device.type == "cuda":
+        return when == "always"
+    return when != "never" and device.type == "cpu" and sys.version_info < (3, 14)
 
 
 class Captured:
@@ -55,11 +58,19 @@ class Captured:
         self.steady = recording is not None and shapes in recording.follows
         if self.steady:
             assert recording is not None
-            return recording(leaves)
+            try:
+                return recording(leaves)
+            except RuntimeError:   # it branches on values after all, as a mixture of experts may: not to be recorded
+                self.off = True
+                return self.function(held, *inputs)
         if recording is not None and (expected := recording.compare(self.function, held, inputs, leaves)) is not None:
             return expected
         make = _Trace if leaves[0].device.type == "cpu" else _Graph
-        self.recordings[key] = recording = make(self.function, shape, leaves, len(flatten_tensors(held)))
+        try:
+            self.recordings[key] = recording = make(self.function, shape, leaves, len(flatten_tensors(held)))
+        except RuntimeError:   # something in it can't be recorded
+            self.off = True
+            return self.function(held, *inputs)
         self.recorded += 1
         recording.follows.add(shapes)
         return recording(leaves)
@@ -127,7 +138,8 @@ class _Graph(_Recording):
             for _ in range(2):   # libraries choose their kernels on first use, which a graph can't hold
                 self.function(arguments, *inputs)
         torch.cuda.current_stream().wait_stream(side)
-        self.graph, self.found = torch.cuda.CUDAGraph(), []
+        self.graph = torch.cuda.CUDAGraph()
+        self.found: list[Tensor] = []
         with torch.cuda.graph(self.graph):
             self.out = flatten(self.function(arguments, *inputs), self.found)
 

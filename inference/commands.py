@@ -24,6 +24,7 @@ from headstart.inference.prompts import Prompter, read_prompts
 from headstart.inference.report import page
 from headstart.inference.systems import LOOKUP, LOOKUP_TOKENS, Theirs, load_assistant
 from headstart.inference.table import table, verdict
+from headstart.inference.tree import TreeShape
 from headstart.inference.tune import NODES, TunePlan, contexts_of, summary
 from headstart.inference.tune import tune as measure_machine
 from headstart.inference.tuned import key, write_tuned
@@ -54,12 +55,15 @@ def bench(given: argparse.Namespace) -> int:
     if given.assistant:
         assistant = load_assistant(given.assistant, backbone, given.trust_remote_code)
         others.append(Theirs(f"assistant {given.assistant}", backbone, {"assistant_model": assistant}))
+    tree = tree_of(given.nodes, given.width, given.depth)
+    sampled = tree_of(given.sampled_nodes or given.nodes, given.sampled_width or given.width, given.depth)
     plan = Plan(
         max_new_tokens=given.max_new_tokens,
         temperatures=tuple(dict.fromkeys(given.temperature or [0.0])),
         seed=given.seed,
-        tree=tree_of(given.nodes, given.width, given.depth),
-        sampled=tree_of(given.sampled_nodes or given.nodes, given.sampled_width or given.width, given.depth),
+        tree=None if given.beside_fixed else tree,
+        sampled=None if given.beside_fixed else sampled,
+        beside=(tree or TreeShape(), sampled or TreeShape()) if given.beside_fixed else None,
         batches=batches,
         skip_long=given.skip_long,
     )

@@ -67,6 +67,8 @@ class Decoder:
         self.texts = [Text(request, row) for row in range(len(request.ids_BT))]
         self.tokens_BT, lengths_B = prompts_at_the_left(request)
         self.lengths = lengths_B.tolist()
+        if speculation is not None:
+            speculation.attend(seeds_B is not None)
         self.batch = batch
         self.device = request.ids_BT.device
         self.waiting = list(range(len(self.texts)))
@@ -113,7 +115,7 @@ class Decoder:
 
     def _draft(self) -> tuple[Draft, CandidateTree, list[list[int]], Tensor | None]:
         """What was drafted, the tree to read, the places of its nodes in the pools, and the noise of the positions ahead."""
-        draft = Draft([Pool(root) for root in self.roots], [self._room(text) for text in self.rows])
+        draft = Draft([Pool(root) for root in self.roots], [self._room(text) for text in self.rows], calibrated=self.shape is None)
         if self.speculation is None:
             return draft, root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
         sources = self.speculation.sources(len(self.rows), self.shape)
@@ -134,7 +136,7 @@ class Decoder:
         self._take_in(source)
         self.states[source] = self.speculation.drafters[source].watch(self.states[source], self.cache, self._ahead(source))
         temperature_1 = None if noise_BPV is None else torch.full((1,), self.request.processing.temperature, device=self.device)
-        ranking = Ranking(temperature_1, noise_BPV)
+        ranking = Ranking(temperature_1, noise_BPV, self.request.processing.filters if noise_BPV is not None else None)
         self.states[source] = self.speculation.grow(draft, source, self.states[source], ranking, self.shape)
         draft.seconds[source] = time.perf_counter() - start
 

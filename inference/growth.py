@@ -5,15 +5,38 @@ Shape suffixes: B batch, W beam width, D width, V draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.base import Drafter, Features
 from headstart.inference.capture import Captured, When, capturable
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What keeps unlikely tokens out of a sample; the draft's logits are filtered as the backbone's are."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logits_NV: Tensor) -> Tensor:
+        """-inf where a token is out (0, 1 and 0 filter nothing)."""
+        nothing: Any = None   # these do not look at the text
+        if self.top_k:
+            logits_NV = TopKLogitsWarper(self.top_k)(nothing, logits_NV)
+        if self.top_p < 1:
+            logits_NV = TopPLogitsWarper(self.top_p)(nothing, logits_NV)
+        if self.min_p:   # transformers' own can't be recorded
+            chances_NV = logits_NV.softmax(-1)
+            logits_NV = logits_NV.masked_fill(chances_NV < self.min_p * chances_NV.amax(-1, keepdim=True), -math.inf)
+        return logits_NV
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,7 @@ class Ranking:
     temperature_1: Tensor | None = None
     noise_BPV: Tensor | None = None
     """Of the positions the picks at the root, its children, ... are for, over the backbone's vocabulary."""
+    filters: Filters | None = None
 
     def at(self, depth: int, vocabulary: Tensor | None) -> Tensor | None:
         """The noise ``[B, V]`` of what is drafted at that depth."""
@@ -52,8 +76,9 @@ class Growth:
 
     def __init__(self, drafter: Drafter, capture: When) -> None:
         self.drafter = drafter
+        on_cpu = drafter.backbone[0].device.type == "cpu"
         frozen = not any(weight.requires_grad for weight in drafter.parameters())   # a recording would miss what training changes
-        when = capture if drafter.captures and frozen and capturable(capture, drafter.backbone[0].device) else "never"
+        when = capture if drafter.captures and frozen and on_cpu and capturable(capture, drafter.backbone[0].device) else "never"
         self.first = Captured(self._first, "never")
         self.begin = Captured(self._begin, when)
         self.levels = [Captured(partial(self._level, depth), when) for depth in range(drafter.depth)]
@@ -67,7 +92,7 @@ class Growth:
     def level(self, depth: int, state: Any, before: Level, width: int, ranking: Ranking) -> tuple[Level, Any]:
         """The ``width`` likeliest nodes of that depth, and the drafter's state that knows the nodes ``before``."""
         noise_BV = ranking.at(depth, self.drafter.vocabulary)
-        return self.levels[depth](state, before, width, noise_BV, ranking.temperature_1)
+        return self.levels[depth](state, before, width, noise_BV, ranking.temperature_1, ranking.filters)
 
     @property
     def steady(self) -> bool:
@@ -81,12 +106,22 @@ class Growth:
         return self.drafter.begin(features, state)
 
     def _level(
-        self, depth: int, state: Any, before: Level, width: int, noise_BV: Tensor | None, temperature_1: Tensor | None
+        self,
+        depth: int,
+        state: Any,
+        before: Level,
+        width: int,
+        noise_BV: Tensor | None,
+        temperature_1: Tensor | None,
+        filters: Filters | None,
     ) -> tuple[Level, Any]:
         hidden, state = self.drafter.step(state, before.tokens_BW, before.parents_BW, depth)
         logits_BWV = self.drafter.readout(hidden, depth, before.tokens_BW).float()
         if noise_BV is not None and temperature_1 is not None:
-            logits_BWV = logits_BWV / temperature_1 + noise_BV[:, None]
+            logits_BWV = logits_BWV / temperature_1
+            if filters is not None:
+                logits_BWV = filters(logits_BWV.flatten(0, 1)).view(logits_BWV.shape)
+            logits_BWV = logits_BWV + noise_BV[:, None]
         scores_BWV = logits_BWV.log_softmax(-1).expand(-1, before.tokens_BW.shape[1], -1)
         B, W, V = scores_BWV.shape
         totals_BM = (scores_BWV + before.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)  # heads that have diverged

@@ -135,7 +135,10 @@ class Engine:
         drafters = heads.drafters if speculate else []
         self.speculation = Speculation(drafters, heads.proposers, heads.capture) if speculate else None
         if self.speculation is not None and heads.tuned is not None:
-            self.speculation.costs, self.speculation.calibration = heads.tuned.costs(), heads.tuned.chances()
+            self.speculation.costs = heads.tuned.costs()
+            for sampled, calibration in heads.tuned.chances().items():
+                self.speculation.attend(sampled)
+                self.speculation.learned.calibration = calibration
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), heads.capture)
         self.beams = Beams(self.reader, self.speculation, heads.capture)
 

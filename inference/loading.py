@@ -65,7 +65,7 @@ def backbone_of(name: str, given: argparse.Namespace) -> Backbone:
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> Heads:
     """The heads at ``path``, with the proposers asked for; None: proposers alone, or plain decoding."""
-    proposers = proposers_of(backbone, given)
+    proposers = proposers_of(backbone, tokenizer, given)
     return load(path, backbone, tokenizer=tokenizer, other_backbone=given.other_backbone, proposers=proposers)
 
 
@@ -74,12 +74,13 @@ def drafts_untrained(given: argparse.Namespace) -> bool:
     return bool(given.propose or given.draft_model or given.early_exit)
 
 
-def proposers_of(backbone: Backbone, given: argparse.Namespace) -> list[Proposer | Drafter]:
+def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> list[Proposer | Drafter]:
     """Those that draft without training, fresh ones: they remember what they have seen."""
     made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "memory": MemoryProposer}
     found: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(given.propose or [])]
     if given.draft_model:
-        found.append(load_draft_model(given.draft_model, backbone, trust_remote_code=given.trust_remote_code))
+        how = {"tokenizer": tokenizer, "dtype": given.dtype, "trust_remote_code": given.trust_remote_code}
+        found.append(load_draft_model(given.draft_model, backbone, **how))
     if given.early_exit:
         found.append(EarlyExit(backbone, layers=given.early_exit))
     return found

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from transformers.generation import logits_process as known
 
 from headstart.heads.errors import UserError
+from headstart.inference.growth import Filters
 from headstart.inference.tree import CandidateTree
 
 BLIND = (
@@ -87,6 +88,16 @@ class Processing:
     def temperature(self) -> float:
         """What the drafter's logits are divided by too."""
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
+
+    @property
+    def filters(self) -> Filters | None:
+        """What the drafter's logits are filtered by too; None: nothing."""
+        found = Filters(
+            next((p.top_k for p in self.processors if isinstance(p, known.TopKLogitsWarper)), 0),
+            next((p.top_p for p in self.processors if isinstance(p, known.TopPLogitsWarper)), 1.0),
+            next((p.min_p for p in self.processors if isinstance(p, known.MinPLogitsWarper)), 0.0),
+        )
+        return None if found == Filters() else found
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
         """Scores ``[B, N, V]`` (float32). ``histories``: each row's up to and with the root (or the prompt, without a tree)."""

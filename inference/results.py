@@ -22,7 +22,7 @@ class Sizes:
 def result(measured: Measured, plain: Measured, theirs: Measured, settings: Settings, sizes: Sizes) -> dict[str, Any]:
     """A row of heads."""
     assert isinstance(measured.system, Ours)
-    tree, total = settings.tree, measured.total
+    tree, total = measured.system.settings(settings).tree, measured.total
     deepest = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
     differing = measured.differing(plain)
     return {

@@ -9,6 +9,7 @@ Shape suffixes: B batch, P positions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,10 +41,25 @@ class Draft:
     pools: list[Pool]
     room: list[int]
     """How many tokens each row may still write beyond its root: no node lies deeper."""
+    calibrated: bool = True
+    """Whether chances are what scores have been worth; else scores are taken at their word, the same each time."""
     seconds: dict[int, float] = field(default_factory=dict)
     """By source."""
     levels: dict[int, int] = field(default_factory=dict)
     """Depths drafted, by drafter."""
+
+
+@dataclass
+class Learned:
+    """What decoding has taught of the sources."""
+
+    calibration: Calibration
+    standings: dict[int, Standing]
+    """By source."""
+    expanding: list[list[float]]
+    """Of each drafter, per depth, how often the pick was among what it drafted there, when it had drafted the parent."""
+    rate: float = 0.0
+    """Tokens a second, of late."""
 
 
 class Speculation:
@@ -53,12 +69,17 @@ class Speculation:
         self.drafters, self.proposers = list(drafters), list(proposers)
         self.growths = [Growth(drafter, capture) for drafter in drafters]
         self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
-        self.calibration, self.costs = Calibration(), Costs()
-        self.standings = {i: Standing() for i in range(len(self.names))}
-        self.expanding = [[0.7] * drafter.depth for drafter in drafters]
-        """Of each drafter, per depth, how often the pick was among what it drafted there, when it had drafted the parent."""
-        self.rate = 0.0
-        """Tokens a second, of late."""
+        self.costs = Costs()
+        self.moods: dict[bool, Learned] = {}
+        """What has been learned of greedy (False) and of sampled texts."""
+        self.attend(False)
+
+    def attend(self, sampled: bool) -> None:
+        """From now on texts are sampled, or greedy: what drafts are worth differs, so each has its own."""
+        if sampled not in self.moods:
+            standings = {i: Standing() for i in range(len(self.names))}
+            self.moods[sampled] = Learned(Calibration(), standings, [[0.7] * drafter.depth for drafter in self.drafters])
+        self.learned = self.moods[sampled]
 
     @property
     def steady(self) -> bool:
@@ -100,10 +121,10 @@ class Speculation:
     def sources(self, rows: int, shape: TreeShape | None) -> list[int]:
         """Those that draft in this pass. Until a plain step has been timed, none."""
         if shape is not None:
-            return list(self.standings)
+            return list(self.learned.standings)
         if not self.costs.knows(rows):
             return []
-        return [source for source, standing in self.standings.items() if standing.active()]
+        return [source for source, standing in self.learned.standings.items() if standing.active()]
 
     def propose(self, draft: Draft, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Let the proposers among the sources hang their nodes into the pools."""
@@ -113,17 +134,19 @@ class Speculation:
             start = time.perf_counter()
             for pool, room, row in zip(draft.pools, draft.room, rows, strict=True):
                 if room > 0:
-                    self._offer(source, pool, row, min(room, FAR))
+                    self._offer(draft, source, pool, row, min(room, FAR))
             draft.seconds[source] = time.perf_counter() - start
 
-    def _offer(self, source: int, pool: Pool, row: int, depth: int) -> None:
+    def _offer(self, draft: Draft, source: int, pool: Pool, row: int, depth: int) -> None:
         offered = self._proposer(source).propose(row, depth, OFFERS)
         places: list[int] = []
-        name = self.names[source]
         for token, parent, score in zip(offered.tokens, offered.parents, offered.scores, strict=True):
             above = 0 if parent < 0 else places[parent]
-            chance = self.calibration.table(name, pool.depths[above] + 1).chance(score)
+            chance = self._chance(draft, source, pool.depths[above] + 1, score)
             places.append(pool.add(source, above, token, score, chance))
+
+    def _chance(self, draft: Draft, source: int, depth: int, score: float) -> float:
+        return self.learned.calibration.table(self.names[source], depth).chance(score) if draft.calibrated else math.exp(score)
 
     def grow(self, draft: Draft, source: int, state: Any, ranking: Ranking, shape: TreeShape | None) -> Any:
         """Let a drafter draft depth by depth; its state after that."""
@@ -153,21 +176,21 @@ class Speculation:
                 if node < 0 or pool.depths[node] >= room or not score > -1e9:
                     own.append(-1)
                     continue
-                chance = self.calibration.table(self.names[source], pool.depths[node] + 1).chance(score)
+                chance = self._chance(draft, source, pool.depths[node] + 1, score)
                 own.append(pool.add(source, node, token, score, chance))
             found.append(own)
         return found
 
     def _deeper(self, draft: Draft, source: int, places: list[list[int]], k: int) -> bool:
         """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth takes."""
-        if not self.rate:
+        if not self.learned.rate:
             return True
         mass = 0.0
         for pool, own in zip(draft.pools, places, strict=True):
             reach = pool.reach()
             mass += min(sum(reach[node] for node in set(own) if node >= 0), 1.0)
         cost = self.costs.part(f"level of {self.names[source]}", len(draft.pools))
-        return mass * self.expanding[source][k] > self.rate * cost
+        return mass * self.learned.expanding[source][k] > self.learned.rate * cost
 
     # Choosing.
 
@@ -211,7 +234,7 @@ class Speculation:
     def judge(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float) -> None:
         """What the pass wrote is owed to some source; a source that costs more than it brings rests."""
         rows, size = len(draft.pools), max(map(len, kept))
-        credit, share = dict.fromkeys(self.standings, 0.0), dict.fromkeys(self.standings, 0.0)
+        credit, share = dict.fromkeys(self.learned.standings, 0.0), dict.fromkeys(self.learned.standings, 0.0)
         for pool, nodes, path in zip(draft.pools, kept, paths, strict=True):
             owners: dict[int, set[int]] = {}
             for guess in pool.guesses:
@@ -223,7 +246,7 @@ class Speculation:
                 credit[source] += _owed(source, [owners[nodes[place]] for place in path[1:]])
         self._rest(draft, credit, share, self.costs.of_pass(rows, size) - self.costs.of_pass(rows, 1))
         tokens = sum(map(len, paths))
-        self.rate = tokens / seconds if not self.rate else self.rate + NEW * (tokens / seconds - self.rate)
+        self.learned.rate = tokens / seconds if not self.learned.rate else self.learned.rate + NEW * (tokens / seconds - self.learned.rate)
 
     def _score(self, pool: Pool, accepted: dict[int, int], levels: dict[int, int]) -> None:
         found = {source: [False] * count for source, count in levels.items()}
@@ -232,12 +255,12 @@ class Speculation:
             if parent in accepted:
                 hit = pool.tokens[guess.node] == accepted[parent]
                 depth = pool.depths[guess.node]
-                self.calibration.table(self.names[guess.source], depth).learn(guess.score, hit)
+                self.learned.calibration.table(self.names[guess.source], depth).learn(guess.score, hit)
                 if hit and guess.source in found:
                     found[guess.source][depth - 1] = True
         for source, hits in found.items():
             for depth in range(min(len(hits), len(accepted))):   # whose parents are on the path
-                self.expanding[source][depth] += NEW / 2 * (hits[depth] - self.expanding[source][depth])
+                self.learned.expanding[source][depth] += NEW / 2 * (hits[depth] - self.learned.expanding[source][depth])
                 if not hits[depth]:
                     break
 
@@ -245,16 +268,16 @@ class Speculation:
         """Note what each source brought and took; the worst one that does not pay rests. ``extra``: seconds the tree added to the pass."""
         total = sum(share.values())
         for source, seconds in draft.seconds.items():
-            self.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0))
-        if not self.rate:
+            self.learned.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0))
+        if not self.learned.rate:
             return
-        losses = {source: self.standings[source].loss(self.rate) for source in draft.seconds}
+        losses = {source: self.learned.standings[source].loss(self.learned.rate) for source in draft.seconds}
         worst = max(losses, key=lambda source: losses[source], default=None)
         if worst is not None and losses[worst] > 0:
-            self.standings[worst].fail()
+            self.learned.standings[worst].fail()
         for source, loss in losses.items():
             if loss < 0:
-                self.standings[source].prove()
+                self.learned.standings[source].prove()
 
 
 def _owed(source: int, owners: list[set[int]]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.bandwidth import now
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_texts
+from headstart.inference.tree import TreeShape
 
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "prompt lookup"
 LOOKUP_TOKENS = 10
@@ -48,11 +49,15 @@ class System(ABC):
 
 
 class Ours(System):
-    """Heads, or without a drafter plain decoding by the same rule."""
+    """Heads, or without a drafter plain decoding by the same rule. ``fixed``: trees of these shapes, greedy and sampled."""
 
-    def __init__(self, name: str, heads: Heads) -> None:
+    def __init__(self, name: str, heads: Heads, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
         super().__init__(name, heads.backbone)
-        self.heads = heads
+        self.heads, self.fixed = heads, fixed
+
+    def settings(self, settings: Settings) -> Settings:
+        """With this system's own trees, if it has any."""
+        return settings if self.fixed is None else replace(settings, tree=self.fixed[settings.temperature > 0])
 
     @property
     def sources(self) -> list[str]:
@@ -60,7 +65,7 @@ class Ours(System):
         return [type(one).__name__.lower() for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Written:
-        output = continue_texts(self.heads, prompts, settings, seeds, timed=timed)
+        output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.runs is not None
         start = max(map(len, prompts))
         lengths = [1 + sum(runs) for runs in output.runs]   # the pass over the prompt writes one

@@ -23,10 +23,10 @@ from headstart.heads.errors import UserError
 from headstart.inference.cache import RaggedCache
 from headstart.inference.growth import Growth, Ranking, root_level
 from headstart.inference.heads import Engine, Heads
-from headstart.inference.measure import Settings, continue_text
+from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation import WIDTH
 from headstart.inference.tree import CandidateTree, TreeShape
-from headstart.inference.tuned import Tuned
+from headstart.inference.tuned import GREEDY, SAMPLED, Tuned
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDE = TreeShape(nodes=40, width=8)
@@ -53,7 +53,7 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
     for context in plan.contexts:
         if longest is not None and context + max(plan.nodes) > longest:
             most = max(plan.nodes)
-            raise UserError(f"a context of {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --most")
+            raise UserError(f"context {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --most")
     engine = heads.engine(bool(heads.drafters or heads.proposers))
     curves: dict[str, Any] = {}
     others = []
@@ -64,7 +64,7 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
             curve = [[nodes, _pass(engine, cache, nodes, plan.repeats)] for nodes in plan.nodes]
             if context == plan.contexts[0]:
                 curves[str(rows)] = curve
-            drafting = [_drafting(growth, features, plan.repeats) for growth in _growths(engine)]
+            drafting = [_drafting(growth, features, cache, plan.repeats) for growth in _growths(engine)]
             others.append({"context": context, "rows": rows, "pass_ms": [[n, 1e3 * s] for n, s in curve], "drafting_ms": drafting})
     details = {
         "measured": date.today().isoformat(),
@@ -73,7 +73,8 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
         "tau_of_wide_trees": _calibrate(heads, engine, prompts, plan, say),
         "host_ms": 1e3 * engine.speculation.costs.part("host", 1) if engine.speculation is not None else None,
     }
-    calibration = engine.speculation.calibration.to_json() if engine.speculation is not None else []
+    moods = engine.speculation.moods if engine.speculation is not None else {}
+    calibration = {SAMPLED if sampled else GREEDY: learned.calibration.to_json() for sampled, learned in moods.items()}
     return Tuned(curves, calibration, details)
 
 
@@ -112,7 +113,7 @@ def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float
     return _seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, engine.reader.read.calls < WARM_UP)
 
 
-def _drafting(growth: Growth, features: Features, repeats: int) -> dict[str, Any]:
+def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
     """Milliseconds of taking in three tokens, and of each depth."""
     rows, device = features.tokens_BT.shape[0], features.tokens_BT.device
     room = features.tokens_BT.shape[1] + (growth.drafter.depth + 2) * (WIDTH + 1)
@@ -122,7 +123,7 @@ def _drafting(growth: Growth, features: Features, repeats: int) -> dict[str, Any
         few = features.gather(index, index >= 0)
         cold = growth.begin.calls < WARM_UP
         begin = _seconds(lambda: growth.take_in(few, state, room), repeats, cold)
-        state = growth.take_in(few, state, room)
+        state = growth.drafter.watch(growth.take_in(few, state, room), cache, (growth.drafter.depth + 2) * (WIDTH + 1))
         level, depths = root_level([0] * rows, device), []
         for depth in range(growth.drafter.depth):
             before = (level, state)
@@ -155,10 +156,10 @@ def _calibrate(heads: Heads, engine: Engine, prompts: Sequence[Tensor], plan: Tu
     found = {}
     for temperature in plan.temperatures:
         settings = Settings(plan.max_new_tokens, temperature, tree=WIDE)
-        passes = tokens = 0.0
+        tally = Tally()
         for number, prompt_T in enumerate(prompts, 1):
             say(f"calibrating at temperature {temperature:g}: prompt {number} of {len(prompts)}")
             output = continue_text(heads, prompt_T, settings, seed=number)
-            passes, tokens = passes + output.passes, tokens + output.tau * output.passes
-        found[f"{temperature:g}"] = tokens / max(passes, 1.0)
+            tally.add(output)
+        found[f"{temperature:g}"] = tally.tau
     return found

@@ -22,6 +22,7 @@ from headstart.inference.costs import Costs
 
 FILE = "tuned.json"
 FORMAT = 1
+GREEDY, SAMPLED = "greedy", "sampled"
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,17 @@ class Tuned:
     """One entry: seconds of a pass by rows and nodes, and what scores are worth."""
 
     curves: dict[str, Any]
-    calibration: list[dict[str, Any]]
+    calibration: dict[str, list[dict[str, Any]]]
+    """Of greedy and of sampled texts."""
     details: dict[str, Any]
     """What else was measured, for people: drafting, other context lengths, versions."""
 
     def costs(self) -> Costs:
         return Costs.from_json(self.curves)
 
-    def chances(self) -> Calibration:
-        return Calibration.from_json(self.calibration)
+    def chances(self) -> dict[bool, Calibration]:
+        """By whether texts are sampled."""
+        return {kind == SAMPLED: Calibration.from_json(tables) for kind, tables in self.calibration.items()}
 
 
 def key(backbone: Backbone) -> str:

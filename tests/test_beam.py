@@ -5,12 +5,13 @@ Shape suffixes: B batch, N nodes, R beams of all rows.
 
 from __future__ import annotations
 
+import copy
 import string
 from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, VOCAB, Noted, backbone, heads, left_padded, prompts, random_drafter, say, texts
+from families import DRAFTERS, FAMILIES, VOCAB, Noted, backbone, heads, left_padded, prompts, random_drafter, say, texts, tiny
 from test_generate import After, own
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -19,9 +20,9 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
 from headstart.heads.errors import UserError
-from headstart.inference.beam_breadth import DEPTHS, UNITS, Breadth
-from headstart.inference.beam_forest import Forest
 from headstart.inference.heads import Heads
+from headstart.inference.proposers.draft_model import DraftModel
+from headstart.inference.proposers.early_exit import EarlyExit
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.tree import TreeShape
@@ -111,26 +112,16 @@ def test_a_drafter_that_knows_needs_fewer_passes(beams: int) -> None:
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None:
     rows, ended = left_padded(prompts((9, 4, 6))), set()
-    for eos in (12, [16, 27, 15, 51, 37]):
-        out = same(
-            drafting("llama", "medusa"),
-            rows,
-            num_beams=3,
-            num_return_sequences=2,
-            eos_token_id=eos,
-            pad_token_id=60,
-            max_new_tokens=12,
-            early_stopping=early_stopping,
-            length_penalty=length_penalty,
-        )
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "pad_token_id": 60, "max_new_tokens": 12}
+    for eos, kind in ((12, "none"), ([16, 27, 15, 51, 37], "medusa")):
+        options |= {"eos_token_id": eos, "early_stopping": early_stopping, "length_penalty": length_penalty}
+        out = same(drafting("llama", kind), rows, **options)
         assert out.sequences.shape[0] == 6
         ended |= {int(length) for length in (out.beam_indices >= 0).sum(1)}
     assert len(ended) > 1 or length_penalty == 2, "texts of several lengths"
 
 
-@pytest.mark.parametrize("returned", [1, 3])
-@pytest.mark.parametrize("eos", [None, 5, [5]])
-@pytest.mark.parametrize("pad", [0, 60])
+@pytest.mark.parametrize("returned,eos,pad", [(1, None, 0), (3, None, 60), (3, 5, 0), (2, [5], 60)])
 def test_what_stands_behind_the_end(returned: int, eos: Any, pad: int) -> None:
     """Transformers fills up with -1, the end token or the padding token."""
     stop = StoppingCriteriaList([Ends(9)])
@@ -180,8 +171,7 @@ def test_short_texts(count: int) -> None:
     ],
 )
 def test_processors_see_each_beam(options: dict[str, Any]) -> None:
-    same(drafting("llama", "knowing"), row(), num_beams=3, **options)
-    same(drafting("llama", "eagle3"), left_padded(prompts((9, 4, 6))), num_beams=3, **options)
+    same(drafting("llama", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, **options)
 
 
 def test_processors_that_know_the_prompt() -> None:
@@ -232,6 +222,22 @@ def test_proposers() -> None:
             assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree is None
 
 
+def test_draft_models_and_early_exits() -> None:
+    """One that knows all, and one that drafts on the backbone's own cache, which beams share."""
+    on = backbone("llama")
+    for drafter, drafts in ((DraftModel(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
+        for rows, new in ((row(), 14), (left_padded(prompts((62, 9))), 8)):
+            out = same(Heads(on, drafter), rows, {"tree": TreeShape(40, 8)}, num_beams=3, max_new_tokens=new)
+            assert out.passes < new - 3 if drafts else out.nodes == [3] * (new - 1)
+
+
+def test_rows_of_different_lengths_near_the_end_of_their_slots() -> None:
+    """64 of them: tries of short rows are as long as those of long ones."""
+    for lengths in ((62,), (61, 4, 30)):
+        for kind in ("eagle3", "knowing"):
+            same(drafting("llama", kind), left_padded(prompts(lengths)), {"tree": TreeShape(60, 6)}, num_beams=3)
+
+
 def test_gpt2_near_its_last_position() -> None:
     of, rows = drafting("gpt2", "eagle3"), {"input_ids": texts(1, 80)}
     same(of, rows, num_beams=3, max_new_tokens=16)
@@ -254,31 +260,8 @@ def test_refusals(options: dict[str, Any], named: str) -> None:
         say(heads("llama", "medusa"), left_padded(prompts((9, 4))), **{"num_beams": 3, "max_new_tokens": 5} | options)
 
 
-def test_a_forest_keeps_what_its_beams_descend_from() -> None:
-    forest = Forest(5)
-    a = forest.add(-1, 7)
-    b, c = forest.add(a, 1), forest.add(a, 2)
-    d, e, f = forest.add(b, 3), forest.add(b, 4), forest.add(c, 3)
-    assert forest.add(b, 3) == d and forest.find(c, 4) is None and forest.path(f) == [a, c, f]
-    assert forest.keep([e, d, e]) == ([a, b, d, e], [1, 0, 1])
-    assert (forest.shared, forest.told, forest.tokens, forest.parents, forest.read) == (7, [7, 1], [3, 4], [-1, -1], 2)
-    new = [forest.add(1, 8), forest.add(0, 8)]
-    assert forest.new == 2 and forest.ancestors()[new[0]].tolist() == [False, True, True, False]
-    assert forest.keep([new[0], new[0]]) == ([1, 2], [-1, -1]) and (forest.shared, forest.tokens) == (9, [])
-
-
-def test_breadth_is_learned() -> None:
-    breadth = Breadth(4)
-    first = breadth.plans(3)
-    assert len(first) == UNITS + 1 and first[0].widths == () and first[1].widths == () and first[2].widths == (4,)
-    assert all(len(plan.widths) <= 3 and sum(plan.widths) <= 2 * i for i, plan in enumerate(first))
-    for _ in range(60):
-        breadth.learn(0, 6)
-        breadth.learn(1, None)
-        breadth.fade()
-    plans = breadth.plans(DEPTHS)
-    assert plans[2].steps < 0.1 and plans[3].widths == (6,) and 0.9 < plans[3].steps < 1
-    assert plans[UNITS].steps < 1.1, "the second depth is not worth its nodes"
-    for _ in range(600):
-        breadth.fade()
-    assert breadth.plans(3)[9].steps == pytest.approx(first[9].steps, rel=0.05), "what is long ago counts no more"
+def test_recurrent_layers_are_refused() -> None:
+    hybrid = copy.copy(backbone("llama"))
+    hybrid.recurrent = "layers"
+    with pytest.raises(UserError, match="recurrent layers of LlamaForCausalLM"):
+        say(Heads(hybrid), row(), num_beams=3, max_new_tokens=5)

@@ -74,6 +74,18 @@ def test_a_recording_that_does_not_follow_a_shape_is_not_believed() -> None:
         assert torch.equal(captured(None, torch.ones(rows)), torch.full((rows,), float(rows)))
 
 
+def test_what_cannot_be_recorded_is_run_as_it_is() -> None:
+    def awkward(held: None, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing():
+            raise RuntimeError("not here")
+        return x + 1
+
+    captured = Captured(awkward, "always")
+    for _ in range(3):
+        assert torch.equal(captured(None, torch.ones(2)), torch.full((2,), 2.0))
+    assert captured.off and not captured.recorded
+
+
 def test_never_is_never() -> None:
     function = Counted()
     captured = Captured(function, "never")

@@ -12,7 +12,9 @@ from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.heads.errors import UserError
 from headstart.training import rows as rows_module
-from headstart.training.data import Sample, collate, hold_out, load_data, order, prompts, tokenise, vocabulary_by_frequency
+from headstart.training.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
+from headstart.training.feed import order
+from headstart.training.packing import collate
 from headstart.training.recipe import Data, Eval
 from headstart.training.rows import read_rows
 
@@ -103,7 +105,7 @@ def test_a_dataset_that_is_not_there_is_named():
         ("rows.json", b'{"text": "a"}\n{"text": "b"}\n', "rows.json, line 2: not valid JSON: Extra data; one row a line belongs in"),
         ("rows.json", b'{"text": "a"}', "rows.json: a .json file of data is one list of rows"),
         ("rows.jsonl.gz", b"plain", "rows.jsonl.gz cannot be read: Not a gzipped file"),
-        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "rows.jsonl.gz cannot be read: Compressed file ended"),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "rows.jsonl.gz cannot be read: Compressed file ended"),
         ("rows.parquet", b"PAR1", "rows.parquet cannot be read"),
         ("rows.txt", b"a", "rows.txt is not a kind of file that can be read; its name should end in .jsonl, .jsonl.gz, .json"),
         ("rows.jsonl", None, "rows.jsonl: there is no such file"),
@@ -144,8 +146,40 @@ def test_what_a_recipe_names(tmp_path):
         load_data(Data(train=train, max_length=65), tokenizer, 64, progress=False)
 
 
+def test_long_samples_are_cut_or_split_and_counted():
+    rows = [{"text": " ".join(map(str, range(count)))} for count in (3, 40, 90)]
+    tokenizer = make_tokenizer()
+    whole, _ = tokenise(rows, tokenizer, Data(train="x", long="error"), source="x")
+    lengths = [len(one.tokens) for one in whole]
+    assert lengths[0] < 30 < lengths[1] < lengths[2]
+    cut, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30), source="x")
+    lost = sum(max(length - 30, 0) for length in lengths)
+    assert [len(one.tokens) for one in cut] == [min(length, 30) for length in lengths] and stats.cut_off == lost > 0
+    assert f"2 samples truncated ({lost:,} tokens cut off)" in str(stats)
+    for data in (Data(train="x", max_length=30, long="split"), Data(train="x", max_length=30, packing=True)):
+        pieces, stats = tokenise(rows, tokenizer, data, source="x")
+        joined = torch.cat([piece.tokens for piece in pieces])
+        assert joined.equal(torch.cat([one.tokens for one in whole])) and max(len(piece.tokens) for piece in pieces) <= 30
+        counts = [-(-length // 30) for length in lengths]
+        assert (stats.cut, stats.pieces, stats.samples, stats.truncated) == (2, sum(counts[1:]), sum(counts), 0)
+        assert f"2 samples cut into {sum(counts[1:])} pieces" in str(stats)
+    skipped, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30, packing=True, long="skip"), source="x")
+    assert len(skipped) == 1 and stats.too_long == 2
+
+
+def test_pieces_with_nothing_to_learn_are_counted_and_prompts_are_never_pieces(tmp_path):
+    talk = [{"messages": chat(("user", "word " * 60), ("assistant", "Four."))}] * 3
+    tokenizer = make_tokenizer(CHATML)
+    pieces, stats = tokenise(talk[:1], tokenizer, Data(train="x", max_length=20, packing=True), source="x")
+    assert len(pieces) == 1 and stats.nothing == stats.pieces - 1 > 0 and pieces[0].learn.any()
+    held = write(tmp_path / "held.jsonl", [{"text": "one two three four five six seven eight nine ten"}])
+    train = write(tmp_path / "train.jsonl", ROWS)
+    splits = load_data(Data(train=train, eval=held, eval_rows=1, max_length=8, packing=True), tokenizer, 64, progress=False)
+    assert len(splits.eval) == 1 and len(splits.eval[0].tokens) == 8
+
+
 def test_collate_pads_on_the_right():
-    batch = collate([sample([5, 6, 7], ".xx"), sample([8], "x")])
+    batch = collate([sample([5, 6, 7], ".xx"), sample([8], "x")], [[0], [1]])
     assert batch.tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch.learn_BT.tolist() == [[False, True, True], [True, False, False]]
     assert batch.document_BT.tolist() == [[0, 0, 0], [0, -1, -1]]

@@ -185,7 +185,7 @@ def test_tau_is_what_it_says(kind: str) -> None:
     first = say(heads(family, kind), row, max_new_tokens=40, do_sample=False)
     scripted = Heads(backbone(family), Scripted(backbone(family), first.tolist(), "nearly"))
     for of in (heads(family, kind), scripted):
-        out = say(of, row, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+        out = say(of, row, tree=TreeShape(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
         assert out.tau == pytest.approx(39 / out.passes) and out.tau == pytest.approx(1 + sum(out.acceptance_per_depth))
         assert len(out.acceptance_per_depth) == of.drafter.depth
         assert out.acceptance_per_depth == sorted(out.acceptance_per_depth, reverse=True)

@@ -6,110 +6,74 @@ Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from by_the_book import MIXED_TERMS, WHOLE_TERMS
+from guess import Guess, V, batch, learned, naive, run, small_backbone
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter
-from headstart.training.objective import Sums, count_learned, objective
+from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
+from headstart.training.objective import objective
 from headstart.training.recipe import Objective
-
-V, B, T = 53, 3, 19
-
-
-class Guess(Drafter):
-    """The least that is a drafter, with a hidden state of its own width; it corrects by the parent token as some heads do."""
-
-    def __init__(self, backbone: Backbone, depth: int, vocabulary: Tensor | None) -> None:
-        super().__init__(backbone)
-        self.depth, self.vocabulary = depth, vocabulary
-        self.mix = nn.ModuleList(nn.Linear(backbone.dim, 12) for _ in range(depth))
-        self.head = nn.Linear(12, backbone.vocab if vocabulary is None else len(vocabulary))
-        self.correction = nn.Embedding(backbone.vocab, 12)
-        self.largest = 0
-
-    def forward(self, features: Features) -> list[Tensor]:
-        length = features.tokens_BT.shape[1]
-        return [mix(features.hidden_BTD[:, : max(length - 2 - k, 0)]).tanh() for k, mix in enumerate(self.mix)]
-
-    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        assert parent_tokens is not None
-        self.largest = max(self.largest, len(hidden))
-        return self.head(hidden + self.correction(parent_tokens))
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, initializer_range=0.5,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    return Backbone(LlamaForCausalLM(config).double())
+    return small_backbone()
 
 
-def batch(backbone: Backbone) -> Features:
-    """Two documents in the first row, padding in the second, holes in what is to be learned."""
-    generator = torch.Generator().manual_seed(1)
-    features = backbone.read(torch.randint(0, V, (B, T), generator=generator))
-    document = torch.zeros(B, T, dtype=torch.int64)
-    document[0, 8:] = 1
-    document[1, 11:] = -1
-    learn = torch.rand(B, T, generator=generator) < 0.7
-    return replace(features, learn_BT=learn, document_BT=document)
-
-
-def learned(features: Features) -> int:
-    assert features.learn_BT is not None and features.document_BT is not None
-    return int(count_learned(features.learn_BT, features.document_BT))
-
-
-def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
-    """By the book: a loop over rows, depths and positions, with whole distributions. The slow reference."""
-    loss = torch.zeros((), dtype=torch.float64)
-    count, correct, overlap = (torch.zeros(drafter.depth, dtype=torch.float64) for _ in range(3))
-    tokens, learn, document = features.tokens_BT, features.learn_BT, features.document_BT
-    assert learn is not None and document is not None
-    ids = torch.arange(V) if drafter.vocabulary is None else drafter.vocabulary
-    for b in range(B):
-        for k in range(drafter.depth):
-            for t in range(T - 2 - k):
-                drafted = t + 2 + k
-                if not learn[b, drafted] or not document[b, t] == document[b, drafted] != -1:
-                    continue
-                p = backbone.readout(features.hidden_BTD[b, t + 1 + k]).softmax(-1)
-                log_q = drafter.readout(hidden[k][b, t][None], k, tokens[b, drafted - 1][None])[0].log_softmax(-1)
-                kl = (p[ids] * (p[ids].log() - log_q)).sum()
-                place = (ids == tokens[b, drafted]).nonzero()
-                ce = -log_q[place[0, 0]] if len(place) else 0.0
-                loss = loss + wanted.depth_decay**k * (wanted.terms.get("kl", 0) * kl + wanted.terms.get("ce", 0) * ce)
-                count[k] += 1
-                correct[k] += ids[log_q.argmax()] == p.argmax()
-                overlap[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
-    return Sums(loss, count, correct, overlap)
+Weights = Literal["geometric", "expected"]
+CASES = [(terms, "geometric") for terms in [*WHOLE_TERMS, *MIXED_TERMS]] + [(terms, "expected") for terms in ({"ce": 1.0}, {"lk": 1.0})]
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, V, 2)], ids=["whole", "draft"])
-@pytest.mark.parametrize("terms", [{"kl": 1.0}, {"ce": 1.0}, {"kl": 0.7, "ce": 0.3}], ids=str)
-def test_same_as_naive_forward_and_backward(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
+@pytest.mark.parametrize(("terms", "weights"), CASES, ids=str)
+def test_same_as_naive_forward_and_backward(
+    backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None, weights: Weights
+) -> None:
     torch.manual_seed(2)
     drafter = Guess(backbone, 3, vocabulary).double()
     features = batch(backbone)
-    results = []
-    for way, chunk in ((naive, 1), (objective, 7), (objective, 10_000)):
-        drafter.zero_grad()
-        sums = way(Objective(terms=terms, depth_decay=0.6, chunk=chunk), backbone, drafter, features, drafter(features))
-        sums.loss.backward()
-        results.append([x.detach().double() for x in sums] + [p.grad.clone() for p in drafter.parameters() if p.grad is not None])
-    for other in results[1:]:
-        assert len(other) == len(results[0])
-        for a, b in zip(results[0], other, strict=True):
+    wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
+    right = run(naive, wanted, backbone, drafter, features)
+    for chunk in (7, 10_000):
+        found = run(objective, replace(wanted, chunk=chunk), backbone, drafter, features)
+        assert len(found) == len(right)
+        for a, b in zip(right, found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert results[0][1][0] == learned(features) > 0
+    assert right[1][0] == learned(features) > 0
+
+
+@pytest.mark.parametrize(("terms", "weights"), CASES, ids=str)
+def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
+    """Each alone (as in accumulation, or on processes of their own), padded to one length, or packed in a row."""
+    torch.manual_seed(5)
+    drafter, wanted = Guess(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
+    lengths = [4, 9, 3, 12]
+    alone = []
+    for i, length in enumerate(lengths):
+        features = backbone.read(torch.randint(0, V, (1, length)))
+        learn_BT = torch.arange(length)[None] % 4 != i
+        alone.append(replace(features, learn_BT=learn_BT, document_BT=torch.zeros(1, length, dtype=torch.int64)))
+    packed = Features(
+        *(torch.cat([getattr(one, name) for one in alone], 1) for name in ("tokens_BT", "hidden_BTD")),
+        learn_BT=torch.cat([one.learn_BT for one in alone if one.learn_BT is not None], 1),
+        document_BT=torch.repeat_interleave(torch.tensor(lengths))[None],
+    )
+    padded = map_tensors(lambda x: F.pad(x, (0, 0) * (x.ndim - 2) + (0, 13 - x.shape[1])), alone)
+    there = torch.arange(13)[None] < torch.tensor(lengths)[:, None]
+    whole = Features(*(torch.cat([getattr(one, name) for one in padded]) for name in ("tokens_BT", "hidden_BTD")))
+    whole = replace(whole, learn_BT=torch.cat([one.learn_BT for one in padded]), document_BT=torch.where(there, 0, -1))
+    parts = [run(objective, wanted, backbone, drafter, features) for features in alone]
+    right = [torch.stack(part).sum(0) for part in zip(*parts, strict=True)]
+    for features in (packed, whole):
+        for a, b in zip(right, run(objective, wanted, backbone, drafter, features), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert learned(packed) == sum(map(learned, alone)) > 0
 
 
 def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
@@ -135,24 +99,6 @@ class Module(nn.Module):
     def forward(self) -> Tensor:
         wanted, backbone, features = self.rest
         return objective(wanted, backbone, self.drafter, features, self.drafter(features)).loss
-
-
-def test_logits_are_never_held_whole(backbone: Backbone) -> None:
-    """No readout, forward or backward, of more positions than a chunk; the backbone's once a chunk, not once a depth.
-
-    A chunk that is alone is not computed again for the backward.
-    """
-    drafter = Guess(backbone, 3, None).double()
-    features = batch(backbone)
-    seen: list[int] = []
-    hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    objective(Objective(chunk=4), backbone, drafter, features, drafter(features)).loss.backward()
-    assert drafter.largest == max(seen) == 4
-    assert sum(seen) == 2 * learned(features)   # forward, and again for the backward
-    seen.clear()
-    objective(Objective(chunk=1000), backbone, drafter, features, drafter(features)).loss.backward()
-    assert seen == [learned(features)]
-    hook.remove()
 
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:

@@ -8,8 +8,9 @@ from families import backbone
 
 from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.training.checkpoint import pack, unpack_drafter, unpack_optimizer
-from headstart.training.optimizer import MuonAdamW, build_optimizer
+from headstart.training.optimizer import MuonAdamW, build_optimizer, orthogonal
 from headstart.training.recipe import Train
+from headstart.training.schedule import learning_rate
 
 MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
 
@@ -34,9 +35,10 @@ def test_vocabulary_tables_and_vectors_stay_with_adamw(kind: str) -> None:
         assert (id(parameter) in by_muon) == (parameter.ndim == 2 and vocab not in parameter.shape), name
 
 
-def test_it_is_torchs_own() -> None:
+def test_it_is_torchs_own_but_for_rounding() -> None:
+    """torch's Muon rounds to bf16 on the way, ours on a CPU does not."""
     ours = build_drafter("eagle3", backbone("llama"), {"depth": 2})
-    theirs = copy.deepcopy(ours)
+    start, theirs = dict(copy.deepcopy(ours).named_parameters()), copy.deepcopy(ours)
     optimizer = build_optimizer(ours, MUON)
     names = {id(p): name for name, p in ours.named_parameters()}
     muon, adamw = ([theirs.get_parameter(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups)
@@ -51,8 +53,21 @@ def test_it_is_torchs_own() -> None:
             parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=draw)
         for part in parts:
             part.step()
+    by_adamw = {names[id(p)] for p in optimizer.param_groups[1]["params"]}
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a, b), name
+        assert torch.equal(a, b) if name in by_adamw else (a - b).norm() < 0.02 * (b - start[name]).norm(), name
+    assert by_adamw and len(by_adamw) < len(names)
+
+
+@pytest.mark.parametrize("shape", [(7, 20), (20, 7), (12, 12), (1, 5)])
+def test_orthogonal_as_torchs_in_the_same_dtype(shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz  # not public: the day it goes, so may this comparison
+
+    coefficients, matrix = (3.4445, -4.775, 2.0315), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    own, theirs = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
+    assert torch.equal(own, theirs)
+    sizes = torch.linalg.svdvals(orthogonal(matrix, coefficients, 5, 1e-7))
+    assert sizes.min() > 0.3 and sizes.max() < 1.3
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -71,3 +86,12 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
     unpack_optimizer(resumed, second, saved)
     pull(resumed, second, 3, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
+
+
+def test_wsd_stays_and_then_falls() -> None:
+    wanted = Train(lr=2.0, warmup=0.1, schedule="wsd", cooldown=0.3, min_lr=0.1)
+    rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
+    assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to fall, from there
+    assert rates[850] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1 + 0.9 / 300)
+    assert all(before > after for before, after in zip(rates[700:], rates[701:], strict=False))
+    assert learning_rate(1, 1, Train(schedule="wsd", warmup=0.0)) == Train().lr   # short runs have no room for a fall

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,8 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
 
     before = tau()
     for _ in range(60):
-        sums = step(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT))
+        learn_BT, document_BT = torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT)
+        sums = step(replace(backbone.read(tokens_BT, taps=drafter.taps), learn_BT=learn_BT, document_BT=document_BT))
         optimizer.zero_grad()
         (sums.loss / sums.count_K[0]).backward()
         optimizer.step()

@@ -27,7 +27,7 @@ def row() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "options,named",
     [
-        ({"num_beams": 3}, "num_beams"),
+        ({"num_beams": 3, "do_sample": True}, "num_beams"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|contrastive"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
@@ -75,9 +75,8 @@ def test_models_that_cannot_be_backbones() -> None:
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
     with pytest.raises(UserError, match="encoder-decoder"):
         headstart.load(None, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
-    linear = {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 8}
-    with pytest.raises(UserError, match="linear_attention"):
-        headstart.load(None, build("Qwen3Next", {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4} | linear))
+    with pytest.raises(UserError, match="'recurrent'; supported: full_attention, .*, linear_attention"):
+        headstart.load(None, build("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

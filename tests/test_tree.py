@@ -50,7 +50,7 @@ class Table(Drafter):
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, ranking: Ranking | None = None, room: int = 99) -> CandidateTree:
     """What the drafter alone drafts below these roots."""
     speculation = Speculation([drafter], [], "never")
-    draft = Draft([Pool(root) for root in roots], [room] * len(roots))
+    draft = Draft([Pool(root) for root in roots], [room] * len(roots), calibrated=False)
     speculation.grow(draft, 0, [[] for _ in roots], ranking or Ranking(), shape)
     return speculation.choose(draft, shape)[0]
 
@@ -85,9 +85,7 @@ def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, t
 @pytest.mark.parametrize("nodes", [1, 2, 7, 24])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("small", [False, True])
-def test_what_grows_is_what_best_first_search_keeps(nodes: int, noisy: bool, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scores taken at their word, as they are before anything has been learned."""
-    monkeypatch.setattr("headstart.inference.calibration.Table.chance", lambda self, score: math.exp(score))
+def test_what_grows_is_what_best_first_search_keeps(nodes: int, noisy: bool, small: bool) -> None:
     vocabulary = torch.arange(3, VOCAB, 4) if small else None
     drafter, roots = Table(4, vocabulary), [5, 9]
     noise = gumbel(torch.tensor([3, 4]), torch.arange(20, 25).expand(2, 5), VOCAB) if noisy else None

@@ -1,6 +1,6 @@
 """The state of a run, so that a killed one goes on as if it had not been: ``<save.dir>/state/step-00000200/``.
 
-``tensors.safetensors`` holds the drafter's weights and the optimiser's moments under flat names, ``state.json`` the rest and
+``tensors.safetensors`` holds the drafter's weights, their average and the optimiser's moments under flat names, ``state.json`` the rest and
 the checksum of the tensors. No pickles. A state is written under a temporary name and renamed, so a folder named ``step-*``
 is whole unless something else has damaged it; that is found by the checksum, and the state before it is taken.
 
@@ -25,8 +25,12 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.training.average import Average
 
-MAY_DIFFER = ("train.steps", "train.epochs", "train.micro_batch", "save.", "log.", "eval.")
+MAY_DIFFER = (
+    "train.steps", "train.epochs", "train.micro_batch", "save.", "log.", "eval.",
+    "cache.dir", "cache.mode", "cache.disk_gb", "cache.shard_mb",
+)  # fmt: skip
 """Keys of a recipe that may change when a run is resumed: they do not change what an optimiser step is."""
 
 
@@ -89,9 +93,10 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
         raise UserError(f"{state.folder} was trained by another recipe: {changes}; restore it, or choose another save.dir")
 
 
-def pack(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments under flat names, as copies on the CPU."""
+def pack(drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None) -> dict[str, Tensor]:
+    """Weights, their average and moments under flat names, as copies on the CPU."""
     tensors = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
+    tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
     for name, parameter in drafter.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
@@ -101,6 +106,10 @@ def pack(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
     """The weights and, where there is one, the draft vocabulary."""
     drafter.load_tensors({name.removeprefix("drafter/"): tensor for name, tensor in tensors.items() if name.startswith("drafter/")})
+
+
+def unpack_average(average: Average, tensors: dict[str, Tensor]) -> None:
+    average.load({name.removeprefix("average/"): tensor for name, tensor in tensors.items() if name.startswith("average/")})
 
 
 def unpack_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -1,18 +1,16 @@
-"""Training data: rows -> samples of tokens with what to learn -> batches; and the prompts that evaluation decodes.
+"""Training data: rows -> samples of tokens with what to learn; and the prompts that evaluation decodes.
 
-T positions of a sample, B samples of a batch.
+Shape suffixes: T positions.
 """
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -34,15 +32,6 @@ class Sample:
     """bool [T]: which of them are to be drafted."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Padded on the right, where the token is 0 and the document -1."""
-
-    tokens_BT: Tensor
-    learn_BT: Tensor
-    document_BT: Tensor
-
-
 @dataclass
 class Stats:
     """What became of the rows."""
@@ -60,6 +49,12 @@ class Stats:
     split: int = 0
     """Rows that became one sample a turn, because the template rewrites earlier turns."""
     truncated: int = 0
+    cut_off: int = 0
+    """Tokens that truncating lost."""
+    cut: int = 0
+    """Samples cut into pieces under ``data.long=split``."""
+    pieces: int = 0
+    """How many pieces."""
     too_long: int = 0
     """Samples skipped under ``data.long=skip``."""
     nothing: int = 0
@@ -72,7 +67,8 @@ class Stats:
             "rows without an assistant turn": self.no_assistant,
             f"rows refused by the chat template ({self.refusal})": self.refused,
             "rows split by turn": self.split,
-            "samples truncated": self.truncated,
+            f"samples truncated ({self.cut_off:,} tokens cut off)": self.truncated,
+            f"samples cut into {self.pieces:,} pieces": self.cut,
             "samples too long": self.too_long,
             "samples with nothing to learn": self.nothing,
         }
@@ -98,7 +94,15 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
     elif data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.train)
     train, stats = tokenise(rows, tokenizer, data, source=data.train, progress=progress)
-    return Splits(train, tokenise(held, tokenizer, data, source=source, progress=False)[0] if held else [], stats)
+    asked = replace(data, long="truncate") if data.splits_long else data   # a piece from the middle is nothing anyone asks
+    return Splits(train, tokenise(held, tokenizer, asked, source=source, progress=False)[0] if held else [], stats)
+
+
+def require_vocabulary(splits: Splits, vocab: int) -> None:
+    """Raise UserError if some token is none of the backbone's ``vocab``."""
+    largest = max(int(sample.tokens.max()) for sample in [*splits.train, *splits.eval])
+    if largest >= vocab:
+        raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
 
 
 def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[Row]]:
@@ -126,7 +130,7 @@ def tokenise(
             stats.refused, stats.refusal = stats.refused + 1, stats.refusal or str(refusal)
             continue
         stats.split += len(found) > 1
-        samples += [kept for sample in found if (kept := _fit(sample, data, where, stats)) is not None]
+        samples += [fitting for sample in found for fitting in _fit(sample, data, where, stats)]
     if not samples:
         raise _nothing_left(stats, source)
     stats.samples, stats.tokens = len(samples), sum(len(sample.tokens) for sample in samples)
@@ -176,21 +180,25 @@ def _whole(ids: list[int]) -> Sample:
     return Sample(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
 
 
-def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> Sample | None:
-    """The sample as it goes into training: cut to length, or None."""
-    length = len(sample.tokens)
-    if length > data.max_length:
-        if data.long == "error":
-            raise UserError(f"{where} has {length} tokens, over data.max_length={data.max_length}; raise that or set data.long=truncate")
-        if data.long == "skip":
-            stats.too_long += 1
-            return None
-        sample = Sample(sample.tokens[: data.max_length].clone(), sample.learn[: data.max_length].clone())
-    if len(sample.tokens) < SHORTEST or not sample.learn.any():
-        stats.nothing += 1
-        return None
-    stats.truncated += length > data.max_length
-    return sample
+def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
+    """The sample as it goes into training: as it is, cut, in pieces, or not at all."""
+    length, most = len(sample.tokens), data.max_length
+    if length > most and data.long == "error":
+        raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.long=truncate")
+    if length > most and data.long == "skip":
+        stats.too_long += 1
+        return []
+    count = -(-length // most) if data.splits_long else 1
+    # Pieces of one size, not whole windows and a rest: none is too short to learn from.
+    pieces = list(zip(sample.tokens.tensor_split(count), sample.learn.tensor_split(count), strict=True)) if length else []
+    kept = [Sample(tokens[:most].clone(), learn[:most].clone()) for tokens, learn in pieces]
+    kept = [piece for piece in kept if len(piece.tokens) >= SHORTEST and piece.learn.any()]
+    stats.nothing += count - len(kept)
+    if length > most and kept and count == 1:
+        stats.truncated, stats.cut_off = stats.truncated + 1, stats.cut_off + length - most
+    if count > 1:
+        stats.cut, stats.pieces = stats.cut + 1, stats.pieces + count
+    return kept
 
 
 def _nothing_left(stats: Stats, source: str) -> UserError:
@@ -201,21 +209,6 @@ def _nothing_left(stats: Stats, source: str) -> UserError:
             " data.learn=all learns every token"
         )
     return UserError(f"nothing to learn in {source}: {stats}")
-
-
-def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples of any lengths as one batch."""
-    tokens_BT = pad_sequence([sample.tokens for sample in samples], batch_first=True)
-    learn_BT = pad_sequence([sample.learn for sample in samples], batch_first=True)
-    document_BT = pad_sequence([torch.zeros_like(sample.tokens) for sample in samples], batch_first=True, padding_value=-1)
-    return Batch(tokens_BT, learn_BT, document_BT)
-
-
-def order(num_samples: int, epoch: int, seed: int) -> list[int]:
-    """The order of an epoch: a function of its arguments alone, so a resumed run and any number of processes agree on it."""
-    indices = list(range(num_samples))
-    random.Random(f"{seed}/{epoch}").shuffle(indices)
-    return indices
 
 
 def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:

@@ -16,10 +16,11 @@ import torch
 from accelerate.utils import set_seed
 
 from headstart.heads.errors import UserError
+from headstart.training.average import in_place_of_weights
 from headstart.training.checkpoint import pack, write_state
-from headstart.training.data import Batch
 from headstart.training.evaluate import evaluate
 from headstart.training.objective import Sums, count_learned
+from headstart.training.packing import Batch
 from headstart.training.recipe import to_dict
 from headstart.training.schedule import learning_rate
 from headstart.training.setup import Run
@@ -78,6 +79,8 @@ def take_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     _require_finite(run, step, loss, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if run.average is not None:
+        run.average.update(step)
     depth = run.drafter.depth
     grad_norm = grad_norm if math.isfinite(grad_norm) else 0.0   # a step that the scaler skipped
     return Outcome(loss, grad_norm, int(read), [depths[i * depth : (i + 1) * depth] for i in range(3)], stopped > 0)
@@ -88,7 +91,7 @@ def _backward(run: Run, batches: list[Batch], scale: torch.Tensor) -> Sums:
     total: Sums | None = None
     for i, batch in enumerate(batches):
         with nullcontext() if i + 1 == len(batches) else run.accelerator.no_sync(run.module):
-            sums = run.module(batch.tokens_BT, batch.learn_BT, batch.document_BT)
+            sums = run.module(run.source.read(batch))
             run.accelerator.backward(sums.loss * scale)
         sums = Sums(*(part.detach() for part in sums))
         total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
@@ -123,7 +126,8 @@ def _report(run: Run) -> None:
         run.meter = type(run.meter)()
     if run.prompts and (last or _due(step, run.recipe.eval.every)):
         if run.accelerator.is_main_process:
-            measured = evaluate(run.backbone, run.drafter, run.prompts, run.recipe.eval, run.recipe.seed)
+            with in_place_of_weights(run.average):
+                measured = evaluate(run.backbone, run.drafter, run.prompts, run.recipe.eval, run.recipe.seed)
             run.tau = measured["tau"]
             run.log.line(step, measured)
         run.accelerator.wait_for_everyone()
@@ -137,13 +141,15 @@ def save(run: Run) -> None:
         scaler = run.accelerator.scaler
         notes = {
             "recipe": to_dict(run.recipe),
+            "data": run.feed.digest,
             "tokens": run.tokens,
             "tau": run.tau,
             "meter": run.meter.state(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        run.drafter.save_pretrained(run.folder, extra={**run.origin, "steps": run.done, "tokens": run.tokens, "tau": run.tau})
-        write_state(run.folder, run.done, pack(run.drafter, run.optimizer), notes, run.recipe.save.keep)
+        with in_place_of_weights(run.average):
+            run.drafter.save_pretrained(run.folder, extra={**run.origin, "steps": run.done, "tokens": run.tokens, "tau": run.tau})
+        write_state(run.folder, run.done, pack(run.drafter, run.optimizer, run.average), notes, run.recipe.save.keep)
     run.accelerator.wait_for_everyone()
 
 

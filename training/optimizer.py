@@ -2,6 +2,8 @@
 
 Muon orthogonalises the update of a matrix (Jordan et al., 2024; scaled to AdamW's size as in 2502.16982), so both parts share one
 learning rate. Tables indexed by a vocabulary and vectors are not maps between hidden spaces and stay with AdamW.
+
+Shape suffixes: M, N sides of a matrix.
 """
 
 from __future__ import annotations
@@ -9,17 +11,53 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headstart.heads.base import Drafter
 from headstart.training.recipe import Train
 
 
+class Muon(torch.optim.Muon):
+    """torch's own; but on a CPU it works in fp32, since most of them multiply in bf16 many times slower."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+            return super().step()
+        for group in self.param_groups:
+            assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(momentum, group["momentum"])
+        update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)   # 0.2: the usual size of AdamW's updates
+
+
+def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, least: float) -> Tensor:
+    """About the nearest matrix with singular values of 1 (they come out at 0.5 to 1.2), by a Newton-Schulz iteration in its dtype."""
+    a, b, c = coefficients
+    flat_MN = matrix_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else matrix_MN
+    flat_MN = flat_MN / flat_MN.norm().clamp(min=least)
+    for _ in range(steps):
+        gram_MM = flat_MN @ flat_MN.T
+        flat_MN = torch.addmm(flat_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), flat_MN, beta=a)
+    return flat_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else flat_MN
+
+
 class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer to the outside; inside, torch's own Muon and AdamW work on its groups and its state."""
+    """One optimizer to the outside; inside, Muon and AdamW work on its groups and its state."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], train: Train) -> None:
-        muon = torch.optim.Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self.parts = (muon, adamw)

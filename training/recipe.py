@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headstart.training import strict
-from headstart.training.objective import TERMS
 from headstart.training.strict import RecipeError
+from headstart.training.terms import NAMES
 
 
 def _check(holds: bool, key: str, rule: str, got: Any) -> None:
@@ -54,9 +54,11 @@ class Data:
     chat_template: str | None = None
     """A Jinja chat template for a tokenizer that has none, or instead of its own."""
     max_length: int = 2048
-    """Tokens a sample may have."""
-    long: Literal["truncate", "skip", "error"] = "truncate"
-    """What to do with longer ones; how many there were is reported."""
+    """Tokens a sample may have, and a packed row."""
+    packing: bool = False
+    """Put as many samples into a row as fit ``max_length``, each read as if it were alone; ``train.batch_size`` then counts rows."""
+    long: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
+    """What to do with longer samples: ``auto`` splits them into pieces if packed, else truncates; how many there were is reported."""
     limit: int | None = None
     """Read at most this many rows of ``train``."""
     learn: Literal["assistant", "all"] = "assistant"
@@ -67,21 +69,58 @@ class Data:
         _check(self.eval_rows >= 0, "data.eval_rows", "is 0 or more", self.eval_rows)
         _check(self.limit is None or self.limit >= 1, "data.limit", "is at least 1, or null", self.limit)
 
+    @property
+    def splits_long(self) -> bool:
+        """Whether a sample over ``max_length`` becomes several."""
+        return self.long == "split" or (self.long == "auto" and self.packing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    dir: str | None = None
+    """Folder of features that training reads instead of running the backbone; null runs it at every step."""
+    mode: Literal["full", "lru"] = "full"
+    """``full``: ``headstart cache`` has written all; ``lru``: what is read for the first time is kept, as far as ``disk_gb`` goes."""
+    store: Literal["int8", "bf16", "exact"] = "int8"
+    """How states are kept: rounded to 8 bits with scales for channels and tokens, to bf16, or in the backbone's own dtype."""
+    teacher: Literal["hidden", "topk"] = "hidden"
+    """Keep the final hidden state, or its likeliest tokens in its place: less room, for heads that read taps alone."""
+    top: int = 64
+    """How many likeliest tokens; the rest of the mass is kept as one number."""
+    shard_mb: int = 256
+    """Size of a file; what a killed writer loses is at most one."""
+    disk_gb: float = 20.0
+    """How much ``lru`` keeps."""
+
+    def __post_init__(self) -> None:
+        _check(self.dir != "", "cache.dir", "is the name of a folder, or null", self.dir)
+        _check(self.top >= 1, "cache.top", "is at least 1", self.top)
+        _check(self.shard_mb >= 1, "cache.shard_mb", "is at least 1", self.shard_mb)
+        _check(0 < self.disk_gb < float("inf"), "cache.disk_gb", "is above 0", self.disk_gb)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
-    """Divergence -> weight: ``kl`` is forward KL from the backbone's distribution, ``ce`` cross-entropy on its choice."""
+    """Term -> weight: kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; docs/recipe.md says what each is for."""
+    lk_eta: float = 3.0
+    """Of ``lk``: how soon KL gives way to acceptance; 10 suits Medusa."""
+    top_k: int = 32
+    """Of ``topk_kl``: how many of the backbone's likeliest tokens it tells apart."""
+    depth_weights: Literal["geometric", "expected"] = "geometric"
+    """``geometric``: by ``depth_decay``; ``expected``: by what each depth adds to the expected length of a draft (D-PACE)."""
     depth_decay: float = 0.8
     """Depth k weighs this to the power k."""
     chunk: int = 1024
-    """Positions whose logits are held at a time; less memory when smaller."""
+    """Positions whose logits are held at a time, at most; less memory when smaller."""
 
     def __post_init__(self) -> None:
         for name, weight in self.terms.items():
-            _check(name in TERMS, "objective.terms", f"knows {', '.join(TERMS)}", name)
+            _check(name in NAMES, "objective.terms", f"knows {', '.join(NAMES)}", name)
             _check(0 <= weight < float("inf"), f"objective.terms.{name}", "is a weight, 0 or more", weight)
         _check(any(self.terms.values()), "objective.terms", "needs a weight above 0", self.terms)
+        _check(0 <= self.lk_eta < float("inf"), "objective.lk_eta", "is 0 or more", self.lk_eta)
+        _check(self.top_k >= 1, "objective.top_k", "is at least 1 token", self.top_k)
         _check(0 < self.depth_decay <= 1, "objective.depth_decay", "is above 0 and at most 1", self.depth_decay)
         _check(self.chunk >= 1, "objective.chunk", "is at least 1 position", self.chunk)
 
@@ -103,15 +142,19 @@ class Train:
     betas: tuple[float, float] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """Of matrices; under ``muon`` of hidden ones alone."""
     clip: float = 1.0
     """Largest gradient norm."""
     warmup: float = 0.03
     """Fraction of the steps over which the learning rate rises."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up; ``wsd`` stays until the ``cooldown``, then falls linearly."""
+    cooldown: float = 0.2
+    """Fraction of the steps over which ``wsd`` falls, the last ones."""
     min_lr: float = 0.1
     """Fraction of ``lr`` at which the schedule ends."""
+    ema: float | None = None
+    """Evaluate and save a moving average of the weights, which keeps this much of itself at a step (0.999); null: the weights."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the drafter's forward; its weights stay in fp32."""
 
@@ -131,6 +174,9 @@ class Train:
         _check(0 < self.clip, "train.clip", "is above 0 (.inf never clips)", self.clip)
         _check(0 <= self.warmup < 1, "train.warmup", "is the fraction of steps spent warming up, 0 <= warmup < 1", self.warmup)
         _check(0 <= self.min_lr <= 1, "train.min_lr", "is a fraction of train.lr, 0 <= min_lr <= 1", self.min_lr)
+        room = 1 if self.schedule != "wsd" else 1 - self.warmup
+        _check(0 < self.cooldown <= room, "train.cooldown", f"is a fraction of the steps, above 0 and at most {room:g}", self.cooldown)
+        _check(self.ema is None or 0 < self.ema < 1, "train.ema", "is above 0 and below 1, or null", self.ema)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +243,8 @@ class Recipe:
     """``kind`` names the file in heads/ (or a module of your own); the rest are that drafter's own arguments."""
     data: Data
     """What to learn from."""
+    cache: Cache = field(default_factory=Cache)
+    """What is kept of the backbone's reading."""
     objective: Objective = field(default_factory=Objective)
     """What learning lowers."""
     train: Train = field(default_factory=Train)

@@ -14,6 +14,7 @@ def learning_rate(step: int, steps: int, train: Train) -> float:
         return train.lr * step / warmup
     if train.schedule == "constant":
         return train.lr
-    done = (step - 1 - warmup) / max(steps - warmup, 1)   # from 0; the last step still moves
-    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * min(done, 1.0))) / 2
+    falling = round(train.cooldown * steps) if train.schedule == "wsd" else steps - warmup
+    done = max(step - 1 - (steps - falling), 0) / max(falling, 1)   # from 0; the last step still moves
+    left = (1 + math.cos(math.pi * min(done, 1.0))) / 2 if train.schedule == "cosine" else 1 - done
     return train.lr * (train.min_lr + (1 - train.min_lr) * max(left, 0.0))

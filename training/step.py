@@ -1,38 +1,33 @@
-"""From a batch of tokens to its summed loss: the frozen backbone reads, the drafter drafts, the objective compares.
+"""From what the backbone knows of a batch to its summed loss: the drafter drafts, the objective compares.
 
 The one module the training loop wraps for data parallelism and autocast. The backbone is no `nn.Module` and so no part of
-it: its weights are neither synchronised, nor saved, nor cast.
-
-Shape suffixes: B batch, T positions.
+it: its weights are neither synchronised, nor saved, nor cast. Its reading is a `FeatureSource`'s business, outside of autocast.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
-from headstart.training.objective import Sums, objective
+from headstart.training.objective import Sums, objective, require_comparable
 from headstart.training.recipe import Objective
+from headstart.training.terms import FEATURES
 
 
 class TrainStep(nn.Module):
+    """``backbone`` teaches: the objective asks it for the logits of ``features.hidden_BTD``.
+
+    Raises UserError for a term of the objective that this drafter cannot learn by.
+    """
+
     def __init__(self, backbone: Backbone, drafter: Drafter, wanted: Objective) -> None:
         super().__init__()
+        if wanted.terms.get(FEATURES):
+            require_comparable(drafter)
         self.drafter = drafter
         self.backbone = backbone
         self.wanted = wanted
 
-    def forward(self, tokens_BT: Tensor, learn_BT: Tensor, document_BT: Tensor) -> Sums:
-        features = self.read(tokens_BT, learn_BT, document_BT)
+    def forward(self, features: Features) -> Sums:
         return objective(self.wanted, self.backbone, self.drafter, features, self.drafter(features))
-
-    @torch.no_grad()
-    def read(self, tokens_BT: Tensor, learn_BT: Tensor, document_BT: Tensor) -> Features:
-        """The backbone's features, in the backbone's own dtype, as when decoding. A row is one document, padded on the right."""
-        with torch.autocast(tokens_BT.device.type, enabled=False):
-            features = self.backbone.read(tokens_BT, taps=self.drafter.taps)
-        return replace(features, learn_BT=learn_BT, document_BT=document_BT)

@@ -1,0 +1,154 @@
+"""Where does the time of a training step go, with the backbone reading and from a features cache, packed or not?
+
+    python benchmarks/training_throughput.py [RECIPE] [section.key=value ...] [--steps 12] [--threads 1] [--json FILE]
+
+Prints JSON. For each way of running: tokens per second and milliseconds a step spent on data (choosing and collating), features (the
+backbone's reading, or the cache's), drafter (forward and backward), objective (readouts of draft and teacher, divergence and its
+gradient) and optimizer; and the whole step over one forward of the backbone on the same rows, which is the least that training
+without a cache can take. Medians over the steps; the ways take turns, step by step, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.base import Drafter, build_drafter
+from headstart.training.cache_writer import fill, measured_errors
+from headstart.training.data import Splits, load_data, vocabulary_by_frequency
+from headstart.training.features_cache import Manifest, contents_of, form_of, plan
+from headstart.training.feed import Feed
+from headstart.training.objective import count_learned, objective
+from headstart.training.optimizer import build_optimizer
+from headstart.training.recipe import Recipe, load_recipe
+from headstart.training.source import FeatureSource, Live
+from headstart.training.stored import open_source
+
+PARTS = ("data", "features", "drafter", "objective", "optimizer")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running, and what it took so far."""
+
+    recipe: Recipe
+    feed: Feed
+    source: FeatureSource
+    seconds: dict[str, list[float]]
+    tokens: list[int]
+    padding: list[int]
+
+
+@contextmanager
+def clock(into: list[float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    into.append(time.perf_counter() - start)
+
+
+def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    """As the training loop does it, in one micro-batch."""
+    spent: dict[str, list[float]] = {part: [] for part in (*PARTS, "backbone alone")}
+    with clock(spent["data"]):
+        (batch,) = way.feed.share(step, backbone.device)
+        learned = count_learned(batch.learn_BT, batch.document_BT)
+    with clock(spent["features"]):
+        features = way.source.read(batch)
+    with clock(spent["drafter"]):
+        hidden = drafter(features)
+    with clock(spent["objective"]):
+        sums = objective(way.recipe.objective, way.source.teacher, drafter, features, hidden)
+    with clock(spent["drafter"]):
+        (sums.loss / learned).backward()
+    with clock(spent["optimizer"]):
+        optimizer.step()
+        optimizer.zero_grad()
+    with clock(spent["backbone alone"]):
+        Live(backbone, ()).read(batch)
+    for part, times in spent.items():
+        way.seconds.setdefault(part, []).append(sum(times))
+    way.tokens.append(int((batch.document_BT >= 0).sum()))
+    way.padding.append(batch.document_BT.numel() - way.tokens[-1])
+
+
+def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> Iterator[tuple[str, Way]]:
+    """Packed or not; live, and from caches written here."""
+    tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
+    accelerator = Accelerator(cpu=backbone.device.type == "cpu")
+    for packing in (False, True):
+        data = replace(recipe.data, packing=packing)
+        splits: Splits = load_data(data, tokenizer, backbone.max_positions or sys.maxsize, progress=False)
+        feed = Feed(splits.train, replace(recipe.train, micro_batch=None), recipe.seed, window=data.max_length if packing else None)
+        for store in (None, "int8", "bf16"):
+            cache = replace(recipe.cache, dir=str(folder / f"{store}-{packing}") if store else None, store=store or "int8")
+            settings = replace(recipe, data=data, cache=cache)
+            if store:
+                form = form_of(cache, backbone, drafter.taps)
+                contents = contents_of(splits.train, form, backbone, tokenizer, data)
+                manifest = Manifest(Path(cache.dir or ""), "full", contents, plan(splits.train, form, cache.shard_mb))
+                fill(manifest, form, splits.train, backbone, progress=False)
+                print(f"{store}: {measured_errors(manifest)}", file=sys.stderr)
+            source, _ = open_source(settings, drafter, tokenizer, splits.train, accelerator)
+            yield f"{store or 'live'}{', packed' if packing else ''}", Way(settings, feed, source, {}, [], [])
+
+
+def report(way: Way, warm: int) -> dict[str, object]:
+    middle: Callable[[list[float]], float] = lambda times: 1e3 * statistics.median(times[warm:])   # noqa: E731
+    spent = {part: middle(way.seconds[part]) for part in PARTS}
+    whole = [sum(way.seconds[part][i] for part in PARTS) for i in range(len(way.tokens))]
+    alone = [step / way.seconds["backbone alone"][i] for i, step in enumerate(whole)]
+    return {
+        "tokens_a_second": sum(way.tokens[warm:]) / sum(whole[warm:]),
+        "padding": sum(way.padding[warm:]) / (sum(way.padding[warm:]) + sum(way.tokens[warm:])),
+        "rows_an_epoch": way.feed.rows,
+        "milliseconds": {part: round(ms, 1) for part, ms in spent.items()},
+        "step_over_backbone_forward": statistics.median(alone[warm:]),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    torch.set_num_threads(args.threads)
+    recipe = load_recipe(args.recipe, args.overrides)
+    backbone = load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype)
+    drafter = build_drafter(recipe.drafter["kind"], backbone, {key: value for key, value in recipe.drafter.items() if key != "kind"})
+    drafter = drafter.to(backbone.device, torch.float32).train()
+    with tempfile.TemporaryDirectory() as folder:
+        found = dict(ways(recipe, drafter, backbone, Path(folder)))
+        if drafter.vocabulary is not None:
+            samples = next(iter(found.values())).feed.samples
+            drafter.use_vocabulary(vocabulary_by_frequency(samples, len(drafter.vocabulary), backbone.vocab))
+        optimizer = build_optimizer(drafter, recipe.train)
+        for step in range(1, args.steps + args.warm + 1):
+            for way in found.values():
+                take_step(way, step, backbone, drafter, optimizer)
+        head = {"recipe": args.recipe, "overrides": args.overrides, "threads": args.threads, "steps": args.steps}
+        return head | {"device": backbone.device.type, "ways": {name: report(way, args.warm) for name, way in found.items()}}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", nargs="?", default="recipes/quickstart/eagle3.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm", type=int, default=2, help="steps before the clock counts")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    text = json.dumps(measure(arguments), indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")

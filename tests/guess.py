@@ -1,0 +1,108 @@
+"""A small drafter, a batch to learn from, and the objective by the book: a loop over positions with whole distributions.
+
+Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from by_the_book import dpace, mixture, smooth_l1
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, Features
+from headstart.training.objective import Sums, count_learned
+from headstart.training.recipe import Objective
+
+V, B, T = 53, 3, 19
+
+
+class Guess(Drafter):
+    """The least that is a drafter, with a hidden state of its own width; it corrects by the parent token as some heads do."""
+
+    def __init__(self, backbone: Backbone, depth: int, vocabulary: Tensor | None) -> None:
+        super().__init__(backbone)
+        self.depth, self.vocabulary = depth, vocabulary
+        self.mix = nn.ModuleList(nn.Linear(backbone.dim, 12) for _ in range(depth))
+        self.head = nn.Linear(12, backbone.vocab if vocabulary is None else len(vocabulary))
+        self.correction = nn.Embedding(backbone.vocab, 12)
+        self.largest = 0
+
+    def forward(self, features: Features) -> list[Tensor]:
+        length = features.tokens_BT.shape[1]
+        return [mix(features.hidden_BTD[:, : max(length - 2 - k, 0)]).tanh() for k, mix in enumerate(self.mix)]
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        assert parent_tokens is not None
+        self.largest = max(self.largest, len(hidden))
+        return self.head(hidden + self.correction(parent_tokens))
+
+
+@cache
+def small_backbone(dtype: torch.dtype = torch.float64) -> Backbone:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, initializer_range=0.5,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return Backbone(LlamaForCausalLM(config).to(dtype))
+
+
+def batch(backbone: Backbone) -> Features:
+    """Two documents in the first row, padding in the second, holes in what is to be learned."""
+    generator = torch.Generator().manual_seed(1)
+    features = backbone.read(torch.randint(0, V, (B, T), generator=generator))
+    document = torch.zeros(B, T, dtype=torch.int64)
+    document[0, 8:] = 1
+    document[1, 11:] = -1
+    learn = torch.rand(B, T, generator=generator) < 0.7
+    return replace(features, learn_BT=learn, document_BT=document)
+
+
+def learned(features: Features) -> int:
+    assert features.learn_BT is not None and features.document_BT is not None
+    return int(count_learned(features.learn_BT, features.document_BT))
+
+
+def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
+    """By the book: a loop over rows, draft positions and depths, with whole distributions. The slow reference."""
+    loss = torch.zeros((), dtype=torch.float64)
+    count, correct, overlap = (torch.zeros(drafter.depth, dtype=torch.float64) for _ in range(3))
+    tokens, learn, document = features.tokens_BT, features.learn_BT, features.document_BT
+    assert learn is not None and document is not None
+    ids = torch.arange(V) if drafter.vocabulary is None else drafter.vocabulary
+    for b, t in [(b, t) for b in range(len(tokens)) for t in range(tokens.shape[1])]:
+        values, sure = [], []
+        for k in range(drafter.depth):
+            drafted = t + 2 + k
+            if drafted >= tokens.shape[1] or not learn[b, drafted] or not document[b, t] == document[b, drafted] != -1:
+                values, sure = [*values, torch.zeros(())], [*sure, None]
+                continue
+            target_D = features.hidden_BTD[b, drafted - 1]
+            p = backbone.readout(target_D).softmax(-1)
+            log_q = drafter.readout(hidden[k][b, t][None], k, tokens[b, drafted - 1][None])[0].log_softmax(-1)
+            places = {int(token): place for place, token in enumerate(ids)}
+            regressed = wanted.terms["features"] * smooth_l1(hidden[k][b, t], target_D) if "features" in wanted.terms else 0.0
+            values.append(mixture(p[ids], log_q, places.get(int(p.argmax())), wanted) + regressed)
+            text = places.get(int(tokens[b, drafted]))
+            sure.append(0.0 if text is None else log_q[text].exp().item())
+            count[k] += 1
+            correct[k] += ids[log_q.argmax()] == p.argmax()
+            overlap[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
+        geometric = [wanted.depth_decay**k for k in range(drafter.depth)]
+        weights = geometric if wanted.depth_weights == "geometric" else dpace(sure)
+        loss = loss + sum(weight * value for weight, value in zip(weights, values, strict=True))
+    return Sums(loss, count, correct, overlap)
+
+
+def run(way: Callable[..., Sums], wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features) -> list[Tensor]:
+    """The sums, and the gradient of every weight."""
+    drafter.zero_grad()
+    sums = way(wanted, backbone, drafter, features, drafter(features))
+    sums.loss.backward()
+    return [x.detach().double() for x in sums] + [p.grad.clone() for p in drafter.parameters() if p.grad is not None]

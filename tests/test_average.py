@@ -1,0 +1,79 @@
+"""The moving average of the weights: its value, where it is used, and that a resumed run goes on with it bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from small_run import make_recipe, read_log
+
+from headstart.training.average import Average, in_place_of_weights
+from headstart.training.checkpoint import find_state, read_state
+from headstart.training.cli import main
+
+STEPS = 8
+CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup": 0.0, "ema": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def test_it_follows_the_weights_and_stands_in_for_them() -> None:
+    layer = torch.nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    average, expected = Average(layer, 0.4), layer.weight.detach().clone()
+    for step in range(1, 9):
+        layer.weight.data += torch.randn(2, 3)
+        average.update(step)
+        decay = min(0.4, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * layer.weight.detach()
+        torch.testing.assert_close(average.weights["weight"], expected)
+    assert decay == 0.4 and set(average.weights) == {"weight"}
+    weight, identity = layer.weight.detach().clone(), layer.weight
+    with pytest.raises(KeyError), in_place_of_weights(average):
+        torch.testing.assert_close(layer.weight.detach(), expected)
+        raise KeyError
+    assert torch.equal(layer.weight, weight) and layer.weight is identity
+    torch.testing.assert_close(average.weights["weight"], expected)
+    with in_place_of_weights(None):
+        assert torch.equal(layer.weight, weight)
+
+
+def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train=CONSTANT, eval={"every": 4})
+    assert main([str(recipe), f"save.dir={tmp_path}/average"]) == 0
+    assert main([str(recipe), f"save.dir={tmp_path}/weights", "train.ema=null"]) == 0
+    with_it, without = (load_file(tmp_path / name / "model.safetensors") for name in ("average", "weights"))
+    folder = find_state(tmp_path / "average")
+    assert folder is not None
+    state = read_state(folder).tensors
+    for name, tensor in with_it.items():
+        assert torch.equal(state[f"drafter/{name}"], without[name])   # averaging does not disturb training
+        assert torch.equal(state[f"average/{name}"], tensor) and not torch.equal(tensor, without[name])
+    losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("average", "weights")]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, train={**CONSTANT, "optimizer": "muon"})
+    assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
+    for steps in (3, STEPS):
+        assert main([str(recipe), f"save.dir={tmp_path}/parts", f"train.steps={steps}"]) == 0
+    found = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert found[0] == found[1]
+    assert main([str(recipe), f"save.dir={tmp_path}/parts", "train.ema=null", f"train.steps={STEPS + 1}"]) == 2
+    assert "train.ema (was 0.5, now None)" in capsys.readouterr().err
+
+
+def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, objective={"terms": {"features": 1.0, "ce": 0.1}})
+    assert main([str(recipe)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "objective.terms.features" in said[0] and "Medusa has a readout of its own" in said[0]
+    assert not list((tmp_path / "out").glob("*.safetensors"))

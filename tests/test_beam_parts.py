@@ -1,0 +1,70 @@
+"""The parts of speculative beam search: the trie of a row's texts, the features of its nodes, and how many drafts are worth reading."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.heads.base import Features
+from headstart.inference.beam_breadth import DEPTHS, UNITS, Breadth
+from headstart.inference.beam_features import NodeFeatures
+from headstart.inference.beam_forest import Forest, Said
+
+
+def test_a_forest_keeps_what_its_beams_descend_from() -> None:
+    forest, said = Forest(5), Said(np.zeros(1), np.zeros(1))
+    a = forest.add(-1, 7)
+    b, c = forest.add(a, 1), forest.add(a, 2)
+    d, e, f = forest.add(b, 3), forest.add(b, 4), forest.add(c, 3)
+    assert forest.add(b, 3) == d and forest.find(c, 4) is None and forest.path(f) == [a, c, f]
+    forest.said = [said] * 6
+    assert forest.keep([e, d, e], [9, 9, 8]) == ([a, b, d, e], [1, 0, 1])
+    assert (forest.shared, forest.told, forest.tokens, forest.parents, forest.read) == (7, [7, 1], [3, 4], [-1, -1], 2)
+    new = [forest.add(1, 8), forest.add(0, 8)]
+    assert forest.new == 2 and forest.ancestors()[new[0]].tolist() == [False, True, True, False]
+    forest.said = [said] * 4
+    assert forest.keep([1, 1], [8, 5]) == ([1, 2], [-1, -1]), "what was read ahead stays"
+    assert (forest.shared, forest.tokens, forest.parents, forest.below([0])) == (8, [8], [-1], {0: 0})
+
+
+def test_breadth_is_learned() -> None:
+    breadth = Breadth(4)
+    first = breadth.plans(3)
+    assert len(first) == UNITS + 1 and first[2].widths == () and first[3].widths == (6,)
+    assert all(len(plan.widths) <= 3 and sum(plan.widths) <= 2 * i for i, plan in enumerate(first))
+    for _ in range(60):
+        breadth.learn(0, 6)
+        breadth.learn(1, None)
+        breadth.fade()
+    plans = breadth.plans(DEPTHS)
+    assert plans[2].steps < 0.1 and plans[3].widths == (6,) and 0.9 < plans[3].steps < 1
+    assert plans[UNITS].steps < 1.1, "the second depth is not worth its nodes"
+    for _ in range(1500):
+        breadth.fade()
+    assert breadth.plans(3)[9].steps == pytest.approx(first[9].steps, rel=0.05), "what is long ago counts no more"
+
+
+def test_features_of_nodes_by_row_and_number() -> None:
+    """Rows keep different numbers of nodes; a node is known by its number before and after others are dropped."""
+
+    def read(first: int) -> Features:
+        tokens_BT = torch.arange(first, first + 6).view(2, 3)
+        return Features(tokens_BT, tokens_BT[..., None].float(), {4: -tokens_BT[..., None].float()})
+
+    kept = NodeFeatures(read(0))
+    kept.add(read(10), [0, 0])   # 10, 11, 12 and 13, 14, 15
+    found = kept.of([1, 0, 1], [[2], [0, 1], []])
+    assert found.tokens_BT[0, 0] == 15 and found.tokens_BT[1].tolist() == [10, 11] and found.lengths_B.tolist() == [1, 2, 0]
+    kept.keep([[1, 2], [0]])
+    kept.add(read(20), [2, 1])
+    for row, numbers, tokens in ((0, [0, 1, 2, 4], [11, 12, 20, 22]), (1, [0, 1, 3], [13, 23, 25])):
+        found = kept.of([row], [numbers])
+        assert found.tokens_BT[0].tolist() == found.hidden_BTD[0, :, 0].tolist() == (-found.taps[4][0, :, 0]).tolist() == tokens
+    kept.keep([[4], [0, 1]])
+    kept.select([1])
+    kept.add(read(30).rows(torch.tensor([1])), [2])
+    assert kept.of([0], [[1, 2]]).tokens_BT.tolist() == [[23, 33]]
+    kept.keep([[]])
+    kept.add(read(40).rows(torch.tensor([0])), [0])
+    assert kept.of([0], [[2]]).tokens_BT.tolist() == [[42]]

@@ -1,0 +1,283 @@
+"""A features cache: written by several or after a kill, refused when it is not this run's, trained from without the backbone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+from collections import namedtuple
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from families import DRAFTERS, backbone, random_drafter
+from safetensors.torch import load_file, save_file
+from small_run import make_recipe, read_log
+
+from headstart.heads.backbone import Backbone
+from headstart.training import cache_writer, caching
+from headstart.training.cli import main as train
+from headstart.training.codec import Form
+from headstart.training.commands import main
+from headstart.training.data import Sample
+from headstart.training.features_cache import plan, read_manifest
+from headstart.training.loop import train as go_on
+from headstart.training.recipe import load_recipe
+from headstart.training.setup import prepare
+from headstart.training.stored import Recent, reads_hidden
+
+EAGLE = {"kind": "eagle3", "depth": 2}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and, in ``cache``, the features of its samples in several shards."""
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = make_recipe(folder, drafter=EAGLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caching, "plan", lambda samples, form, shard_mb: tuple((i, min(i + 5, 36)) for i in range(0, 36, 5)))
+        assert main(["cache", str(recipe), f"cache.dir={folder / 'cache'}"]) == 0
+    assert len(shards(folder / "cache")) == 8
+    return folder
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [str(folder / "recipe.yaml"), f"cache.dir={folder / 'cache'}", *more]
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "copy")
+    text = (whole / "recipe.yaml").read_text().replace(str(whole), str(tmp_path / "copy"))
+    (tmp_path / "copy" / "recipe.yaml").write_text(text)
+    return tmp_path / "copy"
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.parametrize("drafter", [EAGLE, {"kind": "medusa", "depth": 2}], ids=lambda drafter: drafter["kind"])
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_trained_from_a_cache_the_losses_are_the_live_ones(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: dict[str, Any], packing: str
+) -> None:
+    """To the error of int8; and the backbone reads nothing while training. One cache serves any heads whose taps it holds."""
+    same = [f"drafter={json.dumps(drafter)}", f"data.packing={packing}", "eval.prompts=1"]
+    assert train([str(whole / "recipe.yaml"), f"save.dir={tmp_path}/live", *same]) == 0
+    run = prepare(load_recipe(whole / "recipe.yaml", [*same, f"cache.dir={whole / 'cache'}", f"save.dir={tmp_path}/kept"]))
+    monkeypatch.setattr(Backbone, "read", None)
+    run.prompts = []
+    assert go_on(run) == 0
+    run.log.close()
+    live, kept = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("live", "kept"))
+    assert kept == pytest.approx(live, rel=2e-3) and kept != live
+
+
+def test_shards_have_about_the_size_asked_for() -> None:
+    samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in (300, 200, 700, 50, 900, 100)]
+    form = Form((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB a token
+    assert plan(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
+    assert plan(samples, form, 1000) == ((0, 6),)
+
+
+def test_a_manifest_tells_what_it_is(whole: Path) -> None:
+    content = json.loads((whole / "cache" / "manifest.json").read_text())["contents"]
+    assert content["reading"]["backbone hidden_size"] == 16 and len(content["reading"]["backbone weights"]) == 64
+    assert content["reading"]["taps"] == [1, 3, 5] and content["reading"]["cache.store"] == "int8"
+    assert content["samples"]["count"] == 36 and content["made"]["data.max_length"] == 64 and "tokenizer" in content["made"]
+    assert not list((whole / "cache").glob(".*"))   # neither locks nor anything half-written
+    found = read_manifest(whole / "cache")
+    assert found is not None and cache_writer.measured_errors(found)["hidden"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("drafter.taps=[1, 4]", "taps: found [1, 3, 5], expected [1, 4]"),
+        ("cache.store=bf16", "cache.store: found 'int8', expected 'bf16'"),
+        ("cache.teacher=topk", "cache.teacher: found 'hidden', expected 'topk 64'"),
+        ("cache.mode=lru", "cache.mode: found 'full', expected 'lru'"),
+        ("backbone.dtype=bf16", "backbone.dtype: found 'float32', expected 'bfloat16'"),
+        ("data.max_length=20", "data.max_length: found 64, expected 20"),
+        ("data.eval_rows=5", "data.eval_rows: found 4, expected 5"),
+        ("cache.dir=nowhere", "no features in nowhere: found no manifest.json; run headstart cache with this recipe"),
+    ],
+)
+def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, capsys: Any, change: str, message: str) -> None:
+    assert train([*options(whole), f"save.dir={tmp_path}/out", change]) == 2
+    assert message in said(capsys)
+    if "dir" not in change and "lru" not in change:
+        assert main(["cache", *options(whole), change]) == 2   # nor is it written over
+        assert message in said(capsys)
+
+
+def test_other_weights_and_other_rows_are_refused(tmp_path: Path, capsys: Any) -> None:
+    make_recipe(tmp_path, drafter=EAGLE)
+    assert main(["cache", *options(tmp_path)]) == 0
+    rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "text.jsonl").write_text("".join(rows[:7] + ['{"text": "a sun finds so"}\n'] + rows[8:]))
+    assert train(options(tmp_path)) == 2
+    assert "the rows of data.train: found {'count': 36" in said(capsys)
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    weights = load_file(tmp_path / "backbone" / "model.safetensors")
+    save_file({name: tensor * 1.1 for name, tensor in weights.items()}, tmp_path / "backbone" / "model.safetensors", {"format": "pt"})
+    assert train(options(tmp_path)) == 2
+    assert re.search(r"backbone weights: found (-?[\d.]+), expected (-?[\d.]+); restore that", said(capsys))
+
+
+def test_half_a_cache_and_shards_of_others_are_refused_by_name(copy: Path, capsys: Any) -> None:
+    cache = copy / "cache"
+    third, total = shards(cache)[2], len(shards(cache))
+    content = third.read_bytes()
+    third.unlink()
+    assert train(options(copy)) == 2
+    assert f"found {total - 1} shards, expected {total} (missing: {third.name}); run headstart cache" in said(capsys)
+    save_file(load_file(shards(cache)[0]), third, metadata={"cache": "0123"})
+    assert train(options(copy)) == 2
+    assert f"{third.name} in {cache} is a shard of another cache: found 0123, expected " in said(capsys)
+    third.write_bytes(content[:-40])
+    assert train(options(copy)) == 2
+    assert f"{third} is damaged" in said(capsys)
+    third.write_bytes(content)
+    (cache / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"cache.store": "int8"', '"cache.store": "bf16"'))
+    assert train(options(copy)) == 2
+    assert "manifest.json is damaged (ValueError: its id does not fit its contents)" in said(capsys)
+    (cache / "manifest.json").unlink()
+    assert main(["cache", *options(copy)]) == 2
+    assert "holds shards but no manifest.json" in said(capsys)
+
+
+def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path) -> None:
+    """One is killed in the middle of a shard, which it had locked; two go on with the rest and each shard is written once."""
+    cache = copy / "cache"
+    names = [path.name for path in shards(cache)]
+    for path in shards(cache)[1:]:
+        path.unlink()
+    rename, count = os.replace, iter(range(9))
+
+    def dying(command: list[str]) -> int:
+        def replace(here: Path, there: Path) -> None:
+            if there.suffix == ".safetensors" and next(count) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(here, there)
+
+        os.replace = replace   # type: ignore[assignment]
+        return main(command)
+
+    def start(target: Callable[..., int], *more: str) -> Any:
+        process = get_context("fork").Process(target=target, args=[["cache", *options(copy), *more]])
+        process.start()
+        return process
+
+    killed = start(dying)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    assert [path.name for path in shards(cache)] == names[:3] and list(cache.glob(".shard-00003*.tmp"))
+    reports = [copy / f"{i}.json" for i in range(2)]
+    started = [start(main, "--json", str(report)) for report in reports]
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0, 0]
+    written = [json.loads(report.read_text())["written"] for report in reports]
+    assert sum(written) == len(names) - 3
+    for mine, theirs in zip(shards(cache), shards(whole / "cache"), strict=True):
+        one, other = load_file(mine), load_file(theirs)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    recipe, usage = make_recipe(tmp_path), namedtuple("usage", "total used free")
+    command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
+    assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
+    size = json.loads((tmp_path / "size.json").read_text())
+    assert f"{size['bytes'] / 1e6:.1f} MB, {size['bytes_a_token']:.0f} bytes a token, in 1 shards" in capsys.readouterr().err
+    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage(9, 9, cache_writer.SPARE + size["bytes"] - 1))
+    assert main(command) == 2
+    assert "new needs 0.0 MB and the disk has 67.1 MB free; make room" in said(capsys) and not (tmp_path / "new").exists()
+    monkeypatch.undo()
+    assert main(command) == 0
+    assert size["bytes"] <= shards(tmp_path / "new")[0].stat().st_size <= size["bytes"] + 2000
+    for change, message in [("cache.dir=null", "cache.dir is not set"), ("cache.mode=lru", "cache.mode=lru is filled by training")]:
+        assert main([*command, change]) == 2
+        assert message in said(capsys)
+
+
+@pytest.mark.parametrize("change", ["cache.dir=''", "cache.store=int4", "cache.top=0", "cache.shard_mb=0", "cache.disk_gb=0"])
+def test_settings_that_cannot_be_are_refused(whole: Path, change: str, capsys: Any) -> None:
+    assert main(["cache", *options(whole), change]) == 2
+    assert change.split("=")[0] in said(capsys)
+
+
+def test_likeliest_tokens_are_for_heads_that_read_taps_alone(whole: Path, tmp_path: Path, capsys: Any) -> None:
+    on = backbone("llama")
+    found = {kind: reads_hidden(random_drafter(kind, on)) for kind in DRAFTERS}
+    assert found["medusa"] and not found["eagle3"]
+    new = [str(whole / "recipe.yaml"), f"cache.dir={tmp_path}/top", "cache.teacher=topk", "cache.top=16"]
+    assert main(["cache", *new, "drafter.kind=medusa"]) == 2
+    assert "cache.teacher=topk keeps no final hidden state, which medusa reads; set cache.teacher=hidden" in said(capsys)
+    assert main(["cache", *new, "objective.terms={features: 1}"]) == 2
+    assert "which objective.terms.features learns" in said(capsys)
+    assert main(["cache", *new]) == 0
+    logs = []
+    for name, more in (("live", new[:1]), ("kept", new)):
+        assert train([*more, "objective.terms={topk_kl: 1}", "objective.top_k=16", f"save.dir={tmp_path}/{name}", "eval.prompts=1"]) == 0
+        logs.append([line["loss"] for line in read_log(tmp_path / name) if "loss" in line])
+    assert logs[1] == pytest.approx(logs[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_what_is_read_first_is_kept_up_to_the_budget(tmp_path: Path, share: float) -> None:
+    """Any budget gives the same losses; the second epoch finds as much as there was room for."""
+    recipe = make_recipe(tmp_path, drafter=EAGLE, train={"steps": None, "epochs": 2, "batch_size": 6}, eval={"prompts": 1})
+    assert main(["cache", str(recipe), f"cache.dir={tmp_path}/all", "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
+    size = json.loads((tmp_path / "size.json").read_text())["bytes"]
+    budget = max(share * (size + 36 * 1024), 1.0)
+    changes = ["cache.mode=lru", f"cache.dir={tmp_path}/lru", f"cache.disk_gb={budget / 1e9}"]
+    run = prepare(load_recipe(recipe, [*changes, f"save.dir={tmp_path}/out{share}"]))
+    source = run.source
+    assert isinstance(source, Recent)
+    assert go_on(run) == 0
+    run.log.close()
+    assert sum(path.stat().st_size for path in (tmp_path / "lru").glob("*.safetensors")) <= budget
+    assert source.found + source.read_anew == 72 and source.found == pytest.approx(36 * min(share, 1), abs=5)
+    assert main(["cache", str(recipe), f"cache.dir={tmp_path}/all"]) == 0
+    AcceleratorState._reset_state(True)
+    assert train([str(recipe), f"cache.dir={tmp_path}/all", f"save.dir={tmp_path}/whole"]) == 0
+    one, other = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in (f"out{share}", "whole"))
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_samples_of_other_runs_make_room_the_longest_unused_first(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter=EAGLE, train={"steps": None, "epochs": 1, "batch_size": 6}, eval={"prompts": 1})
+    changes = ["cache.mode=lru", f"cache.dir={tmp_path}/lru"]
+    assert train([str(recipe), *changes]) == 0
+    first = {path.name: path.stat() for path in (tmp_path / "lru").glob("*.safetensors")}
+    for place, name in enumerate(sorted(first)):
+        os.utime(tmp_path / "lru" / name, (place, place))
+    lines = [json.dumps({"text": f"other {random.Random(i).random()}"}) + "\n" for i in range(20)]
+    (tmp_path / "text.jsonl").write_text("".join(lines) + "".join((tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:4]))
+    used = sum(stat.st_size for stat in first.values())
+    small = [*changes, f"cache.disk_gb={used / 1e9}", f"save.dir={tmp_path}/second"]
+    run = prepare(load_recipe(recipe, small))
+    run.log.close()
+    left = sorted(path.name for path in (tmp_path / "lru").glob("*.safetensors"))
+    own = {name for name in run.source.names if name in first}   # type: ignore[attr-defined]
+    assert own and own <= set(left) and set(left) - own == set(sorted(set(first) - own)[-len(set(left) - own):]) and len(left) < len(first)

@@ -1,0 +1,63 @@
+"""The order of the data: the same for a run that was stopped and goes on, with as many processes or another number."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from small_run import make_recipe, read_log, run
+
+from headstart.training.cli import main
+from headstart.training.recipe import load_recipe
+from headstart.training.setup import prepare
+
+EAGLE = {"kind": "eagle3", "depth": 2}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
+    """Packed, over the end of an epoch: the second half reads what it would have read, shared between them."""
+    packed = {"data": {"packing": True}, "train": {"batch_size": 5}, "eval": {"prompts": 1}, "save": {"every": 6, "keep": 3}}
+    recipe = make_recipe(tmp_path, drafter=EAGLE, **packed)
+    assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "state" / "step-00000012")
+    done = run(recipe, f"save.dir={tmp_path}/two", launcher=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"))
+    assert done.returncode == 0 and "2 processes on cpu" in done.stderr and "resuming from" in done.stderr, done.stderr[-3000:]
+    one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    assert [line["step"] for line in two] == list(range(1, 13)) and two[:6] == one[:6] and two[6:] != one[6:]
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-4)
+
+
+def test_every_step_shares_its_rows_whole(tmp_path: Path) -> None:
+    recipe = load_recipe(make_recipe(tmp_path, train={"batch_size": 5, "micro_batch": 1}), ["data.packing=true", "data.max_length=40"])
+    trained = prepare(recipe)
+    trained.log.close()
+    feed = trained.feed
+    assert feed.window == 40 and feed.steps == 12 and feed.rows < len(feed.samples)
+    for step in range(1, 13):
+        whole = sorted(index for row in feed.chosen(step) for index in row)
+        for processes in (1, 2, 3, 5):
+            parts = [type(feed)(feed.samples, feed.train, feed.seed, process, processes, feed.window) for process in range(processes)]
+            assert sorted(index for part in parts for rows in part.shares(step) for row in rows for index in row) == whole
+
+
+def test_other_samples_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, eval={"prompts": 1})
+    assert main([str(recipe), "train.steps=2"]) == 0
+    rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))   # the same rows in another order
+    assert main([str(recipe), "train.steps=4"]) == 2
+    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "step-00000002 was trained on other samples (hash" in said and "text.jsonl or the tokenizer have changed; restore them" in said
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    assert main([str(recipe), "train.steps=4"]) == 0

@@ -1,0 +1,148 @@
+"""How the objective is computed: never whole, never twice, in which dtypes; and hidden states beside distributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from by_the_book import MIXED_TERMS, WHOLE_TERMS
+from guess import Guess, V, batch, learned, naive, run, small_backbone
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, Features, build_drafter
+from headstart.heads.errors import UserError
+from headstart.training.objective import objective, require_comparable
+from headstart.training.recipe import Objective
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return small_backbone()
+
+
+def test_logits_are_never_held_whole(backbone: Backbone) -> None:
+    """No readout of more positions than a chunk; each of them once, the backbone's not once a depth; nothing for the backward."""
+    drafter = Guess(backbone, 3, None).double()
+    features = batch(backbone)
+    seen: list[int] = []
+    hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    sums = objective(Objective(chunk=4), backbone, drafter, features, drafter(features))
+    assert drafter.largest == max(seen) == 4 and sum(seen) == learned(features)
+    sums.loss.backward()
+    assert sum(seen) == learned(features)
+    hook.remove()
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that any operation made, forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
+def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone, terms: dict[str, float]) -> None:
+    drafter, features = Guess(backbone, 3, None).double(), batch(backbone)
+    found = []
+    for chunk in (4, 1000):
+        wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk=chunk), drafter(features)
+        with Largest() as largest:
+            objective(wanted, backbone, drafter, features, hidden).loss.backward()
+        found.append(largest.numbers)
+    assert found == [backbone.unembed.weight.numel(), learned(features) * V] and found[0] < found[1]   # the largest of the weights
+
+
+def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
+    drafter, features = Guess(backbone, 3, None).double(), batch(backbone)
+    sums = objective(Objective(), backbone, drafter, features, drafter(features))
+    with torch.no_grad():
+        for a, b in zip(sums, objective(Objective(), backbone, drafter, features, drafter(features)), strict=True):
+            assert not b.requires_grad and torch.equal(a, b)
+
+
+def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_learn(backbone: Backbone) -> None:
+    features = batch(backbone)
+    right = run(objective, Objective(), backbone, drafter := Guess(backbone, 3, None).double(), features)
+    grads = dict(zip([name for name, _ in drafter.named_parameters()], right[4:], strict=True))
+    for frozen in (drafter.head, drafter.mix):
+        drafter.requires_grad_(True)
+        frozen.requires_grad_(False)
+        drafter.zero_grad()
+        objective(Objective(), backbone, drafter, features, drafter(features)).loss.backward()
+        for name, parameter in drafter.named_parameters():
+            assert (parameter.grad is not None) == parameter.requires_grad
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, grads[name])
+
+
+class Feature(Guess):
+    """Like EAGLE-1: its states stand in for the backbone's, whose output layer reads them."""
+
+    def __init__(self, backbone: Backbone, depth: int = 3, vocabulary: Tensor | None = None) -> None:
+        super().__init__(backbone, depth, vocabulary)
+        self.mix = torch.nn.ModuleList(torch.nn.Linear(backbone.dim, backbone.dim) for _ in range(depth))
+        del self.head, self.correction
+
+    def forward(self, features: Features) -> list[Tensor]:
+        return [3 * drafted_BTD for drafted_BTD in super().forward(features)]   # on both sides of where smooth L1 bends
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        logits = self.backbone[0].readout(hidden)
+        return logits if self.vocabulary is None else logits[..., self.vocabulary]
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 53, 2)], ids=["whole", "draft"])
+@pytest.mark.parametrize("terms", [{"features": 1.0}, {"features": 1.0, "kl": 0.1}], ids=str)
+def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
+    torch.manual_seed(2)
+    drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
+    wanted = Objective(terms=terms, chunk=7)
+    found = [run(way, wanted, backbone, drafter, features) for way in (naive, objective)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class Wrapped(Feature):
+    """Of the backbone's width, read out by a layer of its own that happens to equal the backbone's."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.own = torch.nn.Parameter(backbone.unembed.weight.clone())
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return hidden @ self.own.T
+
+
+def test_only_states_that_the_backbone_reads_are_compared_with_its_own(backbone: Backbone) -> None:
+    for vocabulary in (None, torch.arange(1, 53, 2)):
+        require_comparable(Feature(backbone, 3, vocabulary).double())
+    others: list[Drafter] = [build_drafter(kind, backbone, {}) for kind in ("medusa", "eagle3")]
+    for drafter in [*others, Guess(backbone, 2, None), Wrapped(backbone)]:
+        with pytest.raises(UserError, match=f"objective.terms.features.*but {type(drafter).__name__} has a readout of its own.*leave"):
+            require_comparable(drafter.double())
+
+
+@pytest.mark.parametrize("weights", ["geometric", "expected"])
+@pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
+def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[str, float], weights: str) -> None:
+    """bf16 readouts of fp32 weights, whose gradients are in fp32."""
+    torch.manual_seed(2)
+    backbone = small_backbone(torch.float32)
+    drafter, features = Guess(backbone, 3, None), batch(backbone)
+    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk=7), backbone, drafter, features)   # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(objective, wanted, backbone, drafter, features)
+    assert {grad.dtype for grad in found[4:]} == {torch.float32}
+    torch.testing.assert_close(found[0], exact[0].double(), rtol=0.02, atol=0.02)
+    for a, b in zip(found[4:], exact[4:], strict=True):
+        assert (a - b).norm() < 0.2 * b.norm()   # that of tv jumps where q crosses p

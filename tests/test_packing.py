@@ -1,0 +1,146 @@
+"""Packing: rows are full, no document is cut or lost, and it changes neither what is read nor what is learned.
+
+Shape suffixes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from families import DRAFTERS, FAMILIES, VOCAB, backbone, random_drafter
+from small_run import make_recipe, read_log
+from torch import Tensor
+
+from headstart.heads.base import Drafter, Features
+from headstart.heads.errors import UserError
+from headstart.training.cli import main
+from headstart.training.data import Sample
+from headstart.training.feed import Feed, digest
+from headstart.training.objective import count_learned, objective
+from headstart.training.packing import Batch, best_fit, collate, documents_apart, restarting
+from headstart.training.recipe import Objective, Train
+from headstart.training.source import Live
+
+LENGTHS = (9, 4, 13, 6, 21, 5, 8)
+ROWS = [[0, 1, 2], [3, 4], [5, 6]]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def make_samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    learn = [torch.rand(length, generator=generator) < 0.8 for length in lengths]
+    return [Sample(torch.randint(1, VOCAB, (len(mask),), generator=generator), mask) for mask in learn]
+
+
+def test_every_sample_stands_in_one_row_and_rows_are_full() -> None:
+    rng = random.Random(0)
+    for window in (8, 50, 512):
+        lengths = [rng.randint(1, min(window, rng.choice((8, 60, 512)))) for _ in range(700)]
+        rows = best_fit(lengths, list(range(700)), window)
+        assert sorted(index for row in rows for index in row) == list(range(700))
+        used = [sum(lengths[index] for index in row) for row in rows]
+        assert max(used) <= window and len(rows) <= 1.03 * -(-sum(lengths) // window) + 1
+        shuffled = rng.sample(range(700), 700)
+        assert len(best_fit(lengths, shuffled, window)) == len(rows)   # so every epoch has as many rows
+    assert best_fit([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
+    with pytest.raises(UserError, match="a sample of 9 tokens does not fit a window of 8; raise data.max_length or set data.long=split"):
+        best_fit([4, 9], [0, 1], 8)
+
+
+def test_what_a_row_looks_like() -> None:
+    tokens, learn = [torch.tensor([7, 8, 9]), torch.tensor([5, 6])], [torch.tensor([False, True, True]), torch.tensor([True, False])]
+    samples = [Sample(*pair) for pair in zip(tokens, learn, strict=True)]
+    batch = collate([*samples, samples[1]], [[0, 1], [2]])
+    assert batch.tokens_BT.tolist() == [[7, 8, 9, 5, 6], [5, 6, 0, 0, 0]]
+    assert batch.learn_BT.tolist() == [[False, True, True, True, False], [True, False, False, False, False]]
+    assert batch.document_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]]
+    assert batch.members == ((0, 1), (2,)) and batch.packed and not collate(samples, [[0], [1]]).packed
+    assert restarting(batch.document_BT).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    see = documents_apart(batch.document_BT, {"full_attention": None, "sliding_attention": 2})
+    full = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    assert see["full_attention"][0].int().tolist() == full
+    full[2] = [0, 1, 1, 0, 0]
+    assert see["sliding_attention"][0].int().tolist() == full
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
+    """Full and sliding layers, rotary and learned positions."""
+    samples, taps = make_samples(), (0, 1, 3, 6)
+    source = Live(backbone(family), taps)
+    packed = source.read(collate(samples, ROWS))
+    for b, row in enumerate(ROWS):
+        for place, index in enumerate(row):
+            there = packed.document_BT[b] == place   # type: ignore[index]
+            alone = source.read(collate(samples, [[index]]))
+            assert packed.taps is not None and alone.taps is not None and torch.equal(packed.tokens_BT[b, there], samples[index].tokens)
+            pairs = [(packed.hidden_BTD, alone.hidden_BTD), *((packed.taps[tap], alone.taps[tap]) for tap in taps)]
+            for mine, theirs in pairs:
+                torch.testing.assert_close(mine[b, there], theirs[0], atol=1e-5 * max(theirs.abs().max().item(), 1.0), rtol=0)
+
+
+def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor]]:
+    """Loss per learned token and its gradients."""
+    assert features.learn_BT is not None and features.document_BT is not None
+    drafter.zero_grad()
+    drafter.requires_grad_(True)
+    sums = objective(Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16), drafter.backbone[0], drafter, features, drafter(features))
+    loss = sums.loss / count_learned(features.learn_BT, features.document_BT)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind: str) -> None:
+    samples, on = make_samples(), backbone(family)
+    drafter = random_drafter(kind, on)
+    source = Live(on, drafter.taps)
+    found = [gradients(source.read(collate(samples, rows)), drafter) for rows in (ROWS, [[i] for i in range(len(samples))])]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    assert len(found[0][1]) == len(found[1][1]) > 0 and found[0][0] > 0
+    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * max(theirs.abs().max().item(), 1.0))
+
+
+def test_the_mask_is_what_makes_it_so() -> None:
+    """Without it, neighbours leak into each other: the test above can fail."""
+    samples, on = make_samples(), backbone("llama")
+    batch = collate(samples, ROWS)
+    leaky = Live(on, ()).read(Batch(batch.tokens_BT, batch.learn_BT, batch.document_BT, ((0,),) * len(ROWS)))
+    assert not torch.allclose(leaky.hidden_BTD, Live(on, ()).read(batch).hidden_BTD, atol=1e-2)
+
+
+def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
+    samples = make_samples(tuple(random.Random(1).choices(range(4, 30), k=60)))
+    feed = Feed(samples, Train(batch_size=3, epochs=1.0), seed=1, window=32)
+    epochs = [[feed._at(place) for place in range(epoch * feed.rows, (epoch + 1) * feed.rows)] for epoch in range(3)]
+    for rows in epochs:
+        assert sorted(index for row in rows for index in row) == list(range(60))
+        assert max(sum(len(samples[i].tokens) for i in row) for row in rows) <= 32
+    assert epochs[0] != epochs[1] and {frozenset(row) for row in epochs[0]} != {frozenset(row) for row in epochs[1]}
+    parts = [Feed(samples, feed.train, 1, process, 2, 32) for process in range(2)]
+    shared = [row for part in parts for rows in part.shares(2) for row in rows]
+    assert sorted(shared) == sorted(feed.chosen(2)) and feed.digest == digest(samples) != digest(samples[1:])
+    assert digest(samples) != digest([replace(samples[0], learn=~samples[0].learn), *samples[1:]])
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_packed_run_trains_cuts_long_documents_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": None, "epochs": 3, "batch_size": 2})
+    assert main([str(recipe), "data.packing=true", "data.max_length=24"]) == 0
+    said = capsys.readouterr().err
+    assert "samples cut into" in said and "truncated" not in said and "; packed into 43 rows of 24, 77.0% full" in said
+    losses = [line["loss"] for line in read_log(tmp_path / "out") if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert read_log(tmp_path / "out")[-2]["tokens"] > 3 * 36 * 20   # every token of every epoch

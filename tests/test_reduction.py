@@ -1,0 +1,38 @@
+"""A step is one step however it is cut: into micro-batches, or between processes; for terms and weights that could see the cuts.
+
+tests/test_objective.py does the same for packing and padding, where the sums are at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from small_run import make_recipe, read_log, run
+
+from headstart.training.cli import main
+
+WANTED = {"terms": {"ce": 0.1, "lk": 1.0}, "depth_weights": "expected", "chunk": 50}
+DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab": 40}
+TRAIN = {"steps": 4, "batch_size": 5, "optimizer": "muon", "ema": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def test_neither_accumulation_nor_the_number_of_processes_changes_a_step(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train=TRAIN, eval={"prompts": 1})
+    assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
+    assert main([str(recipe), f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7"]) == 0
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    done = run(recipe, f"save.dir={tmp_path}/two", launcher=launcher)
+    assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr[-3000:]
+    whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
+    assert len(whole) == TRAIN["steps"]
+    for other in others:
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in other] == pytest.approx([line[key] for line in whole], rel=1e-4)

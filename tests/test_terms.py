@@ -1,0 +1,135 @@
+"""Every term's value and hand-written gradient against its formula in float64; and what the terms are at their ends.
+
+Shape suffixes: C positions of a chunk, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
+from torch import Tensor
+
+from headstart.training.recipe import Objective
+from headstart.training.terms import TERMS, Draft, Teacher, compare, gradient, mix, regression, teach
+
+C, V = 6, 23
+VOCABULARY = torch.tensor([0, 1, 4, 5, 9, 11, 12, 20])
+VOCABULARIES = pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["whole", "draft"])
+
+
+def logits(vocabulary: Tensor | None, dtype: torch.dtype = torch.float64, sharp: float = 2.0) -> tuple[Tensor, Tensor]:
+    """The backbone's over everything and the draft's over its vocabulary; not far apart, as after some training."""
+    generator = torch.Generator().manual_seed(0)
+    backbone_CV = sharp * torch.randn(C, V, dtype=torch.float64, generator=generator)
+    draft_CV = backbone_CV + torch.randn(C, V, dtype=torch.float64, generator=generator)
+    return backbone_CV.to(dtype), (draft_CV if vocabulary is None else draft_CV[:, vocabulary]).to(dtype)
+
+
+def by_the_book(wanted: Objective, backbone_CV: Tensor, draft_CV: Tensor, vocabulary: Tensor | None, weight_C: Tensor) -> Tensor:
+    ids = torch.arange(V) if vocabulary is None else vocabulary
+    rows = []
+    for p_V, log_q_V in zip(backbone_CV.softmax(-1), draft_CV.log_softmax(-1), strict=True):
+        place = (ids == p_V.argmax()).nonzero().flatten().tolist()
+        rows.append(mixture(p_V[ids], log_q_V, place[0] if place else None, wanted))
+    return (torch.stack(rows) * weight_C).sum()
+
+
+def fused(wanted: Objective, backbone_CV: Tensor, draft_CV: Tensor, vocabulary: Tensor | None, weight_C: Tensor) -> tuple[Tensor, Tensor]:
+    teacher = teach(backbone_CV, vocabulary)
+    draft = compare(teacher, draft_CV)
+    return mix(teacher, draft, weight_C, wanted), gradient(draft)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("terms", [*WHOLE_TERMS, *MIXED_TERMS], ids=str)
+def test_value_and_gradient_are_those_of_the_formula(terms: dict[str, float], vocabulary: Tensor | None) -> None:
+    wanted = Objective(terms=terms, top_k=3, lk_eta=2.0)
+    backbone_CV, draft_CV = logits(vocabulary)
+    weight_C = torch.linspace(0, 2, C, dtype=torch.float64)
+    free_CV = draft_CV.clone().requires_grad_()
+    right = by_the_book(wanted, backbone_CV, free_CV, vocabulary, weight_C)
+    value, pulled_CV = fused(wanted, backbone_CV, draft_CV, vocabulary, weight_C)
+    torch.testing.assert_close(value, right.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(pulled_CV, torch.autograd.grad(right, free_CV)[0], rtol=1e-10, atol=1e-12)
+    assert not pulled_CV[0].any() and pulled_CV[1:].any()   # a weight of 0
+
+
+def test_every_term_is_covered() -> None:
+    assert {name for terms in WHOLE_TERMS for name in terms} == set(TERMS)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("terms", WHOLE_TERMS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)], ids=str)
+def test_in_fp32_within_rounding(terms: dict[str, float], vocabulary: Tensor | None, dtype: torch.dtype, tolerance: float) -> None:
+    """Whatever the dtype of the logits, the sums are in fp32: the logits' own rounding apart, bf16 is as exact."""
+    wanted, weight_C = Objective(terms=terms, top_k=3), torch.ones(C, dtype=torch.float64)
+    backbone_CV, draft_CV = logits(vocabulary, dtype)
+    exact = fused(wanted, backbone_CV.double(), draft_CV.double(), vocabulary, weight_C)
+    rough = fused(wanted, backbone_CV, draft_CV, vocabulary, weight_C.float())
+    for a, b in zip(rough, exact, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("terms", WHOLE_TERMS, ids=str)
+def test_finite_where_the_two_hardly_meet(terms: dict[str, float]) -> None:
+    """Certain of different tokens, far beyond what fp32 can tell from 0 and 1; a token the backbone rules out."""
+    backbone_CV, draft_CV = torch.zeros(2, V), torch.zeros(2, V)
+    backbone_CV[:, 3], draft_CV[:, 7] = 300.0, 300.0
+    backbone_CV[1, 5] = -float("inf")
+    value, pulled_CV = fused(Objective(terms=terms), backbone_CV, draft_CV, None, torch.ones(2))
+    assert value.isfinite() and value > 0 and pulled_CV.isfinite().all()
+
+
+@pytest.mark.parametrize("terms", [terms for terms in WHOLE_TERMS if "ce" not in terms], ids=str)
+def test_a_perfect_draft_has_no_divergence_and_is_left_alone(terms: dict[str, float]) -> None:
+    backbone_CV, _ = logits(None)
+    value, pulled_CV = fused(Objective(terms=terms), backbone_CV, backbone_CV.clone(), None, torch.ones(C, dtype=torch.float64))
+    torch.testing.assert_close(value, torch.zeros_like(value), atol=1e-12, rtol=0)
+    torch.testing.assert_close(pulled_CV, torch.zeros_like(pulled_CV), atol=1e-12, rtol=0)
+
+
+def compared(vocabulary: Tensor | None) -> tuple[Teacher, Draft]:
+    backbone_CV, draft_CV = logits(vocabulary)
+    teacher = teach(backbone_CV, vocabulary)
+    return teacher, compare(teacher, draft_CV)
+
+
+@VOCABULARIES
+def test_acceptance_counts_what_cannot_be_drafted(vocabulary: Tensor | None) -> None:
+    """``1 - tv`` is the overlap of whole distributions, the draft's being 0 outside its vocabulary."""
+    backbone_CV, draft_CV = logits(vocabulary)
+    q_CV = torch.zeros(C, V, dtype=torch.float64)
+    q_CV[:, torch.arange(V) if vocabulary is None else vocabulary] = draft_CV.softmax(-1)
+    total_variation_C = (backbone_CV.softmax(-1) - q_CV).abs().sum(-1) / 2
+    teacher, draft = compared(vocabulary)
+    torch.testing.assert_close(1 - draft.overlap_C, total_variation_C)
+    assert vocabulary is None or (teacher.mass_C < 1 - 1e-6).all()
+
+
+def test_lk_goes_from_kl_to_acceptance() -> None:
+    for eta, other in ((0.0, {"kl": 1.0}), (1e6, {"tv": 1.0})):
+        weight_C = torch.ones(C, dtype=torch.float64)
+        lk = fused(Objective(terms={"lk": 1.0}, lk_eta=eta), *logits(None), None, weight_C)
+        for a, b in zip(lk, fused(Objective(terms=other), *logits(None), None, weight_C), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_topk_of_everything_is_kl() -> None:
+    weight_C = torch.ones(C, dtype=torch.float64)
+    every = fused(Objective(terms={"topk_kl": 1.0}, top_k=10 * V), *logits(None), None, weight_C)
+    for a, b in zip(every, fused(Objective(terms={"kl": 1.0}), *logits(None), None, weight_C), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_regression_of_hidden_states() -> None:
+    generator = torch.Generator().manual_seed(1)
+    drafted_CD, hidden_CD = (2 * torch.randn(C, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    weight_C = torch.linspace(0, 2, C, dtype=torch.float64)
+    free_CD = drafted_CD.clone().requires_grad_()
+    right = torch.stack([w * smooth_l1(a, b) for w, a, b in zip(weight_C, free_CD, hidden_CD, strict=True)]).sum()
+    value, gradient_CD = regression(drafted_CD, hidden_CD, weight_C)
+    torch.testing.assert_close(value, right.detach())
+    torch.testing.assert_close(gradient_CD, torch.autograd.grad(right, free_CD)[0])

@@ -1,0 +1,40 @@
+"""Where the features of a batch come from: the backbone, reading it now, or what was kept of an earlier reading.
+
+Shape suffixes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Features
+from headstart.training.packing import Batch, documents_apart, restarting
+
+
+class FeatureSource(ABC):
+    """A drafter cannot tell one from another."""
+
+    teacher: Backbone
+    """Makes logits of the final hidden states it gives, or of what stands for them."""
+
+    @abstractmethod
+    def read(self, batch: Batch) -> Features:
+        """The features of the batch, on its device, with what to learn and the documents."""
+
+
+class Live(FeatureSource):
+    """The backbone, in its own dtype, as when decoding."""
+
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
+        self.backbone, self.teacher, self.taps = backbone, backbone, taps
+
+    def read(self, batch: Batch) -> Features:
+        tokens_BT, document_BT = batch.tokens_BT, batch.document_BT
+        if batch.packed:
+            see = documents_apart(document_BT, self.backbone.windows)
+            features = self.backbone.read(tokens_BT, None, restarting(document_BT), see, self.taps)
+        else:   # causal: padding on the right is seen by nothing before it
+            features = self.backbone.read(tokens_BT, taps=self.taps)
+        return replace(features, learn_BT=batch.learn_BT, document_BT=document_BT)
