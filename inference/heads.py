@@ -107,7 +107,8 @@ class Heads:
 
         ``seed``: an int (row i has seed + i), a list with one a row, or None for torch's default generator. ``tree``: how large
         the candidate trees are; None: each as large as pays, by measured cost. ``speculate=False``: plain decoding by the same rule.
-        ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
+        ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator. With
+        ``num_beams`` it is transformers' beam search, several steps a pass; a ``tree`` then has the nodes of all beams of a row.
         Raises UserError (a ValueError) for what is not supported.
         """
         if model is not self.backbone.model:

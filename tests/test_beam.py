@@ -95,7 +95,7 @@ def test_drafters_and_numbers_of_beams(kind: str, beams: int) -> None:
 def test_families(family: str) -> None:
     rows = left_padded(prompts((9, 4, 14)))
     for kind in ("eagle3", "knowing"):
-        same(drafting(family, kind), rows, num_beams=3)
+        same(drafting(family, kind), rows, num_beams=5)
 
 
 @pytest.mark.parametrize("beams", [2, 3, 5])
@@ -119,6 +119,13 @@ def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None
         assert out.sequences.shape[0] == 6
         ended |= {int(length) for length in (out.beam_indices >= 0).sum(1)}
     assert len(ended) > 1 or length_penalty == 2, "texts of several lengths"
+
+
+def test_many_ways_to_end() -> None:
+    """There are as many more candidates as tokens that end a text, so that enough beams go on."""
+    options: dict[str, Any] = {"num_return_sequences": 3, "early_stopping": "never", "length_penalty": 3.0}
+    for eos in ([0, 12, 16, 27, 15, 51, 37], list(range(VOCAB - 9))):
+        same(drafting("llama", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, eos_token_id=eos, **options)
 
 
 @pytest.mark.parametrize("returned,eos,pad", [(1, None, 0), (3, None, 60), (3, 5, 0), (2, [5], 60)])
