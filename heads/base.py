@@ -13,6 +13,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def _there(features: Features) -> Tensor:
     return torch.ones_like(features.tokens_BT, dtype=torch.bool) if features.document_BT is None else features.document_BT >= 0
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """Subclass it, give the members below, put it in ``heads/<kind>.py``: that is a new method.
 
     Constructor: ``(backbone, *, depth=..., ...)``; ``self.arguments`` holds the keyword arguments, to build it again.
@@ -109,15 +110,18 @@ class Drafter(nn.Module):
         self.register_buffer("vocabulary", None, persistent=False)  # a buffer, so that it follows the drafter to its device
 
     def forward(self, features: Features) -> list[Tensor]:
-        """Training: K tensors, the k-th ``[B, max(T-2-k, 0), D]``; its position t drafts ``x_{t+2+k}`` from the true tokens."""
-        raise NotImplementedError
+        """Training: K tensors, the k-th ``[B, max(T-2-k, 0), D]``; its position t drafts ``x_{t+2+k}`` from the true tokens.
 
+        Raises UserError for a drafter that is not trained, such as a draft model.
+        """
+        raise UserError(f"{type(self).__name__} drafts without training; train one of {', '.join(methods())}")
+
+    @abstractmethod
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         """Hidden states ``[..., D]`` of one depth -> logits ``[..., DV]`` over the draft vocabulary.
 
         ``parent_tokens [...]`` are the tokens the hidden states were stepped with, for heads that correct by them.
         """
-        raise NotImplementedError
 
     def reserve(self, state: Any, length: int) -> Any:
         """Decoding: the state with room for ``length`` positions a row, drafted nodes included; called before `begin` goes on from it."""
@@ -139,25 +143,25 @@ class Drafter(nn.Module):
         """
         return self.reserve(state, cache.longest + nodes)
 
+    @abstractmethod
     def begin(self, features: Features, state: Any = None) -> Any:
         """Decoding: take in the features of newly accepted tokens (rows right-padded, document -1); the state to draft from."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Any]:
         """Decoding: hidden states ``[B, N, D]`` of N nodes of one depth, and the state that knows them.
 
         ``tokens_BN`` are the nodes' tokens (depth 0: the roots), ``parents_BN`` their parents' places among the nodes of the
         depth before. A drafter that does not look at the tokens may return ``[B, 1, D]``.
         """
-        raise NotImplementedError
 
     def use_vocabulary(self, tokens: Tensor) -> None:
         """Draft these backbone tokens (int64 ``[DV]``) and no others; called before training if there is a draft vocabulary."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} drafts the backbone's whole vocabulary; leave the draft vocabulary out")
 
     def config(self) -> dict[str, Any]:
-        """The ``config.json`` that serving engines read beside the weights."""
-        raise NotImplementedError
+        """The ``config.json`` that serving engines read beside the weights. Raises UserError for a drafter that is not saved."""
+        raise UserError(f"{type(self).__name__} drafts without training: there is nothing of it to save")
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights under the names that serving engines expect."""

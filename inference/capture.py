@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
@@ -76,15 +77,16 @@ class Captured:
         return recording(leaves)
 
 
-class _Recording:
+class _Recording(ABC):
     """What was recorded, for the shapes it ``follows``."""
 
     def __init__(self) -> None:
         self.follows: set[Any] = set()
         self.out: Any = None
 
+    @abstractmethod
     def __call__(self, leaves: list[Tensor]) -> Any:
-        raise NotImplementedError
+        """The function's result for tensors of shapes it follows."""
 
     def compare(self, function: Callable[..., Any], held: Any, inputs: tuple, leaves: list[Tensor]) -> Any:
         """The function's own result if the recording gives it too for these new shapes; else None."""

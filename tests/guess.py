@@ -37,6 +37,12 @@ class Guess(Drafter):
         length = features.tokens_BT.shape[1]
         return [mix(features.hidden_BTD[:, : max(length - 2 - k, 0)]).tanh() for k, mix in enumerate(self.mix)]
 
+    def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
+        return features.hidden_BTD[:, -1:]
+
+    def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return self.mix[depth](state).tanh(), state
+
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         assert parent_tokens is not None
         self.largest = max(self.largest, len(hidden))

@@ -221,6 +221,15 @@ def test_early_exit_refuses_layers_that_are_not_there(layers: Any) -> None:
         EarlyExit(backbone("gpt2"), layers=layers)
 
 
+def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None:
+    drafter = EarlyExit(backbone("llama"), layers=2)
+    for wrong in (lambda: drafter(None), lambda: drafter.use_vocabulary(None), lambda: drafter.save_pretrained(tmp_path / "x")):
+        with pytest.raises(UserError, match="EarlyExit drafts"):
+            wrong()
+    with pytest.raises(TypeError, match="abstract"):
+        Drafter(backbone("llama"))   # type: ignore[abstract]
+
+
 def test_what_does_not_work_is_refused() -> None:
     on, wrapped = backbone("llama"), tiny("llama")
     wrapped.base_model.forward = wrapped.base_model.forward   # bound to the whole model, as libraries that place layers on devices do

@@ -38,6 +38,9 @@ class Table(Drafter):
     def logits(self, path: Path) -> Tensor:
         return self.spread * torch.randn(self.DV, generator=torch.Generator().manual_seed(hash(path) % 2**31))
 
+    def begin(self, features: Any, state: Any = None) -> list[list[Path]]:
+        return [[]]
+
     def step(self, state: list[list[Path]], tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, list[list[Path]]]:
         rows = zip(state, tokens_BN.tolist(), parents_BN.tolist(), strict=True)
         paths = [[((*row[p], t) if depth else (t,)) for t, p in zip(tokens, parents, strict=True)] for row, tokens, parents in rows]
