@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import build_drafter
-from headstart.inference.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.heads import Heads
-from headstart.inference.tune import TunePlan, tune
 
 LARGE = {
     "hidden_size": 4096,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
+from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, continue_texts
-from headstart.inference.prompts import Prompter, read_prompts
 from headstart.inference.proposers.recycling import RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
 

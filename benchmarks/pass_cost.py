@@ -17,8 +17,8 @@ import torch
 
 from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.base import build_drafter
+from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.heads import Heads
-from headstart.inference.tune import TunePlan, tune
 
 TOKENS, REPEATS = 24, 5
 

@@ -15,10 +15,10 @@ import torch
 
 from headstart.heads.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import read_card
-from headstart.inference.growth import Ranking
+from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.heads import Heads, load
 from headstart.inference.measure import measure_tau
-from headstart.inference.prompts import Prompter, read_prompts
+from headstart.inference.speculation.growth import Ranking
 from headstart.inference.tree import TreeShape
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from headstart import __version__
 from headstart.heads.errors import UserError
-from headstart.inference.arguments import (
+from headstart.inference.cli.arguments import (
     BENCH_EXAMPLE,
     CHAT_EXAMPLE,
     GENERATE_EXAMPLE,
@@ -48,28 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(given: argparse.Namespace) -> int:
     """Continue one prompt, writing as tokens are accepted."""
-    from headstart.inference import commands
+    from headstart.inference.cli import commands
 
     return commands.generate(given)
 
 
 def chat(given: argparse.Namespace) -> int:
     """Talk with the backbone, turn by turn."""
-    from headstart.inference import commands
+    from headstart.inference.cli import commands
 
     return commands.chat(given)
 
 
 def bench(given: argparse.Namespace) -> int:
     """Measure heads against plain decoding and transformers' own generate."""
-    from headstart.inference import commands
+    from headstart.inference.cli import commands
 
     return commands.bench(given)
 
 
 def tune(given: argparse.Namespace) -> int:
     """Measure this machine, so that trees are as large as pays from the first token on."""
-    from headstart.inference import commands
+    from headstart.inference.cli import commands
 
     return commands.tune(given)
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from headstart.heads.base import Features, join_features
 from headstart.inference.cache import RaggedCache
-from headstart.inference.growth import Ranking
 from headstart.inference.noise import gumbel
 from headstart.inference.processing import History
 from headstart.inference.reader import Reader
 from headstart.inference.request import Request, prompts_at_the_left
-from headstart.inference.speculation import WIDTH, Draft, Speculation
+from headstart.inference.speculation.growth import Ranking
+from headstart.inference.speculation.speculation import WIDTH, Draft, Speculation
 from headstart.inference.text import Text
 from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.verify import pick, walk

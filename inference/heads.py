@@ -22,17 +22,17 @@ from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.errors import UserError
-from headstart.inference.beam import BeamDecoder, Beams
+from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture import When
 from headstart.inference.decode import Decoder, Pass
 from headstart.inference.noise import row_seeds
 from headstart.inference.proposers.base import Proposer
 from headstart.inference.reader import Reader
 from headstart.inference.request import Request, read_request
-from headstart.inference.speculation import Speculation
+from headstart.inference.speculation.speculation import Speculation
+from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.inference.text import sequences
 from headstart.inference.tree import TreeShape
-from headstart.inference.tuned import Tuned, read_tuned
 
 
 @dataclass

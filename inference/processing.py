@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from transformers.generation import logits_process as known
 
 from headstart.heads.errors import UserError
-from headstart.inference.growth import Filters
+from headstart.inference.speculation.growth import Filters
 from headstart.inference.tree import CandidateTree
 
 BLIND = (

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.errors import UserError
-from headstart.inference.beam_rules import BeamRules, beam_processors, read_beam_rules
+from headstart.inference.beam.rules import BeamRules, beam_processors, read_beam_rules
 from headstart.inference.processing import Processing
 
 TENSORS = ("attention_mask", "position_ids", "cache_position")

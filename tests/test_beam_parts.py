@@ -10,12 +10,12 @@ import torch
 from families import FAMILIES, VOCAB, backbone, prompts
 
 from headstart.heads.base import Features
-from headstart.inference.beam_breadth import DEPTHS, UNITS, Breadth
-from headstart.inference.beam_drafts import _corrected
-from headstart.inference.beam_features import NodeFeatures
-from headstart.inference.beam_forest import Forest, ForestReader, Said
-from headstart.inference.growth import Level
+from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
+from headstart.inference.beam.drafts import _corrected
+from headstart.inference.beam.features import NodeFeatures
+from headstart.inference.beam.forest import Forest, ForestReader, Said
 from headstart.inference.reader import Reader
+from headstart.inference.speculation.growth import Level
 
 SAID = Said(np.zeros(1), np.zeros(1))
 

@@ -7,13 +7,13 @@ from transformers import GenerationConfig
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
-from headstart.inference.bandwidth import memory_bandwidth, weight_bytes
-from headstart.inference.bench import Plan, compare
+from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.bench import Plan, compare
+from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.systems import LOOKUP, Theirs, load_assistant
+from headstart.inference.bench.table import rows_at, table, verdict
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, continue_text
-from headstart.inference.prompts import Prompt, Prompter
-from headstart.inference.systems import LOOKUP, Theirs, load_assistant
-from headstart.inference.table import rows_at, table, verdict
 from headstart.inference.tree import TreeShape
 
 TREE = TreeShape(8, 3)

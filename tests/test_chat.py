@@ -12,8 +12,8 @@ from talker import talker
 from headstart.cli import main
 from headstart.heads.backbone import load_tokenizer
 from headstart.heads.errors import UserError
-from headstart.inference import chat as module
-from headstart.inference.chat import BURST, Chat, Painter
+from headstart.inference.cli import chat as module
+from headstart.inference.cli.chat import BURST, Chat, Painter
 from headstart.inference.measure import Settings, continue_text
 
 

@@ -18,9 +18,9 @@ from headstart import cli
 from headstart.cli import main
 from headstart.heads.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import build_drafter
+from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.heads import load
 from headstart.inference.measure import Settings, continue_text, measure_tau
-from headstart.inference.prompts import Prompter, read_prompts
 from headstart.inference.tree import TreeShape
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +114,7 @@ def test_bench_with_everything(house, tmp_path, capsys):
 
 
 def test_bench_fails_if_a_token_differs(house, monkeypatch, capsys):
-    monkeypatch.setattr("headstart.inference.systems.Measured.differing", lambda self, other: int(self is not other))
+    monkeypatch.setattr("headstart.inference.bench.systems.Measured.differing", lambda self, other: int(self is not other))
     assert main(["bench", "--heads", "medusa", "--prompts", "prompts.jsonl", "--limit", "1", "--max-new-tokens", "4"]) == 1
     assert "NOT IDENTICAL" in capsys.readouterr().out
 

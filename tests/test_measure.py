@@ -6,12 +6,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import build_drafter
 from headstart.heads.errors import UserError
-from headstart.inference.bench import Plan, compare
+from headstart.inference.bench.bench import Plan, compare
+from headstart.inference.bench.prompts import Prompt
+from headstart.inference.bench.systems import Ours
+from headstart.inference.bench.table import table, verdict
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
-from headstart.inference.prompts import Prompt
-from headstart.inference.systems import Ours
-from headstart.inference.table import table, verdict
 from headstart.inference.tree import TreeShape
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]

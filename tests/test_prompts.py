@@ -8,7 +8,7 @@ import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.heads.errors import UserError
-from headstart.inference.prompts import Prompter, read_prompts
+from headstart.inference.bench.prompts import Prompter, read_prompts
 
 
 def decoded(path, **arguments) -> list[str]:

@@ -8,13 +8,13 @@ from chat_templates import make_tokenizer
 from families import random_drafter
 from talker import talker
 
-from headstart.inference.bench import Plan, compare
-from headstart.inference.charts import Axes, Series, above, histogram, lines, ticks
-from headstart.inference.curve import cost_curve
+from headstart.inference.bench.bench import Plan, compare
+from headstart.inference.bench.charts import Axes, Series, above, histogram, lines, ticks
+from headstart.inference.bench.curve import cost_curve
+from headstart.inference.bench.pieces import Pieces, cut
+from headstart.inference.bench.prompts import Prompt
+from headstart.inference.bench.report import page
 from headstart.inference.heads import Heads
-from headstart.inference.pieces import Pieces, cut
-from headstart.inference.prompts import Prompt
-from headstart.inference.report import page
 from headstart.inference.tree import TreeShape
 
 VOID = {"meta", "line", "rect", "circle", "polyline"}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.calibration import Calibration, Table
-from headstart.inference.costs import SIZES, Costs, Recent
 from headstart.inference.heads import Heads
 from headstart.inference.proposers.base import Candidates, Proposer
-from headstart.inference.speculation import Draft, Speculation
-from headstart.inference.standing import LONGEST_REST, REST, TRIAL, Standing
+from headstart.inference.speculation.calibration import Calibration, Table
+from headstart.inference.speculation.costs import SIZES, Costs, Recent
+from headstart.inference.speculation.speculation import Draft, Speculation
+from headstart.inference.speculation.standing import LONGEST_REST, REST, TRIAL, Standing
 from headstart.inference.tree import Pool, TreeShape
 
 
@@ -64,14 +64,25 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     costs = Costs()
     assert not costs.knows(1)
     costs.add_pass(1, 1, 4e-3)
-    assert costs.knows(1) and not costs.knows(2)
-    assert costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
-    costs.add_pass(1, 8, 6e-3)
-    costs.add_pass(1, 16, 8e-3)
-    assert costs.of_pass(1, 12) == pytest.approx(7e-3) and costs.of_pass(1, 32) == pytest.approx(12e-3)
-    assert costs.of_pass(1, 1) == 4e-3 and costs.of_pass(1, 2) >= 4e-3
+    assert costs.knows(1) and costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
+    for nodes, seconds in ((8, 6e-3), (15, 8e-3)):
+        costs.add_pass(1, nodes, seconds)
+    assert costs.of_pass(1, 11) == pytest.approx(6.86e-3, rel=0.01) and costs.of_pass(1, 36) == pytest.approx(14e-3, rel=0.01)
+    assert costs.of_pass(1, 2) >= costs.of_pass(1, 1)
+    for _ in range(3):
+        costs.add_pass(1, 11, 7.5e-3)
+    assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
     costs.forget()
     assert not costs.knows(1)
+
+
+def test_what_one_number_of_rows_costs_tells_of_another() -> None:
+    """It is positions that cost: 8 ms and a third of one for each, here; no other number of rows starts from nothing."""
+    costs = Costs()
+    for rows, nodes in ((8, 1), (8, 12), (1, 12)):
+        costs.add_pass(rows, nodes, 8e-3 + rows * nodes / 3e3)
+    for rows, nodes in ((3, 1), (7, 1), (5, 16), (4, 10)):
+        assert costs.knows(rows) and costs.of_pass(rows, nodes) == pytest.approx(8e-3 + rows * nodes / 3e3, rel=0.1), (rows, nodes)
 
 
 def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:

@@ -25,7 +25,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def cache(given: argparse.Namespace) -> int:
     """Write what the backbone knows of every training sample to disk, so that training need not run it."""
-    from headstart.inference.files import require_writable, write_json
+    from headstart.inference.cli.files import require_writable, write_json
     from headstart.training.caching import write_cache
     from headstart.training.recipe import load_recipe
 

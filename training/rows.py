@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from headstart.heads.errors import UserError
-from headstart.inference.lines import Row, read_jsonl
+from headstart.inference.cli.lines import Row, read_jsonl
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SHIPPED = "quickstart:"

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.beam_breadth import Breadth
-from headstart.inference.beam_drafts import Drafting, Drafts, Path, Wanted
-from headstart.inference.beam_features import NodeFeatures
-from headstart.inference.beam_forest import Forest, ForestReader, Said
-from headstart.inference.beam_rules import BeamRules
-from headstart.inference.beam_search import Beam, Search
+from headstart.inference.beam.breadth import Breadth
+from headstart.inference.beam.drafts import Drafting, Drafts, Path, Wanted
+from headstart.inference.beam.features import NodeFeatures
+from headstart.inference.beam.forest import Forest, ForestReader, Said
+from headstart.inference.beam.rules import BeamRules
+from headstart.inference.beam.search import Beam, Search
 from headstart.inference.cache import RaggedCache
 from headstart.inference.capture import When
 from headstart.inference.decode import Clock, Pass
 from headstart.inference.processing import History
 from headstart.inference.reader import Reader
 from headstart.inference.request import Request, prompts_at_the_left
-from headstart.inference.speculation import Speculation
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.tree import TreeShape
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter, Features, join_features
-from headstart.inference.beam_breadth import DEPTHS, Breadth, Plan
-from headstart.inference.beam_forest import Said, padded
-from headstart.inference.beam_search import Beam
-from headstart.inference.growth import Level, Ranking, root_level
-from headstart.inference.speculation import OFFERS, WIDTH, Speculation
+from headstart.inference.beam.breadth import DEPTHS, Breadth, Plan
+from headstart.inference.beam.forest import Said, padded
+from headstart.inference.beam.search import Beam
+from headstart.inference.speculation.growth import Level, Ranking, root_level
+from headstart.inference.speculation.speculation import OFFERS, WIDTH, Speculation
 from headstart.inference.tree import TreeShape
 
 EVERY = 8

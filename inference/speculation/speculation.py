@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.calibration import Calibration
 from headstart.inference.capture import When
-from headstart.inference.costs import SIZES, Costs
-from headstart.inference.growth import Growth, Level, Ranking, root_level
 from headstart.inference.proposers.base import Proposer
-from headstart.inference.standing import NEW, Standing
+from headstart.inference.speculation.calibration import Calibration
+from headstart.inference.speculation.costs import SIZES, Costs
+from headstart.inference.speculation.growth import Growth, Level, Ranking, root_level
+from headstart.inference.speculation.standing import NEW, Standing
 from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
 
 WIDTH = 8

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.errors import UserError
+from headstart.inference.bench.pieces import Pieces
+from headstart.inference.bench.prompts import Message, Prompter
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.pieces import Pieces
-from headstart.inference.prompts import Message, Prompter
 
 HELP = "/reset begins anew, /exit leaves, /help shows this; Ctrl-C stops an answer"
 COLOURS = (36, 33, 35, 32)

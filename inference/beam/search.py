@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headstart.heads.errors import UserError
-from headstart.inference.beam_rules import BeamRules
+from headstart.inference.beam.rules import BeamRules
 from headstart.inference.request import Request
 
 OUT = np.float32(-1e9)

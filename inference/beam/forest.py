@@ -18,8 +18,8 @@ from headstart.heads.base import Features
 from headstart.heads.kv import visible
 from headstart.inference.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.capture import Captured, When, capturable
-from headstart.inference.costs import SIZES
 from headstart.inference.reader import Reader
+from headstart.inference.speculation.costs import SIZES
 
 TRIE_STEP = 64
 """Tries are padded to multiples of it, so that few shapes occur."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.errors import UserError
-from headstart.inference.bandwidth import now
+from headstart.inference.bench.bandwidth import now
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_texts
 from headstart.inference.tree import TreeShape

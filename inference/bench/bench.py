@@ -22,13 +22,13 @@ from tqdm import tqdm
 from headstart import __version__
 from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
-from headstart.inference.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.results import Sizes, baseline, result
+from headstart.inference.bench.samples import samples
+from headstart.inference.bench.systems import PLAIN, TRANSFORMERS, Measured, Ours, System, Theirs
 from headstart.inference.heads import Heads
 from headstart.inference.measure import Settings
-from headstart.inference.prompts import Prompt, Prompter
-from headstart.inference.results import Sizes, baseline, result
-from headstart.inference.samples import samples
-from headstart.inference.systems import PLAIN, TRANSFORMERS, Measured, Ours, System, Theirs
 from headstart.inference.tree import TreeShape
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -21,12 +21,12 @@ from headstart.heads.backbone import Backbone
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
 from headstart.inference.cache import RaggedCache
-from headstart.inference.growth import Growth, Ranking, root_level
 from headstart.inference.heads import Engine, Heads
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.speculation import WIDTH
+from headstart.inference.speculation.growth import Growth, Ranking, root_level
+from headstart.inference.speculation.speculation import WIDTH
+from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.inference.tree import CandidateTree, TreeShape
-from headstart.inference.tuned import GREEDY, SAMPLED, Tuned
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDE = TreeShape(nodes=40, width=8)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.errors import UserError
-from headstart.inference.lines import Row, read_jsonl, read_lines
+from headstart.inference.cli.lines import Row, read_jsonl, read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.inference.bench.systems import Measured, Ours, Theirs
 from headstart.inference.measure import Settings, Tally
-from headstart.inference.systems import Measured, Ours, Theirs
 
 
 @dataclass(frozen=True)

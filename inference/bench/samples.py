@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.inference.pieces import cut
-from headstart.inference.prompts import Prompt
-from headstart.inference.systems import Measured
+from headstart.inference.bench.pieces import cut
+from headstart.inference.bench.prompts import Prompt
+from headstart.inference.bench.systems import Measured
 
 SAMPLES = 6
 """At most so many a system, the first of each task."""

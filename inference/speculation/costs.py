@@ -15,8 +15,12 @@ from typing import Any
 
 KEEP = 9
 """Of the last so many times at one place the median counts: one slow pass says nothing."""
+ENOUGH = 3
+"""So many times at one place say more than the line through the others."""
 SLOPE = 0.03
-"""What a node is thought to add, in plain steps, before any tree has been timed."""
+"""What a position is thought to add, in passes, before two kinds of pass have been timed."""
+GUESS = 1e-3
+"""Seconds of a plain step, before anything has been timed; only ratios count then."""
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """The sizes of trees that are chosen from: few, so that each is met often."""
 
@@ -61,8 +65,8 @@ class Costs:
         return known.median if known else 0.0
 
     def knows(self, rows: int) -> bool:
-        """Whether a plain step of that many rows has been timed, here or beforehand."""
-        return rows in self.curves or (rows, 1) in self.seen
+        """Whether passes of that many rows can be told anything of: some pass has been timed, here or beforehand."""
+        return bool(self.curves or self.seen)
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes a row; never less than a smaller one is known to take."""
@@ -72,31 +76,25 @@ class Costs:
     def _own(self, rows: int, nodes: int) -> float:
         """What is known of exactly that size, or follows from the others."""
         seen = self.seen.get((rows, nodes))
-        if seen:
+        if seen and len(seen.times) >= ENOUGH:
             return seen.median
         if rows in self.curves:
             return _on(self.curves[rows], nodes) * self._drift(rows)
-        return self._line(rows, nodes)
+        return self._line(rows * nodes)
 
     def _drift(self, rows: int) -> float:
         """How much slower than the curve this machine is today."""
         known = [(n, recent.median) for (r, n), recent in self.seen.items() if r == rows]
         return statistics.median(s / _on(self.curves[rows], n) for n, s in known) if known else 1.0
 
-    def _line(self, rows: int, nodes: int) -> float:
-        """Through what has been seen of trees; a plain step may be cheaper than the line says."""
-        trees = [(n, recent.median) for (r, n), recent in self.seen.items() if r == rows and n > 1]
-        plain = self.seen.get((rows, 1))
-        start = plain.median if plain else min((s for _, s in trees), default=1e-3)
-        slope = SLOPE * start
-        if len(trees) > 1:
-            mean_n, mean_s = statistics.fmean(n for n, _ in trees), statistics.fmean(s for _, s in trees)
-            spread = sum((n - mean_n) ** 2 for n, _ in trees)
-            slope = max(sum((n - mean_n) * (s - mean_s) for n, s in trees) / spread, 0.0)
-            return max(mean_s + slope * (nodes - mean_n), start)
-        if trees:
-            return max(trees[0][1] + slope * (nodes - trees[0][0]), start)
-        return start + slope * (nodes - 1)
+    def _line(self, positions: int) -> float:
+        """Through all that has been timed, by the positions read: rows times nodes, since it is they that cost."""
+        points = [(r * n, recent.median) for (r, n), recent in self.seen.items()]
+        points = points or [(r * n, s) for r, curve in self.curves.items() for n, s in curve] or [(1, GUESS)]
+        mean_p, mean_s = statistics.fmean(p for p, _ in points), statistics.fmean(s for _, s in points)
+        spread = sum((p - mean_p) ** 2 for p, _ in points)
+        slope = SLOPE * mean_s if not spread else max(sum((p - mean_p) * (s - mean_s) for p, s in points) / spread, 0.0)
+        return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # no less: a line may fall below nothing
 
     def forget(self) -> None:
         """All that was timed on the way: the functions timed have been recorded and are faster now."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from headstart.inference.charts import Axes, Series, above, histogram, lines, strip
-from headstart.inference.report_style import CSS, SCRIPT
-from headstart.inference.table import cells, name, rows_at, speeds, verdict
+from headstart.inference.bench.charts import Axes, Series, above, histogram, lines, strip
+from headstart.inference.bench.style import CSS, SCRIPT
+from headstart.inference.bench.table import cells, name, rows_at, speeds, verdict
 
 Row = dict[str, Any]
 STRONGEST = 8

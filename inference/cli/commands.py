@@ -13,21 +13,21 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from headstart.heads.errors import UserError
-from headstart.inference.bench import Plan, compare, require_room
-from headstart.inference.chat import Chat, converse, require_template
-from headstart.inference.curve import cost_curve
-from headstart.inference.files import require_writable, write_json, write_text
+from headstart.inference.bench.bench import Plan, compare, require_room
+from headstart.inference.bench.curve import cost_curve
+from headstart.inference.bench.prompts import Prompter, read_prompts
+from headstart.inference.bench.report import page
+from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, Theirs, load_assistant
+from headstart.inference.bench.table import table, verdict
+from headstart.inference.bench.tune import NODES, TunePlan, contexts_of, summary
+from headstart.inference.bench.tune import tune as measure_machine
+from headstart.inference.cli.chat import Chat, converse, require_template
+from headstart.inference.cli.files import require_writable, write_json, write_text
+from headstart.inference.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
 from headstart.inference.heads import Heads
-from headstart.inference.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.prompts import Prompter, read_prompts
-from headstart.inference.report import page
-from headstart.inference.systems import LOOKUP, LOOKUP_TOKENS, Theirs, load_assistant
-from headstart.inference.table import table, verdict
+from headstart.inference.speculation.tuned import key, write_tuned
 from headstart.inference.tree import TreeShape
-from headstart.inference.tune import NODES, TunePlan, contexts_of, summary
-from headstart.inference.tune import tune as measure_machine
-from headstart.inference.tuned import key, write_tuned
 
 UNTRAINED = "untrained"
 """The name in reports of proposers without heads."""

@@ -17,8 +17,8 @@ import torch
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
-from headstart.inference.calibration import Calibration
-from headstart.inference.costs import Costs
+from headstart.inference.speculation.calibration import Calibration
+from headstart.inference.speculation.costs import Costs
 
 FILE = "tuned.json"
 FORMAT = 1

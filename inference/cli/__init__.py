@@ -1,0 +1,1 @@
+"""The commands of inference: arguments, files, what they print."""
