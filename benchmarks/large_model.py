@@ -6,12 +6,10 @@ Prints JSON: a plain step (eager and recorded), a pass over 64 nodes, a whole pa
 step; and the share of the measured memory bandwidth that plain recorded decoding reaches.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
+from program import options, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
@@ -65,11 +63,6 @@ def measure(context: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report = json.dumps(measure(arguments.context), indent=2)
-    print(report)
-    if arguments.json:
-        arguments.json.write_text(report + "\n")
+    run(parser, lambda given: measure(given.context))

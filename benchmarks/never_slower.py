@@ -7,11 +7,11 @@ plain decoding in the same process, alternating batch by batch; and whether ever
 """
 
 import argparse
-import json
 import time
 from typing import Any
 
 import torch
+from program import options, run
 from torch import Tensor
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
@@ -33,7 +33,6 @@ def random_heads(backbone: Backbone) -> Drafter:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads)
     backbone, tokenizer = load_backbone(args.backbone, dtype="fp32"), load_tokenizer(args.backbone)
     prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, 64), args.limit)]
     drafter, rows = random_heads(backbone), []
@@ -67,12 +66,11 @@ def alternate(systems: dict[str, Heads], prompts: list[Tensor], size: int, setti
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--backbone", default="embedded")
     parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    print(json.dumps(measure(parser.parse_args()), indent=2))
+    run(parser, measure)

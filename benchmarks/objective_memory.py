@@ -19,10 +19,10 @@ import json
 import sys
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
+from program import options, run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,7 +136,6 @@ def measure(positions: int, vocab: int, args: argparse.Namespace) -> dict[str, A
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads)
     if args.rows:
         fused.LEAST_ROWS = args.chunk
     rows = []
@@ -152,7 +151,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=131072)
     parser.add_argument("--also", nargs="*", default=["512x16384", "1024x32768", "2048x65536"], metavar="POSITIONSxVOCAB")
@@ -162,10 +161,4 @@ if __name__ == "__main__":
     parser.add_argument("--rows", action="store_true", help="take whole chunks on a CPU too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=8.0, help="gigabytes the naive form may take")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report = json.dumps(main(arguments), indent=2)
-    print(report)
-    if arguments.json:
-        arguments.json.write_text(report + "\n")
+    run(parser, main)

@@ -7,13 +7,12 @@ heads, eager and captured; milliseconds of one token of transformers' own genera
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from program import options, run
 
 from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.base import build_drafter
@@ -44,7 +43,6 @@ def token_ms(backbone: Backbone, context: int, rows: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads)
     backbone = load_backbone(args.backbone)
     drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
     plan = TunePlan(tuple(args.rows), tuple(args.contexts), tuple(args.nodes), args.repeats)
@@ -64,17 +62,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--backbone", default="embedded")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report = json.dumps(measure(arguments), indent=2)
-    print(report)
-    if arguments.json:
-        arguments.json.write_text(report + "\n")
+    run(parser, measure)

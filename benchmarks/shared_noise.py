@@ -7,11 +7,10 @@ alone (what engines do: top-k children, the pick sampled independently of them).
 """
 
 import argparse
-import json
 from typing import Any
 from unittest.mock import patch
 
-import torch
+from program import options, run
 
 from headstart.heads.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import read_card
@@ -23,7 +22,6 @@ from headstart.inference.tree import TreeShape
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads)
     name = str(read_card(args.heads)[1]["backbone"])
     backbone, tokenizer = load_backbone(name, dtype="fp32"), load_tokenizer(name)
     prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, args.prompt_tokens), args.limit)]
@@ -41,12 +39,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--heads", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=80)
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
-    parser.add_argument("--threads", type=int, default=1)
-    print(json.dumps(measure(parser.parse_args()), indent=2))
+    run(parser, measure)

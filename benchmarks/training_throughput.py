@@ -11,7 +11,6 @@ without a cache can take. Medians over the steps; the ways take turns, step by s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from program import options, run
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
@@ -102,7 +102,7 @@ def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> 
                 manifest = Manifest(Path(cache.dir or ""), "full", contents, plan(splits.train, form, cache.shard_mb))
                 fill(manifest, form, splits.train, backbone, progress=False)
                 print(f"{store}: {measured_errors(manifest)}", file=sys.stderr)
-            source, _ = open_source(settings, drafter, tokenizer, splits.train, accelerator)
+            source, _ = open_source(settings, [drafter], tokenizer, splits.train, accelerator)
             yield f"{store or 'live'}{', packed' if packing else ''}", Way(settings, feed, source, {}, [], [])
 
 
@@ -121,7 +121,6 @@ def report(way: Way, warm: int) -> dict[str, object]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    torch.set_num_threads(args.threads)
     recipe = load_recipe(args.recipe, args.overrides)
     backbone = load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype)
     drafter = build_drafter(recipe.drafter["kind"], backbone, {key: value for key, value in recipe.drafter.items() if key != "kind"})
@@ -140,15 +139,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart/eagle3.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm", type=int, default=2, help="steps before the clock counts")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    text = json.dumps(measure(arguments), indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    run(parser, measure)

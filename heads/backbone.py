@@ -19,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
+from headstart.heads.frequencies import frequency_turn
+from headstart.heads.quantization import quantization, quantizing
 from headstart.heads.recurrent import KIND, Branch, find_recurrent
 
 EMBEDDED = "embedded"
@@ -43,6 +45,8 @@ class Backbone:
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         """The context length the configuration states."""
+        self.turn, self.turns_once = frequency_turn(self.config)
+        """How many positions a text may have before its rotary frequencies change (None: they never do), and whether but once."""
         self.layers = _decoder_layers(self.base, self.num_layers)
         self.windows = _windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
@@ -55,6 +59,11 @@ class Backbone:
         """The folder or hub id it was loaded from; ``embedded`` for the one that ships, wherever it is installed."""
         name = str(self.model.config.name_or_path)
         return EMBEDDED if name == resolve(EMBEDDED) else name
+
+    @property
+    def precision(self) -> str:
+        """The dtype it computes in, and how its weights are kept where that is another."""
+        return f"{str(self.dtype).removeprefix('torch.')} {quantization(self.model)}".strip()
 
     @property
     def device(self) -> torch.device:
@@ -138,14 +147,14 @@ def resolve(path: str) -> str:
 def load_backbone(
     path: str,
     *,
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto",
     trust_remote_code: bool = False,
     attention: Literal["sdpa", "eager"] = "sdpa",
     device: str | torch.device | None = None,
 ) -> Backbone:
     """A folder or hub id (or ``embedded``) as a frozen backbone. Reads safetensors only; runs a repository's code only if told to.
 
-    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU. Raises UserError when there is no such model.
+    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. Raises UserError.
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
@@ -158,6 +167,7 @@ def load_backbone(
         model, report = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=wanted,
+            quantization_config=quantizing(dtype),
             trust_remote_code=trust_remote_code,
             attn_implementation=attention,
             use_safetensors=True,
@@ -199,7 +209,7 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
-    """Kind of attention layer -> how many positions it looks back (None: all of them)."""
+    """Kind of attention layer -> how many positions it looks back (None: all)."""
     # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))

@@ -27,7 +27,7 @@ from headstart.heads.errors import UserError
 if TYPE_CHECKING:
     from headstart.heads.backbone import Backbone
 
-NOT_METHODS = {"base", "backbone", "checkpoint", "errors", "kv", "layers", "recurrent"}
+NOT_METHODS = {"base", "backbone", "causal", "checkpoint", "errors", "frequencies", "kv", "layers", "quantization", "recurrent", "store"}
 """Files of this folder that are not drafters."""
 
 
@@ -116,12 +116,22 @@ class Drafter(nn.Module, ABC):
         """
         raise UserError(f"{type(self).__name__} drafts without training; train one of {', '.join(methods())}")
 
+    def recompute(self) -> None:
+        """Training: from now on keep little of the forward for the gradients, and compute it again there. Raises UserError if it cannot."""
+        raise UserError(f"train.checkpointing is not for {type(self).__name__}, which computes nothing again; set it to false")
+
     @abstractmethod
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         """Hidden states ``[..., D]`` of one depth -> logits ``[..., DV]`` over the draft vocabulary.
 
         ``parent_tokens [...]`` are the tokens the hidden states were stepped with, for heads that correct by them.
         """
+
+    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
+        """Decoding: look back at the first ``sink`` and the last ``window`` positions alone and keep no more than those (None: all),
+        and with ``offload`` keep them in host memory between drafts; of texts begun from now on. Raises UserError if it cannot.
+        """
+        raise UserError(f"{type(self).__name__} keeps nothing of earlier positions to be limited; leave out draft windows and offloading")
 
     def reserve(self, state: Any, length: int) -> Any:
         """Decoding: the state with room for ``length`` positions a row, drafted nodes included; called before `begin` goes on from it."""

@@ -44,14 +44,15 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the card last."""
+    config, tensors = drafter.config(), drafter.tensors()   # which a drafter may refuse, before anything is there
     folder.mkdir(parents=True, exist_ok=True)
     backbone = drafter.backbone[0]
     module = type(drafter).__module__
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
         work = Path(name)
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.tensors().items()}
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(tensors, work / drafter.file_name, metadata={"format": "pt"})
-        (work / "config.json").write_text(json.dumps(drafter.config(), indent=2) + "\n")
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         card = {
             "format": FORMAT,
             "kind": module.removeprefix("headstart.heads."),

@@ -16,24 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.causal import divide
 from headstart.heads.errors import UserError
-from headstart.heads.kv import grown, put, visible, whole_steps
-from headstart.heads.layers import Norm, PairLayer, Rotary, Rotation, llama_like, turned_to
+from headstart.heads.kv import put, visible
+from headstart.heads.layers import Norm, PairLayer, Rotary, llama_like
+from headstart.heads.store import Ring, Store
 
 
 @dataclass(frozen=True)
 class State:
-    """What an EAGLE-3 head knows of each row: the keys of its pairs, the state that waits for its next token, the drafted nodes."""
+    """What an EAGLE-3 head knows of each row: its pairs, the state that waits for its next token, the drafted nodes."""
 
-    keys_BHSC: Tensor
-    values_BHSC: Tensor
-    table: Rotation
-    """Of positions 0 .. S - 1."""
-    lengths_B: Tensor
+    store: Store
     pending_BD: Tensor
     hidden_BND: Tensor | None = None
     ancestors_BNM: Tensor | None = None
@@ -48,6 +47,9 @@ class Eagle3(Drafter):
     """
 
     captures = True
+    recomputing = False
+    ring: Ring | None = None
+    offload = False
     d2t: Tensor
     t2d: Tensor
 
@@ -120,72 +122,74 @@ class Eagle3(Drafter):
             return [self.fc.weight.new_zeros(len(features.tokens_BT), 0, self.fc.out_features) for _ in range(self.depth)]
         embedded_BTD = self.backbone[0].embed(features.tokens_BT)
         state_BTD = self.fuse(features)
-        apart_BTT = None
-        if features.document_BT is not None and bool((features.document_BT > 0).any()):
-            apart_BTT = features.document_BT[:, :, None] != features.document_BT[:, None, :]
+        blocks = divide(features.document_BT, (len(state_BTD), self.layer_config.num_attention_heads, T - 2), state_BTD.device)
         passes: list[tuple[Tensor, Tensor]] = []
         out = []
         for k in range(self.depth):
             Tk = max(T - 2 - k, 0)
             next_BTD = embedded_BTD[:, k + 1 : k + 1 + Tk]
-            state_BTD, keys_values = self.midlayer.taught(next_BTD, state_BTD[:, :Tk], passes, self.rotary, apart_BTT)
+            given = (next_BTD, state_BTD[:, :Tk], tuple(passes), self.rotary, blocks)
+            if self.recomputing and torch.is_grad_enabled():
+                state_BTD, keys_values = checkpoint(self.midlayer.taught, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                state_BTD, keys_values = self.midlayer.taught(*given)
             passes.append(keys_values)
             out.append(state_BTD)
         return out
 
+    def recompute(self) -> None:
+        self.recomputing = True
+
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
+    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
+        self.ring, self.offload = None if window is None else Ring(window, sink), offload
+
     def reserve(self, state: State, length: int) -> State:
-        if state.keys_BHSC.shape[2] >= length:
-            return state
-        keys, values = grown(state.keys_BHSC, length), grown(state.values_BHSC, length)
-        return replace(state, keys_BHSC=keys, values_BHSC=values, table=self.rotary.table(keys.shape[2], keys.device))
+        return replace(state, store=state.store.reserve(length, self.rotary))
 
     def select(self, state: State, rows_B: Tensor) -> State:
-        keys, values, lengths_B, pending_BD = super().select(_by_row(state), rows_B)
-        return State(keys, values, state.table, lengths_B, pending_BD)
+        return State(state.store.select(rows_B), state.pending_BD[rows_B])
 
     def join(self, state: State, other: State) -> State:
-        slots = max(state.keys_BHSC.shape[2], other.keys_BHSC.shape[2])
-        state, other = self.reserve(state, slots), self.reserve(other, slots)   # one of them may have doubled past that
-        cut = (replace(one, keys_BHSC=one.keys_BHSC[:, :, :slots], values_BHSC=one.values_BHSC[:, :, :slots]) for one in (state, other))
-        keys, values, lengths_B, pending_BD = super().join(*(_by_row(one) for one in cut))
-        return State(keys, values, state.table, lengths_B, pending_BD)
+        return State(state.store.join(other.store), torch.cat([state.pending_BD, other.pending_BD]))
 
     def begin(self, features: Features, state: State | None = None) -> State:
-        fused_BTD, lengths_B = self.fuse(features), features.lengths_B
-        last_B = (lengths_B - 1).clamp(min=0)
-        last_BD = fused_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
-        if state is None:
-            first = self._empty(fused_BTD, last_BD)
-            return self._take_in(first, features.tokens_BT[:, 1:], fused_BTD[:, :-1], (lengths_B - 1).clamp(min=0))
-        before_BTD = torch.cat([state.pending_BD[:, None], fused_BTD[:, :-1]], 1)
-        pending_BD = torch.where((lengths_B > 0)[:, None], last_BD, state.pending_BD)
-        return self._take_in(replace(state, pending_BD=pending_BD), features.tokens_BT, before_BTD, lengths_B)
-
-    def _empty(self, fused_BTD: Tensor, last_BD: Tensor) -> State:
-        B, T, _ = fused_BTD.shape
-        slots, attn = whole_steps(T), self.midlayer.self_attn
-        keys, values = (fused_BTD.new_zeros(B, attn.num_kv, slots, attn.head_dim) for _ in range(2))
-        lengths_B = torch.zeros(B, dtype=torch.int64, device=fused_BTD.device)
-        return State(keys, values, self.rotary.table(slots, keys.device), lengths_B, last_BD)
-
-    def _take_in(self, state: State, tokens_BT: Tensor, before_BTD: Tensor, counts_B: Tensor) -> State:
-        """Write the keys of new pairs behind each row's end; what lies past a row's count is overwritten later."""
-        if tokens_BT.shape[1]:
-            index_BT = state.lengths_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        counts_B = features.lengths_B
+        last_B = (counts_B - 1).clamp(min=0)
+        if state is None:   # a text's first token follows no position: it makes no pair
+            store, tokens_BT, new_B = self._empty(features), features.tokens_BT[:, 1:], last_B
+        else:
+            store, tokens_BT, new_B = state.store, features.tokens_BT, counts_B
+        T = tokens_BT.shape[1]
+        if store.ring is None or store.ring.slots >= T:
+            places_BT = torch.arange(T, device=last_B.device).expand(len(last_B), -1)
+            fused_BTD = self.fuse(features)
+            last_BD = fused_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+            before_BTD = fused_BTD[:, :-1] if state is None else torch.cat([state.pending_BD[:, None], fused_BTD[:, :-1]], 1)
+        else:   # the keys of a pair depend on nothing but that pair
+            places_BT = store.ring.wanted(new_B)
+            tokens_BT = tokens_BT.gather(1, places_BT)
+            index_BT = torch.cat([places_BT - int(state is not None), last_B[:, None]], 1).clamp(min=0)
+            fused_BTD = self.fuse(features.gather(index_BT, index_BT >= 0))
+            before_BTD, last_BD = fused_BTD[:, :-1], fused_BTD[:, -1]
+            if state is not None:
+                before_BTD = torch.where((places_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
+        if state is not None:
+            last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
+        if T:
             pair = self.midlayer.pair(self.backbone[0].embed(tokens_BT), before_BTD)
-            self._write(state, pair, turned_to(state.table, index_BT), index_BT)
-        return replace(state, lengths_B=state.lengths_B + counts_B, hidden_BND=None, ancestors_BNM=None)
+            store = store.extend(*self.midlayer.keys_values(pair, store.positions(places_BT)), places_BT, new_B)
+        return State(store, last_BD)
 
-    def _write(self, state: State, pair: Tensor, rotation: Rotation, index_BN: Tensor) -> None:
-        keys, values = self.midlayer.keys_values(pair, rotation)
-        put(state.keys_BHSC, keys, index_BN)
-        put(state.values_BHSC, values, index_BN)
+    def _empty(self, features: Features) -> Store:
+        attn, like_B = self.midlayer.self_attn, features.hidden_BTD[:, 0, 0].to(self.fc.weight.dtype)
+        return Store.empty(like_B, (attn.num_kv, features.tokens_BT.shape[1], attn.head_dim), self.rotary, self.ring, self.offload)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         B, N = tokens_BN.shape
+        store = state.store.at_hand()
         itself = torch.eye(N, dtype=torch.bool, device=tokens_BN.device).expand(B, N, N)
         if depth == 0:
             before_BND, ancestors_BNM = state.pending_BD[:, None].expand(-1, N, -1), itself
@@ -195,13 +199,14 @@ class Eagle3(Drafter):
             earlier_BNM = state.ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, state.ancestors_BNM.shape[-1]))
             ancestors_BNM = torch.cat([earlier_BNM, itself], -1)
         drafted = ancestors_BNM.shape[-1] - N
-        index_BN = state.lengths_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
-        rotation = turned_to(state.table, (state.lengths_B + depth)[:, None])
+        index_BN = store.ends_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
+        rotation = store.positions(depth)
         pair = self.midlayer.pair(self.backbone[0].embed(tokens_BN), before_BND)
-        self._write(state, pair, rotation, index_BN)
-        see_BNS = visible(state.lengths_B, ancestors_BNM, state.keys_BHSC.shape[2])
-        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, (state.keys_BHSC, state.values_BHSC), see_BNS)
-        return hidden_BND, replace(state, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
+        for past, new in zip(store.past, self.midlayer.keys_values(pair, rotation), strict=True):
+            put(past, new, index_BN)
+        see_BNS = visible(store.ends_B, ancestors_BNM, store.slots)
+        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, store.past, see_BNS)
+        return hidden_BND, replace(state, store=store, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 
     def config(self) -> dict[str, Any]:
         """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
@@ -237,11 +242,6 @@ class Eagle3(Drafter):
             offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
             if not torch.equal(offsets, self.d2t):
                 raise UserError("d2t and t2d disagree about the draft vocabulary: the checkpoint is damaged; train or fetch it again")
-
-
-def _by_row(state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What of a state has a row of the batch first and outlives a draft."""
-    return state.keys_BHSC, state.values_BHSC, state.lengths_B, state.pending_BD
 
 
 def _taps(taps: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:

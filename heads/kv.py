@@ -29,14 +29,20 @@ def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
         store_BHSD.scatter_(2, index_BN[:, None, :, None].expand(-1, H, -1, D), new_BHND)
 
 
+def sized(store: Tensor, slots: int) -> Tensor:
+    """The store ``[..., S, D]`` with exactly so many slots, the first of which hold what they held."""
+    have = store.shape[-2]
+    if have == slots:
+        return store
+    other = store.new_zeros(*store.shape[:-2], slots, store.shape[-1], pin_memory=store.is_pinned())
+    other[..., : min(have, slots), :] = store[..., :slots, :]
+    return other
+
+
 def grown(store: Tensor, slots: int) -> Tensor:
     """The store ``[..., S, D]`` with at least ``slots`` slots; it doubles, so that growing stays cheap."""
     have = store.shape[-2]
-    if have >= slots:
-        return store
-    larger = store.new_zeros(*store.shape[:-2], whole_steps(max(slots, 2 * have)), store.shape[-1])
-    larger[..., :have, :] = store
-    return larger
+    return store if have >= slots else sized(store, whole_steps(max(slots, 2 * have)))
 
 
 def visible(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:

@@ -5,6 +5,8 @@ Shape suffixes: B batch, T positions, N nodes, S keys, D width, H heads, C head 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +15,20 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from headstart.heads.backbone import Backbone
+from headstart.heads.causal import Blocks, attend_past, join
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``."""
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """What the rotation of any position is computed from, where a table would grow with the text."""
+
+    per_C: Tensor
+    """Radians a position."""
+    scale_1: Tensor
+    """Of cosines and sines."""
 
 
 def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig:
@@ -56,15 +69,23 @@ class Rotary(nn.Module):
         cos, sin = self.compute[0](places.float(), places)
         return cos[0].to(device), sin[0].to(device)
 
+    def frequencies(self, device: torch.device) -> Frequencies:
+        """Those of texts of the lengths that the configuration was made for."""
+        found = self.compute[0].original_inv_freq.float().repeat(2)
+        return Frequencies(found.to(device), torch.full((1,), float(self.compute[0].attention_scaling), device=device))
+
     def forward(self, first: int, count: int, device: torch.device) -> Rotation:
         """Of ``count`` positions from ``first`` on: ``[1, 1, count, C]``."""
         cos, sin = self.table(first + count, device)
         return cos[None, None, first:], sin[None, None, first:]
 
 
-def turned_to(table: Rotation, positions_BT: Tensor) -> Rotation:
-    """The rotation of each position, ``[B, 1, T, C]``."""
-    return table[0][positions_BT][:, None], table[1][positions_BT][:, None]
+def turned_to(turns: Rotation | Frequencies, positions_BT: Tensor) -> Rotation:
+    """The rotation of each position, ``[B, 1, T, C]``, from a table or from frequencies."""
+    if isinstance(turns, Frequencies):
+        angles_B1TC = positions_BT[:, None, :, None].float() * turns.per_C
+        return angles_B1TC.cos() * turns.scale_1, angles_B1TC.sin() * turns.scale_1
+    return turns[0][positions_BT][:, None], turns[1][positions_BT][:, None]
 
 
 class Norm(nn.RMSNorm):
@@ -94,9 +115,6 @@ class PairAttention(nn.Module):
 
     def split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
-
-    def repeat(self, x_BHTC: Tensor) -> Tensor:
-        return x_BHTC.repeat_interleave(self.num_heads // self.num_kv, 1)
 
 
 class PairLayer(nn.Module):
@@ -132,7 +150,7 @@ class PairLayer(nn.Module):
         return self.finish(state, mixed)
 
     def taught(
-        self, embedded: Tensor, state: Tensor, passes: list[tuple[Tensor, Tensor]], rotary: Rotary, apart_BTT: Tensor | None
+        self, embedded: Tensor, state: Tensor, passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Training, pass ``len(passes)`` at all positions: the new states, and this pass's keys and values.
 
@@ -142,16 +160,7 @@ class PairLayer(nn.Module):
         rotation = rotary(k, T, state.device)
         pair = self.pair(embedded, state)
         query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
-        keys, values = self.keys_values(pair, rotation)
-        own = attn.repeat(keys), attn.repeat(values)
-        first_keys, first_values = (x[:, :, :T] for x in (passes[0] if passes else own))
-        barred = torch.ones(T, T, dtype=torch.bool, device=state.device).triu(1)
-        barred = barred if apart_BTT is None else barred | apart_BTT[:, None, :T, :T]
-        scores = (query @ first_keys.mT).masked_fill(barred, float("-inf"))
-        later = [(key[:, :, :T], value[:, :, :T]) for key, value in [*passes, own][1:]]
-        alone = [(query * key).sum(-1, keepdim=True) for key, _ in later]
-        weights = (torch.cat([scores, *alone], -1) * attn.head_dim**-0.5).softmax(-1)
-        mixed = weights[..., :T] @ first_values
-        for j, (_, value) in enumerate(later):
-            mixed = mixed + weights[..., T + j : T + j + 1] * value
-        return self.finish(state, mixed), own
+        own = self.keys_values(pair, rotation)
+        first, *later = ((keys[:, :, :T], values[:, :, :T]) for keys, values in (*passes, own))
+        mixed, logsum = attend_past(query, *first, blocks)
+        return self.finish(state, join(query, mixed, logsum, later) if later else mixed), own

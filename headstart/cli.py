@@ -25,7 +25,16 @@ from headstart.inference.cli.arguments import (
     add_generate,
     add_tune,
 )
-from headstart.training.commands import CACHE_EXAMPLE, add_cache
+from headstart.training.commands import (
+    CACHE_EXAMPLE,
+    INSPECT_EXAMPLE,
+    PLAN_EXAMPLE,
+    REGENERATE_EXAMPLE,
+    add_cache,
+    add_inspect,
+    add_plan,
+    add_regenerate,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +90,27 @@ def cache(given: argparse.Namespace) -> int:
     return commands.cache(given)
 
 
+def regenerate(given: argparse.Namespace) -> int:
+    """Let the backbone itself answer a dataset's prompts, so that heads learn from what it says."""
+    from headstart.training import commands
+
+    return commands.regenerate(given)
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Say what training by a recipe will need, and what fits, before anything is loaded or trained."""
+    from headstart.training import commands
+
+    return commands.plan(given)
+
+
+def inspect(given: argparse.Namespace) -> int:
+    """Show a training sample and the data in numbers; or what trained heads are."""
+    from headstart.training import commands
+
+    return commands.inspect(given)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other mistake."""
@@ -96,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(_add_command(commands, "bench", bench, BENCH_EXAMPLE))
     add_tune(_add_command(commands, "tune", tune, TUNE_EXAMPLE))
     add_cache(_add_command(commands, "cache", cache, CACHE_EXAMPLE))
+    add_regenerate(_add_command(commands, "regenerate", regenerate, REGENERATE_EXAMPLE))
+    add_plan(_add_command(commands, "plan", plan, PLAN_EXAMPLE))
+    add_inspect(_add_command(commands, "inspect", inspect, INSPECT_EXAMPLE))
     return parser
 
 

@@ -2,7 +2,7 @@
 
 A small model spends most of a pass in Python, launching some hundred operations; replayed, the same operations on the same numbers
 take a half to a third of the time on a CPU. There the recording is a `torch.jit.trace`, which follows new shapes by itself; every
-new combination of shapes is compared with the function once, and recorded anew where the recording does not follow. On CUDA it is
+size beyond those met so far is compared with the function once, and recorded anew where the recording does not follow. On CUDA it is
 a `torch.cuda.CUDAGraph` for each combination of shapes, of the backbone's passes; it has not been run on a GPU yet, so only "always"
 turns it on there.
 
@@ -15,12 +15,14 @@ from __future__ import annotations
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from headstart.inference.linear import Turned, turned_up_to
 
 When = Literal["auto", "always", "never"]
 """auto: once a function has been called often enough for recording it to pay."""
@@ -36,10 +38,14 @@ def capturable(when: When, device: torch.device) -> bool:
 
 
 class Captured:
-    """``function(held, *inputs)`` -> a nest of tensors; ``held`` and ``inputs`` are nests (see `flatten`)."""
+    """``function(held, *inputs)`` -> a nest of tensors; ``held`` and ``inputs`` are nests (see `flatten`).
 
-    def __init__(self, function: Callable[..., Any], when: When) -> None:
+    ``module``: whose linear layers it runs through; on a CPU they are recorded the way round that is faster (see `linear`).
+    """
+
+    def __init__(self, function: Callable[..., Any], when: When, module: nn.Module | None = None) -> None:
         self.function, self.patience = function, 0 if when == "always" else PATIENCE
+        self.module = module
         self.off = when == "never"
         self.calls = self.recorded = 0
         self.recordings: dict[Any, _Recording] = {}
@@ -56,7 +62,7 @@ class Captured:
         single = tuple(1 in shape for shape in shapes)   # broadcasting and copying branch on ones
         key = (shape, single, leaves[0].device) if leaves[0].device.type == "cpu" else (shape, shapes, leaves[0].device)
         recording = self.recordings.get(key)
-        self.steady = recording is not None and shapes in recording.follows
+        self.steady = recording is not None and recording.follows(shapes)
         if self.steady:
             assert recording is not None
             try:
@@ -66,23 +72,39 @@ class Captured:
                 return self.function(held, *inputs)
         if recording is not None and (expected := recording.compare(self.function, held, inputs, leaves)) is not None:
             return expected
-        make = _Trace if leaves[0].device.type == "cpu" else _Graph
         try:
-            self.recordings[key] = recording = make(self.function, shape, leaves, len(flatten_tensors(held)))
+            self.recordings[key] = recording = self._record(shape, leaves, len(flatten_tensors(held)))
         except RuntimeError:   # something in it can't be recorded
             self.off = True
             return self.function(held, *inputs)
         self.recorded += 1
-        recording.follows.add(shapes)
+        recording.compared(shapes)
         return recording(leaves)
+
+    def _record(self, shape: Any, leaves: list[Tensor], held: int) -> _Recording:
+        if leaves[0].device.type != "cpu":
+            return _Graph(self.function, shape, leaves, held)
+        return _Trace(self.function, shape, leaves, 0 if self.module is None else turned_up_to(self.module))
 
 
 class _Recording(ABC):
-    """What was recorded, for the shapes it ``follows``."""
+    """What was recorded. It ``follows`` sizes that lie between such as were compared, with the same dimensions of size one."""
 
     def __init__(self) -> None:
-        self.follows: set[Any] = set()
+        self.ranges: dict[tuple[bool, ...], tuple[list[int], list[int]]] = {}
         self.out: Any = None
+
+    def follows(self, shapes: Sequence[torch.Size]) -> bool:
+        sizes = [size for shape in shapes for size in shape]
+        least, most = self.ranges.get(tuple(size == 1 for size in sizes), ([], []))
+        return bool(most) and all(low <= size <= high for low, size, high in zip(least, sizes, most, strict=True))
+
+    def compared(self, shapes: Sequence[torch.Size]) -> None:
+        """It gives the function's result for these."""
+        sizes = [size for shape in shapes for size in shape]
+        ones = tuple(size == 1 for size in sizes)
+        least, most = self.ranges.get(ones, (sizes, sizes))
+        self.ranges[ones] = ([*map(min, least, sizes)], [*map(max, most, sizes)])
 
     @abstractmethod
     def __call__(self, leaves: list[Tensor]) -> Any:
@@ -97,14 +119,14 @@ class _Recording(ABC):
             return None
         if not all(_alike(one, other) for one, other in zip(found, flatten_tensors(expected), strict=True)):
             return None
-        self.follows.add(tuple(leaf.shape for leaf in leaves))
+        self.compared([leaf.shape for leaf in leaves])
         return expected
 
 
 class _Trace(_Recording):
-    """TorchScript, on a CPU."""
+    """TorchScript, on a CPU; linear layers of at most ``few`` rows are turned round."""
 
-    def __init__(self, function: Callable[..., Any], shape: Any, leaves: list[Tensor], held: int) -> None:
+    def __init__(self, function: Callable[..., Any], shape: Any, leaves: list[Tensor], few: int) -> None:
         super().__init__()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +135,7 @@ class _Trace(_Recording):
             self.out = flatten(function(arguments, *inputs), found)
             return tuple(found)
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), Turned(few):
             warnings.simplefilter("ignore")   # of branches on shapes, which `compare` looks after
             self.traced = torch.jit.trace(flat, tuple(leaves), check_trace=False)
 

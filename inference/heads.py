@@ -28,7 +28,7 @@ from headstart.inference.decode import Decoder, Pass
 from headstart.inference.noise import row_seeds
 from headstart.inference.proposers.base import Proposer
 from headstart.inference.reader import Reader
-from headstart.inference.request import Request, read_request
+from headstart.inference.request import Request, read_request, require_one_side
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.inference.text import sequences
@@ -76,6 +76,20 @@ class Heads:
         self._weights: list[int] = []
         _hand_over(backbone.model)
 
+    def limit(self, *, window: int | None = None, sink: int = 4, offload: bool = False) -> None:
+        """Bound what the trained head keeps of a text, for long ones: ``window`` lets it look at the first ``sink`` and the last
+        ``window`` positions alone (None: at all), and ``offload`` keeps its keys and values in host memory between drafts.
+
+        No token changes, only how many are accepted. Holds for texts begun from now on; without arguments there is no limit.
+        Raises UserError where there is no such head.
+        """
+        if window is not None:
+            require_count("window", window, of="limit")
+        require_count("sink", sink, least=0, of="limit")
+        if self.drafter is None:
+            raise UserError("draft windows and offloading are for trained heads, and there are none; load heads, or leave them out")
+        self.drafter.limit(window, sink, offload)
+
     def engine(self, speculate: bool) -> Engine:
         """What decodes, with what it has learned and recorded; made anew if the weights have been moved or converted."""
         weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
@@ -114,6 +128,7 @@ class Heads:
         if model is not self.backbone.model:
             raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        require_one_side(request, self.backbone)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch is not None:
             require_count("batch", batch, of="generate")

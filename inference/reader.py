@@ -24,7 +24,8 @@ class Reader:
     def __init__(self, backbone: Backbone, taps: tuple[int, ...], capture: When) -> None:
         self.backbone, self.taps = backbone, taps
         self.view: TreeCache | None = None
-        self.read = Captured(self._read, capture if capturable(capture, backbone.device) else "never")
+        steady = capturable(capture, backbone.device) and backbone.turn is None   # a recording would keep one length's frequencies
+        self.read = Captured(self._read, capture if steady else "never", backbone.model)
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         """Rows right-padded: their features (padding marked so), and the cache to go on from."""
@@ -92,14 +93,15 @@ class Reader:
 
 
 def masks(
-    positions_BN: Tensor, ancestors_BNN: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
+    positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
 ) -> dict[str, Tensor]:
-    """For each kind of layer, ``[B, N, slots]``: where a node may look."""
-    allowed = visible(lengths_B, ancestors_BNN, slots)
+    """For each kind of layer, ``[B, N, slots]``: where the last N of M nodes may look."""
+    allowed = visible(lengths_B, ancestors_BNM, slots)
     if not any(windows.values()):
         return dict.fromkeys(windows, allowed)
+    N, M = ancestors_BNM.shape[1:]
     places_S = torch.arange(slots, device=lengths_B.device)
-    node_BS = (places_S - lengths_B[:, None]).clamp(min=0).clamp(max=positions_BN.shape[1] - 1)
-    key_BS = torch.where(places_S < lengths_B[:, None], places_S, positions_BN.gather(1, node_BS))
-    back_BNS = positions_BN[..., None] - key_BS[:, None]
+    node_BS = (places_S - lengths_B[:, None]).clamp(min=0).clamp(max=M - 1)
+    key_BS = torch.where(places_S < lengths_B[:, None], places_S, positions_BM.gather(1, node_BS))
+    back_BNS = positions_BM[:, M - N :, None] - key_BS[:, None]
     return {kind: allowed if window is None else allowed & (back_BNS < window) for kind, window in windows.items()}

@@ -15,6 +15,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
 from headstart.inference.beam.rules import BeamRules, beam_processors, read_beam_rules
 from headstart.inference.processing import Processing
@@ -116,3 +117,21 @@ def prompts_at_the_left(request: Request) -> tuple[Tensor, Tensor]:
     pads_B = torch.tensor(request.pads_B, device=request.ids_BT.device)
     index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
     return request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
+
+
+def require_one_side(request: Request, backbone: Backbone) -> None:
+    """Raise UserError if rotary frequencies would change on the way: what was read before would have to be read again.
+
+    transformers takes the frequencies of a pass from its furthest position, which in a tree, or in a batch, is not each text's own.
+    """
+    if backbone.turn is None:
+        return
+    T = request.ids_BT.shape[1]
+    before = [request.limit - pad <= backbone.turn for pad in request.pads_B]
+    after = [backbone.turns_once and T - pad > backbone.turn for pad in request.pads_B]
+    if not all(before) and not all(after):
+        longer = ", or prompts of more than that" if backbone.turns_once else ""
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {backbone.turn} positions, where these texts may get (prompts of up to "
+            f"{T} tokens, {request.limit} in all); allowed: texts that end before (max_new_tokens){longer}"
+        )

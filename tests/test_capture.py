@@ -74,6 +74,15 @@ def test_a_recording_that_does_not_follow_a_shape_is_not_believed() -> None:
         assert torch.equal(captured(None, torch.ones(rows)), torch.full((rows,), float(rows)))
 
 
+def test_sizes_between_such_as_were_compared_are_followed_at_once() -> None:
+    function = Counted()
+    captured, held = Captured(function, "always"), torch.zeros(9)
+    for rows, runs in ((3, 1), (8, 2), (5, 2), (8, 2), (9, 3), (2, 4), (4, 4)):
+        x = torch.randn(rows, 3)
+        assert torch.equal(captured(held, x, 2.0)[0], x * 2 + held.sum())
+        assert function.calls == runs, rows
+
+
 def test_what_cannot_be_recorded_is_run_as_it_is() -> None:
     def awkward(held: None, x: Tensor) -> Tensor:
         if torch.jit.is_tracing():

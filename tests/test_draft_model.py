@@ -226,6 +226,7 @@ def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None
     for wrong in (lambda: drafter(None), lambda: drafter.use_vocabulary(None), lambda: drafter.save_pretrained(tmp_path / "x")):
         with pytest.raises(UserError, match="EarlyExit drafts"):
             wrong()
+    assert not (tmp_path / "x").exists(), "nothing half-written"
     with pytest.raises(TypeError, match="abstract"):
         Drafter(backbone("llama"))   # type: ignore[abstract]
 

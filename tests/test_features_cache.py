@@ -21,11 +21,11 @@ from families import DRAFTERS, backbone, random_drafter
 from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 
+from headstart.cli import main
 from headstart.heads.backbone import Backbone
 from headstart.training import cache_writer, caching
 from headstart.training.cli import main as train
 from headstart.training.codec import Form
-from headstart.training.commands import main
 from headstart.training.data import Sample
 from headstart.training.features_cache import plan, read_manifest
 from headstart.training.loop import train as go_on

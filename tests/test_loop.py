@@ -36,7 +36,7 @@ def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: 
     trained = prepare(recipe)
     weights = {name: weight.clone() for name, weight in trained.drafter.named_parameters()}
     frozen = {name: weight.clone() for name, weight in trained.backbone.model.state_dict().items()}
-    assert {id(p) for p in trained.module.parameters()} == {id(p) for p in trained.drafter.parameters()}
+    assert {id(p) for p in trained.pupils[0].module.parameters()} == {id(p) for p in trained.drafter.parameters()}
     assert train(trained) == 0
     trained.log.close()
     assert not [name for name, weight in trained.drafter.named_parameters() if torch.equal(weight, weights[name])]
@@ -107,6 +107,52 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.
     assert len(said) == 1 and "at step 2" in said[0] and "lower train.lr" in said[0] and "step-00000001" in said[0]
     assert [folder.name for folder in (tmp_path / "out" / "state").iterdir()] == ["step-00000001"]
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+
+
+def without(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, forwards: str, *changes: str) -> int:
+    """Trained to ``out``, where those forwards have no number."""
+    monkeypatch.setenv("HEADSTART_TEST_NAN", forwards)
+    return main([str(recipe), f"save.dir={out}", "train.non_finite=skip", *changes])
+
+
+def test_steps_that_are_not_finite_can_be_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step has two forwards, and is skipped whole: 2, 5 and 6 of 12. Resumed, it counts on."""
+    drafter = {"kind": "tests.dying", "depth": 2}
+    train = {"micro_batch": 2, "ema": 0.5, "schedule": "constant", "warmup": 0.0}
+    recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
+    assert without(recipe, tmp_path / "out", monkeypatch, "3,9,10,12") == 0
+    said = capsys.readouterr().err
+    assert "steps skipped since their loss or gradient was not finite: 3" in said and "1 steps skipped (not finite)" in said
+    lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
+    assert [line.get("skipped", 0) for line in lines] == [1, 2, 0, 0] and all(line["loss"] > 0 for line in lines)
+    load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+    assert without(recipe, tmp_path / "parts", monkeypatch, "3", "train.steps=4") == 0
+    assert without(recipe, tmp_path / "parts", monkeypatch, "1,4") == 0
+    assert "not finite: 3" in capsys.readouterr().err
+    found = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "parts")]
+    assert found[0] == found[1]
+
+
+def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, train={"ema": 0.5, "optimizer": "muon"})
+    trained = prepare(load_recipe(recipe, ["train.steps=2", "train.non_finite=skip", "log.every=1"]))
+    before = [parameter.clone() for parameter in trained.drafter.parameters()]
+    monkeypatch.setenv("HEADSTART_TEST_NAN", "1,2")
+    assert train(trained) == 0
+    trained.log.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.drafter.parameters(), strict=True))
+    assert trained.pupils[0].average is not None and not trained.pupils[0].optimizer.state
+    assert [(line["loss"], line["skipped"]) for line in read_log(tmp_path / "out") if "loss" in line] == [(None, 1), (None, 1)]
+
+
+def test_ten_in_a_row_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, save={"every": 1})
+    assert without(recipe, tmp_path / "out", monkeypatch, ",".join(map(str, [1, *range(3, 30)])), "train.steps=20") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the loss is nan") and "at step 12, the last of 10 such steps in a row" in said
+    assert "step-00000011" in said
 
 
 def test_wandb_is_asked_for_before_anything_is_loaded(

@@ -96,17 +96,26 @@ def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> Non
     standing, rests = Standing(), []
     for _ in range(6000):
         if standing.active():
-            standing.note(credit=0.1, seconds=1e-3)
-            if standing.loss(rate=200.0) > 0:   # a tenth of a token is worth half a millisecond
+            standing.note(credit=0.1, seconds=1e-3, rate=200.0)
+            if standing.loss(rate=200.0, step=5e-3) > 0:   # a tenth of a token is worth half a millisecond
                 standing.fail()
                 rests.append(standing.resting)
     assert rests[:4] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST
     good = Standing()
     for _ in range(200):
         assert good.active()
-        good.note(credit=1.0, seconds=1e-3)
-        assert good.loss(rate=200.0) <= 0
+        good.note(credit=1.0, seconds=1e-3, rate=200.0)
+        assert good.loss(rate=200.0, step=5e-3) <= 0
     assert TRIAL < 200
+
+
+def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
+    """Heads of random weights take about a step's time for nothing: they are not tried eight times first."""
+    useless, passes = Standing(), 0
+    while useless.loss(rate=200.0, step=5e-3) <= 0:
+        useless.note(credit=0.0, seconds=6e-3, rate=200.0)
+        passes += 1
+    assert passes == 2
 
 
 def pools(*chances: float) -> list[Pool]:

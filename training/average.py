@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headstart.training.sharding import own_part, part_like
+
 
 class Average:
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -23,13 +25,13 @@ class Average:
         """Once after each optimiser step, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, average in self.weights.items():
-            average.lerp_(self.module.get_parameter(name), share)
+            own_part(average).lerp_(own_part(self.module.get_parameter(name)), share)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """The inverse of ``weights``; strict."""
         assert weights.keys() == self.weights.keys()
         for name, average in self.weights.items():
-            average.copy_(weights[name])
+            average.copy_(part_like(weights[name], average))
 
 
 @contextmanager

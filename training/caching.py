@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.base import build_drafter
 from headstart.heads.errors import UserError
 from headstart.training.cache_writer import bytes_missing, fill, gigabytes, measured_errors
 from headstart.training.codec import Form
 from headstart.training.data import Splits, load_data, require_vocabulary
 from headstart.training.features_cache import Manifest, contents_of, form_of, plan, read_manifest, size_of, written_form
+from headstart.training.pupil import build
 from headstart.training.recipe import Recipe
+from headstart.training.source import taps_of
 from headstart.training.stored import require_taps_alone
 
 
@@ -66,9 +67,9 @@ def _plan(recipe: Recipe) -> Planned:
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=_device()
     )
-    drafter = build_drafter(recipe.drafter["kind"], backbone, {name: value for name, value in recipe.drafter.items() if name != "kind"})
-    form = form_of(settings, backbone, drafter.taps)
-    require_taps_alone(recipe, drafter, form)
+    drafters = [build(one, backbone) for one in recipe.apart().values()]
+    form = form_of(settings, backbone, taps_of(drafters))
+    require_taps_alone(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize)
     require_vocabulary(splits, backbone.vocab)

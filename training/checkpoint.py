@@ -26,9 +26,10 @@ from torch import Tensor
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.training.average import Average
+from headstart.training.sharding import part_like, whole
 
 MAY_DIFFER = (
-    "train.steps", "train.epochs", "train.micro_batch", "save.", "log.", "eval.",
+    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.",
     "cache.dir", "cache.mode", "cache.disk_gb", "cache.shard_mb",
 )  # fmt: skip
 """Keys of a recipe that may change when a run is resumed: they do not change what an optimiser step is."""
@@ -46,13 +47,18 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], notes: di
     """Write the state of that step, atomically, and drop all but the ``keep`` newest."""
     folder = save_dir / "state" / f"step-{step:08d}"
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "tensors.safetensors")
-    content = {"step": step, **notes, "sha256": _checksum(temporary / "tensors.safetensors")}
-    (temporary / "state.json").write_text(json.dumps(content, indent=1))
-    for path in temporary.iterdir():
-        _flush(path)
+    for left in (save_dir / "state").glob(".step-*.tmp"):   # by a run that was killed
+        shutil.rmtree(left)
+    try:
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / "tensors.safetensors")
+        content = {"step": step, **notes, "sha256": _checksum(temporary / "tensors.safetensors")}
+        (temporary / "state.json").write_text(json.dumps(content, indent=1))
+        for path in temporary.iterdir():
+            _flush(path)
+    except BaseException:   # a full disk, an interrupt
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if folder.exists():
         shutil.rmtree(folder)
     os.rename(temporary, folder)
@@ -94,13 +100,13 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
 
 
 def pack(drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None) -> dict[str, Tensor]:
-    """Weights, their average and moments under flat names, as copies on the CPU."""
+    """Weights, their average and moments under flat names, as whole copies on the CPU."""
     tensors = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
     for name, parameter in drafter.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return {name: whole(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
@@ -122,7 +128,9 @@ def unpack_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, tensors
             moments.setdefault(name, {})[key] = tensor
     own = optimizer.state_dict()
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {i: moments[names[p]] for i, p in enumerate(trained) if names[p] in moments}
+    state = {
+        i: {key: part_like(tensor, p) for key, tensor in moments[names[p]].items()} for i, p in enumerate(trained) if names[p] in moments
+    }
     optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
 
 

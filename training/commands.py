@@ -1,19 +1,24 @@
-"""Commands that prepare a training run: ``headstart cache``. Libraries are imported once a command runs.
+"""Commands that prepare a training run: ``headstart cache``, ``regenerate``, ``plan`` and ``inspect``.
 
-    python -m headstart.training.commands cache RECIPE [section.key=value ...]      the same, without the front door
+Libraries are imported once a command runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.heads.errors import UserError
-
 CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
+REGENERATE_EXAMPLE = """examples:
+  headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1"""
 
+PLAN_EXAMPLE = """examples:
+  headstart plan recipes/quickstart/eagle3.yaml
+  headstart plan recipes/qwen3-8b/eagle3.yaml train.micro_batch=4 --gpus 8 --memory 80 --no-calibration"""
+INSPECT_EXAMPLE = """examples:
+  headstart inspect recipes/quickstart/eagle3.yaml --row 3
+  headstart inspect out/quickstart/eagle3 --json heads.json"""
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart cache``."""
@@ -34,24 +39,66 @@ def cache(given: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for the user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m headstart.training.commands", description="Prepare a training run.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser("cache", help=cache.__doc__, description=cache.__doc__, epilog=CACHE_EXAMPLE)
-    add_cache(one)
-    one.set_defaults(command=cache)
-    try:
-        given = parser.parse_args(argv)
-        status: int = given.command(given)
-        return status
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from there", file=sys.stderr)
-        return 130
+def add_regenerate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart regenerate``."""
+    parser.add_argument("recipe", metavar="RECIPE", help="the recipe whose data.train is to be answered")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace what the recipe says")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON as well")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def regenerate(given: argparse.Namespace) -> int:
+    """Let the backbone itself answer a dataset's prompts, so that heads learn from what it says."""
+    from headstart.inference.cli.files import require_writable, write_json
+    from headstart.training.recipe import load_recipe
+    from headstart.training.regenerate import write_answers
+
+    require_writable("--json", given.json)
+    write_json(given.json, write_answers(load_recipe(given.recipe, given.overrides)))
+    return 0
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart plan``."""
+    parser.add_argument("recipe", metavar="RECIPE", help="the recipe that will be trained by")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace what the recipe says")
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: what this machine has, one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--no-calibration", action="store_true", help="take no steps to time them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON as well")
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Say what training by a recipe will need, and what fits, before anything is loaded or trained."""
+    from headstart.inference.cli.files import require_writable, write_json
+    from headstart.inference.cli.loading import quiet
+    from headstart.training import plan, plan_table
+    from headstart.training.recipe import load_recipe
+
+    require_writable("--json", given.json)
+    quiet()
+    report = plan.plan(load_recipe(given.recipe, given.overrides), given.gpus, given.memory, not given.no_calibration)
+    print("\n".join(plan_table.lines(report)))
+    write_json(given.json, report)
+    return 0
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart inspect``."""
+    parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="of a recipe: replace what it says")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="of a recipe: show this sample, counted from 0 (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found as JSON as well")
+
+
+def inspect(given: argparse.Namespace) -> int:
+    """Show a sample with what is learned of it, the data in numbers and what heads will read; or what trained heads are."""
+    from headstart.inference.cli.files import require_writable, write_json
+    from headstart.inference.cli.loading import quiet
+    from headstart.training.inspection import inspect
+
+    require_writable("--json", given.json)
+    quiet()
+    found, lines = inspect(given.what, given.overrides, given.row)
+    print("\n".join(lines))
+    write_json(given.json, found)
+    return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -16,11 +17,23 @@ from headstart.heads.errors import UserError
 from headstart.training.recipe import Recipe, to_dict
 
 
+@dataclass(frozen=True)
+class Result:
+    """What an optimiser step came to for one head, over all processes."""
+
+    loss: float
+    grad_norm: float
+    depths: list[list[float]]
+    """Per depth: positions that count, first choices that agree, summed overlap."""
+
+
 @dataclass
 class Meter:
     """Sums since the last line of the log; part of the saved state, so that a resumed run writes the same lines."""
 
     steps: int = 0
+    """That were taken."""
+    skipped: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
     tokens: int = 0
@@ -29,23 +42,27 @@ class Meter:
     correct_K: list[float] = field(default_factory=list)
     overlap_K: list[float] = field(default_factory=list)
 
-    def add(self, loss: float, grad_norm: float, tokens: int, depths: list[list[float]], seconds: float) -> None:
-        """``depths``: count, correct and overlap of one optimiser step."""
-        self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + loss, self.grad_norm + grad_norm
+    def add(self, result: Result | None, tokens: int, seconds: float) -> None:
+        """One optimiser step; None for one that was skipped."""
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        before = [self.count_K, self.correct_K, self.overlap_K] if self.count_K else [[0.0] * len(row) for row in depths]
-        both = zip(before, depths, strict=True)
+        if result is None:
+            self.skipped += 1
+            return
+        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # a step that the scaler skipped
+        self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
+        before = [self.count_K, self.correct_K, self.overlap_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
+        both = zip(before, result.depths, strict=True)
         self.count_K, self.correct_K, self.overlap_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
 
     def record(self) -> dict[str, Any]:
-        """Means; accuracy and overlap per depth."""
+        """Means; accuracy and overlap per depth. Without a step taken the loss and the norm are None."""
         return {
-            "loss": self.loss / self.steps,
+            "loss": self.loss / self.steps if self.steps else None,
             "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
             "overlap": [round(x / max(n, 1.0), 5) for x, n in zip(self.overlap_K, self.count_K, strict=True)],
-            "grad_norm": self.grad_norm / self.steps,
+            "grad_norm": self.grad_norm / self.steps if self.steps else None,
             "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-        }
+        } | ({"skipped": self.skipped} if self.skipped else {})
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,15 +88,18 @@ class Log:
         if self.main:
             tqdm.write(text, file=sys.stderr)
 
-    def line(self, step: int, record: dict[str, Any]) -> None:
-        """One line of the log: a step's training numbers, or an evaluation's."""
+    def line(self, step: int, record: dict[str, Any], head: str = "") -> None:
+        """One line of the log: a step's training numbers, or an evaluation's; of which head, where there are several."""
         if not self.main:
             return
-        self.file.write(json.dumps({"step": step, **record}) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": step, **({"head": head} if head else {}), **record}) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.file.name} cannot be written: {error}; make room there, and the same command goes on") from None
         if self.wandb is not None:
-            self.wandb.log(_scalars(record), step=step)
-        shown = _shown(record)
+            self.wandb.log({f"{head}/{key}" if head else key: value for key, value in _scalars(record).items()}, step=step)
+        shown = f"{head}: {_shown(record)}" if head else _shown(record)
         if "loss" not in record:
             self.say(f"step {step}/{self.steps}: {shown}")
         elif self.bar.disable:
@@ -132,7 +152,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {}
     for key, value in record.items():
         flat |= {f"{key}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {key: value}
-    return flat
+    return {key: value for key, value in flat.items() if value is not None}
 
 
 def _shown(record: dict[str, Any]) -> str:
@@ -140,4 +160,6 @@ def _shown(record: dict[str, Any]) -> str:
         accepted = " ".join(f"{x:.0%}" for x in record["acceptance_per_depth"])
         return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}"
     accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
-    return f"loss {record['loss']:.4f}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s"
+    loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""
+    return f"{loss}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s{skipped}"

@@ -7,37 +7,39 @@ times the number of processes, because data parallelism averages the gradients i
 
 from __future__ import annotations
 
-import math
+import shutil
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import set_seed
+from safetensors import SafetensorError
 
 from headstart.heads.errors import UserError
-from headstart.training.average import in_place_of_weights
-from headstart.training.checkpoint import pack, write_state
+from headstart.training.checkpoint import write_state
 from headstart.training.evaluate import evaluate
+from headstart.training.log import Result
 from headstart.training.objective import Sums, count_learned
 from headstart.training.packing import Batch
+from headstart.training.pupil import Pupil
 from headstart.training.recipe import to_dict
 from headstart.training.schedule import learning_rate
 from headstart.training.setup import Run
+from headstart.training.sharding import all_finite
 from headstart.training.signals import StopSignal
+
+SKIPPED_IN_A_ROW = 10
+"""So many steps that are not finite, one after another, end a run that skips them: the weights themselves have gone wrong."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What an optimiser step came to, over all processes."""
 
-    loss: float
-    grad_norm: float
     tokens: int
-    depths: list[list[float]]
-    """Per depth: positions that count, first choices that agree, summed overlap."""
     stop: bool
     """Some process has been told to stop."""
+    results: list[Result | None]
+    """Of each pupil; None where its step was skipped."""
 
 
 def train(run: Run) -> int:
@@ -50,106 +52,129 @@ def train(run: Run) -> int:
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
             outcome = take_step(run, step, signal)
-            run.done, run.tokens = step, run.tokens + outcome.tokens
-            run.meter.add(outcome.loss, outcome.grad_norm, outcome.tokens, outcome.depths, time.perf_counter() - start)
+            run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
+            for pupil, result in zip(run.pupils, outcome.results, strict=True):
+                pupil.meter.add(result, outcome.tokens, seconds)
             _report(run)
             if outcome.stop or step == steps or _due(step, run.recipe.save.every):
                 save(run)
             if outcome.stop and step < steps:
                 run.log.say(f"stopped by a signal after step {step} of {steps}, all saved; the same command goes on from there")
                 return 128 + signal.number
-    run.log.say(f"done: the heads are in {run.folder}")
+    run.log.say(f"done: the heads are in {', '.join(str(pupil.folder) for pupil in run.pupils)}{_skipped(run)}")
     return 0
 
 
 def take_step(run: Run, step: int, signal: StopSignal) -> Outcome:
-    """One optimiser step. Raises UserError, before the weights change, if the loss or its gradient is not finite."""
+    """One optimiser step of every pupil. Raises UserError, before any weight changes, for a loss or gradient that ends the run."""
     accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
-    set_seed(run.recipe.seed + 1_000_003 * step + accelerator.process_index)   # so that random numbers need no saving
-    rate = learning_rate(step, run.feed.steps, run.recipe.train)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    for pupil in run.pupils:
+        pupil.set_rate(step, run.feed.steps)
     learned = accelerator.reduce(torch.stack([count_learned(batch.learn_BT, batch.document_BT) for batch in batches]).sum(), "sum")
-    sums = _backward(run, batches, accelerator.num_processes / learned.clamp(min=1))
-    grad_norm = accelerator.clip_grad_norm_(run.drafter.parameters(), run.recipe.train.clip).item()
+    sums = _backward(run, step, batches, accelerator.num_processes / learned.clamp(min=1))
+    norms = [pupil.clip() for pupil in run.pupils]
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
-    own = [sums.loss[None], tokens[None], tokens.new_tensor([signal.received]), sums.count_K, sums.correct_K, sums.overlap_K]
-    loss, read, stopped, *depths = accelerator.reduce(torch.cat([part.float() for part in own]), "sum").tolist()
-    loss = loss / max(learned.item(), 1)
-    _require_finite(run, step, loss, grad_norm)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    if run.average is not None:
-        run.average.update(step)
-    depth = run.drafter.depth
-    grad_norm = grad_norm if math.isfinite(grad_norm) else 0.0   # a step that the scaler skipped
-    return Outcome(loss, grad_norm, int(read), [depths[i * depth : (i + 1) * depth] for i in range(3)], stopped > 0)
+    own = [tokens[None], tokens.new_tensor([signal.received])]
+    own += [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.overlap_K)]
+    read, stopped, *told = accelerator.reduce(torch.cat([part.float() for part in own]), "sum").tolist()
+    results = []
+    for pupil, norm in zip(run.pupils, norms, strict=True):
+        depth = pupil.drafter.depth
+        loss, depths, told = told[0], told[1 : 1 + 3 * depth], told[1 + 3 * depth :]
+        results.append(Result(loss / max(learned.item(), 1), norm, [depths[i * depth : (i + 1) * depth] for i in range(3)]))
+    taken = [_is_good(run, pupil, result, step) for pupil, result in zip(run.pupils, results, strict=True)]
+    for pupil, good in zip(run.pupils, taken, strict=True):
+        pupil.move(step) if good else pupil.skip()
+    return Outcome(int(read), stopped > 0, [result if good else None for result, good in zip(results, taken, strict=True)])
 
 
-def _backward(run: Run, batches: list[Batch], scale: torch.Tensor) -> Sums:
-    """Gradients of all micro-batches; processes synchronise in the last alone."""
-    total: Sums | None = None
+def _backward(run: Run, step: int, batches: list[Batch], scale: torch.Tensor) -> list[Sums]:
+    """Gradients of all micro-batches; what the backbone says of each is read once for all pupils."""
+    totals: list[Sums] = []
     for i, batch in enumerate(batches):
-        with nullcontext() if i + 1 == len(batches) else run.accelerator.no_sync(run.module):
-            sums = run.module(run.source.read(batch))
-            run.accelerator.backward(sums.loss * scale)
-        sums = Sums(*(part.detach() for part in sums))
-        total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums, strict=True)))
-    assert total is not None
-    return total
+        features = run.source.read(batch)
+        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random numbers need no saving
+        found = [pupil.learn(features, scale, seed, last=i + 1 == len(batches)) for pupil in run.pupils]
+        totals = [Sums(*(a + b for a, b in zip(*both, strict=True))) for both in zip(totals, found, strict=True)] if totals else found
+    return totals
 
 
-def _require_finite(run: Run, step: int, loss: float, grad_norm: float) -> None:
-    scaler = run.accelerator.scaler
-    if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaler is not None and scaler.get_scale() > 1)):
-        return   # an fp16 gradient may overflow: the scaler skips the step and lowers the scale
-    raise _diverged(run, f"the loss is {loss:g} and the norm of its gradient {grad_norm:g} at step {step}")
+def _is_good(run: Run, pupil: Pupil, result: Result, step: int) -> bool:
+    """Whether to take the step. Raises UserError if the run is not to go on."""
+    if pupil.is_finite(result):
+        return True
+    what = f"the loss{_of(pupil)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
+    if pupil.recipe.train.non_finite == "stop":
+        raise _diverged(run, pupil, what)
+    if pupil.in_a_row + 1 >= SKIPPED_IN_A_ROW:
+        raise _diverged(run, pupil, f"{what}, the last of {SKIPPED_IN_A_ROW} such steps in a row")
+    return False
 
 
-def _diverged(run: Run, what: str) -> UserError:
-    saved = sorted((run.folder / "state").glob("step-*"))
-    kept = f"the last good checkpoint, {saved[-1]}, is kept" if saved else "no checkpoint had been saved yet (save.every)"
-    train = run.recipe.train
+def _diverged(run: Run, pupil: Pupil, what: str) -> UserError:
+    train = pupil.recipe.train
+    skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
     return UserError(
-        f"{what}; stopped, and {kept}. Try a lower train.lr (now {train.lr:g}), a longer train.warmup ({train.warmup:g}), "
-        f"a smaller train.clip ({train.clip:g}){'' if train.precision == 'no' else ' or train.precision=no'}"
+        f"{what}; stopped, and {_kept(run)}. Try a lower train.lr (now {train.lr:g}), a longer train.warmup ({train.warmup:g}), "
+        f"a smaller train.clip ({train.clip:g}){'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
     )
 
 
+def _kept(run: Run) -> str:
+    saved = sorted((run.folder / "state").glob("step-*"))
+    return f"the last good checkpoint, {saved[-1]}, is kept" if saved else "no checkpoint had been saved yet (save.every)"
+
+
+def _of(pupil: Pupil) -> str:
+    return f" of {pupil.name}" if pupil.name else ""
+
+
+def _skipped(run: Run) -> str:
+    told = [f"{pupil.skipped}{_of(pupil)}" for pupil in run.pupils if pupil.skipped]
+    return f"; steps skipped since their loss or gradient was not finite: {', '.join(told)}" if told else ""
+
+
 def _report(run: Run) -> None:
-    """The log's line and the evaluation, where this step has them."""
+    """The log's lines and the evaluation, where this step has them."""
     step, last = run.done, run.done == run.feed.steps
     run.log.advance()
-    if last or _due(step, run.recipe.log.every):
-        rate = learning_rate(step, run.feed.steps, run.recipe.train)
-        run.log.line(step, {**run.meter.record(), "lr": rate, "tokens": run.tokens})
-        run.meter = type(run.meter)()
-    if run.prompts and (last or _due(step, run.recipe.eval.every)):
-        if run.accelerator.is_main_process:
-            with in_place_of_weights(run.average):
-                measured = evaluate(run.backbone, run.drafter, run.prompts, run.recipe.eval, run.recipe.seed)
-            run.tau = measured["tau"]
-            run.log.line(step, measured)
-        run.accelerator.wait_for_everyone()
+    for pupil in run.pupils:
+        if last or _due(step, run.recipe.log.every):
+            rate = learning_rate(step, run.feed.steps, pupil.recipe.train)
+            run.log.line(step, {**pupil.meter.record(), "lr": rate, "tokens": run.tokens}, pupil.name)
+            pupil.meter = type(pupil.meter)()
+        if run.prompts and (last or _due(step, run.recipe.eval.every)):
+            with pupil.shown() as drafter:
+                if run.accelerator.is_main_process:
+                    measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed)
+                    pupil.tau = measured["tau"]
+                    run.log.line(step, measured, pupil.name)
+            run.accelerator.wait_for_everyone()
 
 
 def save(run: Run) -> None:
     """The heads as they are, loadable, into ``save.dir``; and the state to resume from below it."""
-    if run.accelerator.is_main_process:
-        if not all(bool(parameter.isfinite().all()) for parameter in run.drafter.parameters()):
-            raise _diverged(run, f"the weights are no longer finite after step {run.done}")
-        scaler = run.accelerator.scaler
-        notes = {
-            "recipe": to_dict(run.recipe),
-            "data": run.feed.digest,
-            "tokens": run.tokens,
-            "tau": run.tau,
-            "meter": run.meter.state(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
-        with in_place_of_weights(run.average):
-            run.drafter.save_pretrained(run.folder, extra={**run.origin, "steps": run.done, "tokens": run.tokens, "tau": run.tau})
-        write_state(run.folder, run.done, pack(run.drafter, run.optimizer, run.average), notes, run.recipe.save.keep)
+    tensors = {name: tensor for pupil in run.pupils for name, tensor in pupil.pack().items()}
+    notes = {"recipe": to_dict(run.recipe), "data": run.feed.digest, "tokens": run.tokens}
+    notes["heads"] = {pupil.name: pupil.notes() for pupil in run.pupils}
+    for pupil in run.pupils:
+        if run.accelerator.is_main_process and not all_finite(tensors, f"{pupil.prefix}drafter/"):
+            raise _diverged(run, pupil, f"the weights{_of(pupil)} are no longer finite after step {run.done}")
+    try:
+        for pupil in run.pupils:
+            with pupil.shown() as drafter:
+                if run.accelerator.is_main_process:
+                    origin = {**run.origin, "recipe": to_dict(pupil.recipe), "steps": run.done, "tokens": run.tokens, "tau": pupil.tau}
+                    for left in pupil.folder.glob(".saving-*"):   # by a run that was killed
+                        shutil.rmtree(left)
+                    drafter.save_pretrained(pupil.folder, extra=origin)
+        if run.accelerator.is_main_process:
+            write_state(run.folder, run.done, tensors, notes, run.recipe.save.keep)
+    except (OSError, SafetensorError) as error:   # no room, no permission, a disk that went away
+        raise UserError(
+            f"step {run.done} could not be saved in {run.folder}: {error}; stopped, and {_kept(run)}. "
+            "Make room there, and the same command goes on"
+        ) from None
     run.accelerator.wait_for_everyone()
 
 

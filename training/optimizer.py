@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
 from headstart.training.recipe import Train
+from headstart.training.sharding import joined, own_part, part_like
 
 
 class Muon(torch.optim.Muon):
-    """torch's own; but on a CPU it works in fp32, since most of them multiply in bf16 many times slower."""
+    """torch's own; but on a CPU it works in fp32, since most of them multiply in bf16 many times slower, and of a matrix that is
+    shared out between processes (FSDP2) each of them orthogonalises the whole."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if any(parameter.device.type != "cpu" and not isinstance(parameter, DTensor) for parameter in parameters):
             return super().step()
         for group in self.param_groups:
             assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
@@ -35,11 +39,13 @@ class Muon(torch.optim.Muon):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        ahead = gradient.lerp(momentum, group["momentum"])
+        momentum = own_part(state["momentum_buffer"]).lerp_(own_part(gradient), 1 - group["momentum"])
+        ahead = joined(own_part(gradient).lerp(momentum, group["momentum"]), parameter)   # a whole matrix, in every process
+        ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)   # 0.2: the usual size of AdamW's updates
+        size = 0.2 * max(parameter.shape) ** 0.5   # 0.2: the usual size of AdamW's updates
+        own_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        own_part(parameter).add_(own_part(part_like(update, parameter)), alpha=-group["lr"] * size)
 
 
 def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, least: float) -> Tensor:

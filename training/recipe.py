@@ -11,92 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from headstart.training import strict
+from headstart.training import several, strict
+from headstart.training.sections import Backbone, Cache, Data, Regenerate, check
 from headstart.training.strict import RecipeError
 from headstart.training.terms import NAMES
-
-
-def _check(holds: bool, key: str, rule: str, got: Any) -> None:
-    if not holds:
-        raise RecipeError(f"{key} {rule}; got {got!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backbone:
-    path: str
-    """A causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """What its weights are loaded as; ``auto`` is what they were saved as, and fp32 on a CPU."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model's repository."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """How it computes attention; ``eager`` is slower and for models without the other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    train: str
-    """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset."""
-    split: str = "train"
-    """Split of a named dataset; a file has none."""
-    subset: str | None = None
-    """Configuration of a named dataset, where it has several."""
-    eval: str | None = None
-    """Held-out rows, named like ``train``; null keeps ``eval_rows`` rows of ``train`` away from training instead."""
-    eval_split: str = "test"
-    """Split of ``eval``, where that is a named dataset."""
-    eval_rows: int = 64
-    """How many rows to hold out, or to read at most from ``eval``; 0 trains on every row and evaluates nothing."""
-    format: Literal["auto", "messages", "conversations", "text"] = "auto"
-    """Turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto`` looks at the rows."""
-    column: str | None = None
-    """Where the rows keep it, if not in a column named like the format."""
-    chat_template: str | None = None
-    """A Jinja chat template for a tokenizer that has none, or instead of its own."""
-    max_length: int = 2048
-    """Tokens a sample may have, and a packed row."""
-    packing: bool = False
-    """Put as many samples into a row as fit ``max_length``, each read as if it were alone; ``train.batch_size`` then counts rows."""
-    long: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
-    """What to do with longer samples: ``auto`` splits them into pieces if packed, else truncates; how many there were is reported."""
-    limit: int | None = None
-    """Read at most this many rows of ``train``."""
-    learn: Literal["assistant", "all"] = "assistant"
-    """Learn to draft the assistant's turns or every token; of plain text every token is learned."""
-
-    def __post_init__(self) -> None:
-        _check(self.max_length >= 4, "data.max_length", "is at least 4 tokens", self.max_length)
-        _check(self.eval_rows >= 0, "data.eval_rows", "is 0 or more", self.eval_rows)
-        _check(self.limit is None or self.limit >= 1, "data.limit", "is at least 1, or null", self.limit)
-
-    @property
-    def splits_long(self) -> bool:
-        """Whether a sample over ``max_length`` becomes several."""
-        return self.long == "split" or (self.long == "auto" and self.packing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    dir: str | None = None
-    """Folder of features that training reads instead of running the backbone; null runs it at every step."""
-    mode: Literal["full", "lru"] = "full"
-    """``full``: ``headstart cache`` has written all; ``lru``: what is read for the first time is kept, as far as ``disk_gb`` goes."""
-    store: Literal["int8", "bf16", "exact"] = "int8"
-    """How states are kept: rounded to 8 bits with scales for channels and tokens, to bf16, or in the backbone's own dtype."""
-    teacher: Literal["hidden", "topk"] = "hidden"
-    """Keep the final hidden state, or its likeliest tokens in its place: less room, for heads that read taps alone."""
-    top: int = 64
-    """How many likeliest tokens; the rest of the mass is kept as one number."""
-    shard_mb: int = 256
-    """Size of a file; what a killed writer loses is at most one."""
-    disk_gb: float = 20.0
-    """How much ``lru`` keeps."""
-
-    def __post_init__(self) -> None:
-        _check(self.dir != "", "cache.dir", "is the name of a folder, or null", self.dir)
-        _check(self.top >= 1, "cache.top", "is at least 1", self.top)
-        _check(self.shard_mb >= 1, "cache.shard_mb", "is at least 1", self.shard_mb)
-        _check(0 < self.disk_gb < float("inf"), "cache.disk_gb", "is above 0", self.disk_gb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +34,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         for name, weight in self.terms.items():
-            _check(name in NAMES, "objective.terms", f"knows {', '.join(NAMES)}", name)
-            _check(0 <= weight < float("inf"), f"objective.terms.{name}", "is a weight, 0 or more", weight)
-        _check(any(self.terms.values()), "objective.terms", "needs a weight above 0", self.terms)
-        _check(0 <= self.lk_eta < float("inf"), "objective.lk_eta", "is 0 or more", self.lk_eta)
-        _check(self.top_k >= 1, "objective.top_k", "is at least 1 token", self.top_k)
-        _check(0 < self.depth_decay <= 1, "objective.depth_decay", "is above 0 and at most 1", self.depth_decay)
-        _check(self.chunk >= 1, "objective.chunk", "is at least 1 position", self.chunk)
+            check(name in NAMES, "objective.terms", f"knows {', '.join(NAMES)}", name)
+            check(0 <= weight < float("inf"), f"objective.terms.{name}", "is a weight, 0 or more", weight)
+        check(any(self.terms.values()), "objective.terms", "needs a weight above 0", self.terms)
+        check(0 <= self.lk_eta < float("inf"), "objective.lk_eta", "is 0 or more", self.lk_eta)
+        check(self.top_k >= 1, "objective.top_k", "is at least 1 token", self.top_k)
+        check(0 < self.depth_decay <= 1, "objective.depth_decay", "is above 0 and at most 1", self.depth_decay)
+        check(self.chunk >= 1, "objective.chunk", "is at least 1 position", self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,26 +75,30 @@ class Train:
     """Evaluate and save a moving average of the weights, which keeps this much of itself at a step (0.999); null: the weights."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the drafter's forward; its weights stay in fp32."""
+    checkpointing: bool = False
+    """Gradient checkpointing: keep little of each of the drafter's passes and compute it again in backward; less memory, same gradients."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or its gradient is not finite: ``skip`` does not take that step, and stops after ten in a row."""
 
     def __post_init__(self) -> None:
         both = f"and train.epochs={self.epochs} are two lengths of one run; set either to null"
-        _check(None in (self.steps, self.epochs), "train.steps", both, self.steps)
+        check(None in (self.steps, self.epochs), "train.steps", both, self.steps)
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 1.0)
-        _check(self.steps is None or self.steps >= 1, "train.steps", "is at least 1", self.steps)
-        _check(self.epochs is None or 0 < self.epochs < float("inf"), "train.epochs", "is above 0", self.epochs)
-        _check(self.batch_size >= 1, "train.batch_size", "is at least 1", self.batch_size)
+        check(self.steps is None or self.steps >= 1, "train.steps", "is at least 1", self.steps)
+        check(self.epochs is None or 0 < self.epochs < float("inf"), "train.epochs", "is above 0", self.epochs)
+        check(self.batch_size >= 1, "train.batch_size", "is at least 1", self.batch_size)
         divides = self.micro_batch is None or (self.micro_batch >= 1 and self.batch_size % self.micro_batch == 0)
-        _check(divides, "train.micro_batch", f"divides train.batch_size={self.batch_size}", self.micro_batch)
-        _check(0 < self.lr < float("inf"), "train.lr", "is above 0", self.lr)
-        _check(all(0 <= beta < 1 for beta in self.betas), "train.betas", "are at least 0 and below 1", self.betas)
-        _check(0 <= self.weight_decay < float("inf"), "train.weight_decay", "is 0 or more", self.weight_decay)
-        _check(0 < self.clip, "train.clip", "is above 0 (.inf never clips)", self.clip)
-        _check(0 <= self.warmup < 1, "train.warmup", "is the fraction of steps spent warming up, 0 <= warmup < 1", self.warmup)
-        _check(0 <= self.min_lr <= 1, "train.min_lr", "is a fraction of train.lr, 0 <= min_lr <= 1", self.min_lr)
+        check(divides, "train.micro_batch", f"divides train.batch_size={self.batch_size}", self.micro_batch)
+        check(0 < self.lr < float("inf"), "train.lr", "is above 0", self.lr)
+        check(all(0 <= beta < 1 for beta in self.betas), "train.betas", "are at least 0 and below 1", self.betas)
+        check(0 <= self.weight_decay < float("inf"), "train.weight_decay", "is 0 or more", self.weight_decay)
+        check(0 < self.clip, "train.clip", "is above 0 (.inf never clips)", self.clip)
+        check(0 <= self.warmup < 1, "train.warmup", "is the fraction of steps spent warming up, 0 <= warmup < 1", self.warmup)
+        check(0 <= self.min_lr <= 1, "train.min_lr", "is a fraction of train.lr, 0 <= min_lr <= 1", self.min_lr)
         room = 1 if self.schedule != "wsd" else 1 - self.warmup
-        _check(0 < self.cooldown <= room, "train.cooldown", f"is a fraction of the steps, above 0 and at most {room:g}", self.cooldown)
-        _check(self.ema is None or 0 < self.ema < 1, "train.ema", "is above 0 and below 1, or null", self.ema)
+        check(0 < self.cooldown <= room, "train.cooldown", f"is a fraction of the steps, above 0 and at most {room:g}", self.cooldown)
+        check(self.ema is None or 0 < self.ema < 1, "train.ema", "is above 0 and below 1, or null", self.ema)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +119,10 @@ class Eval:
     """Candidates a depth of the tree keeps growing from."""
 
     def __post_init__(self) -> None:
-        _check(self.every >= 0, "eval.every", "is 0 or more", self.every)
+        check(self.every >= 0, "eval.every", "is 0 or more", self.every)
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "nodes", "width"):
-            _check(vars(self)[name] >= 1, f"eval.{name}", "is at least 1", vars(self)[name])
-        _check(0 <= self.temperature < float("inf"), "eval.temperature", "is 0 or more", self.temperature)
+            check(vars(self)[name] >= 1, f"eval.{name}", "is at least 1", vars(self)[name])
+        check(0 <= self.temperature < float("inf"), "eval.temperature", "is 0 or more", self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +137,9 @@ class Save:
     """Go on from the last checkpoint in ``dir``, if there is one."""
 
     def __post_init__(self) -> None:
-        _check(self.dir != "", "save.dir", "is the name of a folder", self.dir)
-        _check(self.every >= 0, "save.every", "is 0 or more", self.every)
-        _check(self.keep >= 1, "save.keep", "is at least 1", self.keep)
+        check(self.dir != "", "save.dir", "is the name of a folder", self.dir)
+        check(self.every >= 0, "save.every", "is 0 or more", self.every)
+        check(self.keep >= 1, "save.keep", "is at least 1", self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,19 +154,23 @@ class Log:
     """Steps between lines."""
 
     def __post_init__(self) -> None:
-        _check(self.every >= 1, "log.every", "is at least 1", self.every)
+        check(self.every >= 1, "log.every", "is at least 1", self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     backbone: Backbone
     """The frozen model."""
-    drafter: dict[str, Any]
-    """``kind`` names the file in heads/ (or a module of your own); the rest are that drafter's own arguments."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """``kind`` names the file in heads/ (or a module of your own); the rest are that drafter's own arguments. This or ``heads``."""
+    heads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Several drafters in its place, trained together on one reading of the backbone, each into ``save.dir/NAME``; see below."""
     data: Data
     """What to learn from."""
     cache: Cache = field(default_factory=Cache)
     """What is kept of the backbone's reading."""
+    regenerate: Regenerate = field(default_factory=Regenerate)
+    """The backbone's own answers to the data's prompts."""
     objective: Objective = field(default_factory=Objective)
     """What learning lowers."""
     train: Train = field(default_factory=Train)
@@ -256,22 +182,33 @@ class Recipe:
     log: Log = field(default_factory=Log)
     """Where the numbers go."""
     seed: int = 0
-    """Of the drafter's first weights and of the order of the data."""
+    """Of the drafter's first weights, of the order of the data, and of regenerated answers."""
 
     def __post_init__(self) -> None:
-        if "kind" not in self.drafter:
-            raise RecipeError("missing key drafter.kind: the drafter to train, as in drafter.kind=eagle3")
-        _check(isinstance(self.drafter["kind"], str), "drafter.kind", "is text", self.drafter["kind"])
-        _check(self.seed >= 0, "seed", "is 0 or more", self.seed)
+        check(not (self.drafter and self.heads), "heads", "stand in place of drafter, not beside it; leave one out", list(self.heads))
+        if not self.heads:
+            if "kind" not in self.drafter:
+                raise RecipeError("missing key drafter.kind: the drafter to train, as in drafter.kind=eagle3 (or several, as heads)")
+            check(isinstance(self.drafter["kind"], str), "drafter.kind", "is text", self.drafter["kind"])
+        self.apart()
+        check(self.seed >= 0, "seed", "is 0 or more", self.seed)
+
+    def apart(self) -> dict[str, Recipe]:
+        """By name, the recipe of each head as if it were trained alone; with ``drafter`` the whole recipe, under an empty name."""
+        return several.apart(self)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace what it says."""
     tree = strict.read(Path(path))
+    try:
+        tree["heads"] = several.by_name(tree.get("heads") or {})   # by name, so that heads.NAME.depth=3 finds its place
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
     for change in overrides:
         strict.override(tree, change)
     try:
-        return strict.build(Recipe, tree)
+        return strict.build(Recipe, {**tree, "heads": several.by_name(tree["heads"] or {})})
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
 

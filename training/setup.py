@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.training.average import Average
-from headstart.training.checkpoint import (
-    State,
-    find_state,
-    read_state,
-    require_same_recipe,
-    unpack_average,
-    unpack_drafter,
-    unpack_optimizer,
-)
+from headstart.training.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
 from headstart.training.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
 from headstart.training.feed import Feed
-from headstart.training.log import Log, Meter, require_wandb
-from headstart.training.optimizer import build_optimizer
+from headstart.training.log import Log, require_wandb
 from headstart.training.provenance import provenance
+from headstart.training.pupil import Pupil, build, enrol
 from headstart.training.recipe import Recipe, to_dict
-from headstart.training.source import FeatureSource
-from headstart.training.step import TrainStep
+from headstart.training.sharding import fsdp_plugin, require_known
+from headstart.training.source import FeatureSource, require_packable
 from headstart.training.stored import open_source
-
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Ways of running in which no process has the whole drafter."""
 
 
 @dataclass
@@ -48,24 +35,22 @@ class Run:
     recipe: Recipe
     accelerator: Accelerator
     backbone: Backbone
-    drafter: Drafter
-    module: torch.nn.Module
-    """A `TrainStep` around the drafter, wrapped for data parallelism and autocast."""
-    optimizer: Any
+    pupils: list[Pupil]
+    """The heads that are trained, one or several."""
     feed: Feed
     source: FeatureSource
     prompts: list[Tensor]
     log: Log
     origin: dict[str, Any]
-    average: Average | None = None
-    """Of the weights, where ``train.ema`` asks for one."""
-    meter: Meter = field(default_factory=Meter)
     done: int = 0
     """Optimiser steps taken."""
     tokens: int = 0
     """Tokens read."""
-    tau: float | None = None
-    """Of the last evaluation."""
+
+    @property
+    def drafter(self) -> Drafter:
+        """The only head, or the first."""
+        return self.pupils[0].drafter
 
     @property
     def folder(self) -> Path:
@@ -81,22 +66,21 @@ def prepare(recipe: Recipe) -> Run:
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device
     )
-    drafter = _drafter(recipe, backbone)
+    require_packable(recipe, backbone)
+    recipes = recipe.apart()
+    drafters = {name: build(one, backbone) for name, one in recipes.items()}
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = _data(recipe, tokenizer, backbone, accelerator)
     window = recipe.data.max_length if recipe.data.packing else None
     feed = Feed(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window)
-    if state is not None:
-        unpack_drafter(drafter, state.tensors)
-    elif drafter.vocabulary is not None:
-        drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
-    source, kept = open_source(recipe, drafter, tokenizer, splits.train, accelerator)
-    module, optimizer = accelerator.prepare(TrainStep(source.teacher, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
+    for drafter in drafters.values():
+        if state is None and drafter.vocabulary is not None:
+            drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
+    source, kept = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
+    pupils = [_pupil(name, one, drafters[name], source, state) for name, one in recipes.items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    run = Run(recipe, accelerator, backbone, drafter, module, optimizer, feed, source, held_out, log, provenance(recipe, tokenizer))
-    if recipe.train.ema is not None:
-        run.average = Average(drafter, recipe.train.ema)
+    run = Run(recipe, accelerator, backbone, pupils, feed, source, held_out, log, provenance(recipe, tokenizer))
     if state is not None:
         _restore(run, state)
     log.say(_summary(run, splits, kept))
@@ -108,12 +92,12 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # the others wait while the first evaluates
     ]
+    plugin = fsdp_plugin()
     try:
-        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers)
+        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin)
     except ValueError as error:
         raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
-    if accelerator.distributed_type in SHARDED:
-        raise UserError(f"launched as {accelerator.distributed_type.value}; training is data-parallel only: accelerate launch --multi_gpu")
+    require_known(accelerator, plugin)
     size, processes = recipe.train.batch_size, accelerator.num_processes
     if size < processes:
         raise UserError(f"train.batch_size={size} leaves some of {processes} processes without a sample; raise it")
@@ -140,44 +124,49 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone
     return splits
 
 
-def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
-    """Fresh weights by the recipe's seed, in fp32 on the backbone's device."""
-    set_seed(recipe.seed)
-    arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
-    return build_drafter(recipe.drafter["kind"], backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
+def _pupil(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> Pupil:
+    """With the weights of the state, if there is one. An `Accelerator` knows one model and has one gradient scaler: so one each."""
+    if state is not None:
+        prefix = f"{name}/" if name else ""
+        unpack_drafter(drafter, {key.removeprefix(prefix): tensor for key, tensor in state.tensors.items() if key.startswith(prefix)})
+    return enrol(name, recipe, _accelerator(recipe), drafter, source.teacher)
 
 
 def _restore(run: Run, state: State) -> None:
-    unpack_optimizer(run.drafter, run.optimizer, state.tensors)
-    if run.average is not None:
-        unpack_average(run.average, state.tensors)
     if (was := state.notes.get("data", run.feed.digest)) != run.feed.digest:
         raise UserError(
             f"{state.folder} was trained on other samples (hash {was}, now {run.feed.digest}), so the rest of the run would read others "
             f"than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose another save.dir"
         )
-    run.done, run.tokens, run.tau = state.step, state.notes["tokens"], state.notes["tau"]
-    run.meter = Meter(**state.notes["meter"])
-    if run.accelerator.scaler is not None and state.notes["scaler"] is not None:
-        run.accelerator.scaler.load_state_dict(state.notes["scaler"])
+    run.done, run.tokens = state.step, state.notes["tokens"]
+    for pupil in run.pupils:
+        pupil.restore(state.tensors, state.notes["heads"][pupil.name])
     run.log.say(f"resuming from {state.folder}")
 
 
 def _summary(run: Run, splits: Splits, kept: str | None) -> str:
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
-    trained = sum(parameter.numel() for parameter in run.drafter.parameters() if parameter.requires_grad)
-    drafted = "" if run.drafter.vocabulary is None else f", draft vocabulary {len(run.drafter.vocabulary):,}"
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
         f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen",
-        f"drafter   {recipe.drafter['kind']}: depth {run.drafter.depth}, {trained:,} trainable parameters{drafted}",
+        *(f"drafter   {_described(pupil)}" for pupil in run.pupils),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
         *([] if kept is None else [f"features  {kept}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "
-        f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}",
+        f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}"
+        f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
         f"output    {recipe.save.dir}",
     ))  # fmt: skip
+
+
+def _described(pupil: Pupil) -> str:
+    drafter = pupil.drafter
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    drafted = "" if drafter.vocabulary is None else f", draft vocabulary {len(drafter.vocabulary):,}"
+    kind = pupil.recipe.drafter["kind"]
+    named = f"{pupil.name} ({kind})" if pupil.name not in ("", kind) else kind
+    return f"{named}: depth {drafter.depth}, {trained:,} trainable parameters{drafted}"

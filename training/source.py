@@ -6,11 +6,14 @@ Shape suffixes: B batch, T positions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.base import Features
+from headstart.heads.base import Drafter, Features
+from headstart.heads.errors import UserError
 from headstart.training.packing import Batch, documents_apart, restarting
+from headstart.training.recipe import Recipe
 
 
 class FeatureSource(ABC):
@@ -22,6 +25,21 @@ class FeatureSource(ABC):
     @abstractmethod
     def read(self, batch: Batch) -> Features:
         """The features of the batch, on its device, with what to learn and the documents."""
+
+
+def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """What all of them read: the taps of the only one as it orders them, the union of several."""
+    found = {drafter.taps for drafter in drafters}
+    return found.pop() if len(found) == 1 else tuple(sorted({tap for taps in found for tap in taps}))
+
+
+def require_packable(recipe: Recipe, backbone: Backbone) -> None:
+    """Raise UserError for packed rows that a backbone with recurrent layers would have to read; from a cache it reads samples alone."""
+    if recipe.data.packing and recipe.cache.dir is None and backbone.recurrent is not None:
+        raise UserError(
+            f"{type(backbone.model).__name__} has recurrent layers, which follow no mask: no packing (data.packing=false), "
+            "unless from features that headstart cache has written (cache.dir)"
+        )
 
 
 class Live(FeatureSource):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from headstart.training.features_cache import Manifest, Shards, contents, conten
 from headstart.training.feed import digest
 from headstart.training.packing import Batch, collate
 from headstart.training.recipe import Recipe
-from headstart.training.source import FeatureSource, Live
+from headstart.training.source import FeatureSource, Live, taps_of
 
 
 class Stored(FeatureSource):
@@ -54,6 +55,9 @@ class Recent(FeatureSource):
         self.teacher = open_teacher(manifest, form, samples, live)
         self.budget, self.room = budget, 0
         self.found, self.read_anew = 0, 0
+        self.holds_all = False
+        """Then a batch lacks some samples but not others only if a kill fell between them. It is read anew as a whole: a sample is
+        rounded a little otherwise in a batch of another shape, and the run is to go on as if it had not been killed."""
 
     def make_room(self) -> None:
         """Throw out what the budget has no room for; by one process, before any begins to read."""
@@ -78,6 +82,7 @@ class Recent(FeatureSource):
         whole = sum({name: size_of(sample, self.form) for name, sample in zip(self.names, self.samples, strict=True)}.values())
         there = sum(path.stat().st_size for path in files if path.name in own)
         share = min(1.0, (there + self.room * processes) / max(whole, 1))
+        self.holds_all = share == 1
         return f"{gigabytes(whole)} of features, {gigabytes(there)} of them there; {gigabytes(self.budget)} has room for {share:.0%}"
 
     def _files(self) -> list[Path]:
@@ -86,13 +91,17 @@ class Recent(FeatureSource):
     def read(self, batch: Batch) -> Features:
         members = [index for row in batch.members for index in row]
         found = {index: self._load(index) for index in members}
-        missing = [index for index, kept in found.items() if kept is None]
+        missing = lacking = [index for index, kept in found.items() if kept is None]
+        if lacking and self.holds_all:
+            missing = list(found)
         self.found, self.read_anew = self.found + len(found) - len(missing), self.read_anew + len(missing)
         if missing:
             features = self.live.read(collate(self.samples, [[index] for index in missing]).to(batch.tokens_BT.device))
             for row, index in enumerate(missing):
                 alone = row_of(features, row, len(self.samples[index].tokens))
-                found[index] = self._keep(index, self.form.encode(alone, self.live.backbone.readout))
+                found[index] = kept = self.form.encode(alone, self.live.backbone.readout)
+                if index in lacking:
+                    self._keep(index, kept)
         return self.form.decode(join([_there(found[index]) for index in members]), batch, self.taps)
 
     def _load(self, index: int) -> Encoded | None:
@@ -104,7 +113,7 @@ class Recent(FeatureSource):
         except (OSError, SafetensorError):
             return None
 
-    def _keep(self, index: int, kept: Encoded) -> Encoded:
+    def _keep(self, index: int, kept: Encoded) -> None:
         size = size_of(self.samples[index], self.form) + 1024   # and a header
         if size <= self.room:
             self.room -= size
@@ -113,7 +122,6 @@ class Recent(FeatureSource):
             except UserError as error:
                 self.room = 0
                 print(f"warning: {error}; nothing more is kept", file=sys.stderr)
-        return kept
 
 
 def _there(kept: Encoded | None) -> Encoded:
@@ -122,14 +130,17 @@ def _there(kept: Encoded | None) -> Encoded:
 
 
 def open_source(
-    recipe: Recipe, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], accelerator: Any
+    recipe: Recipe, drafters: Sequence[Drafter], tokenizer: PreTrainedTokenizerBase, samples: list[Sample], accelerator: Any
 ) -> tuple[FeatureSource, str | None]:
-    """Where a run's features come from, and what there is to say of it. Raises UserError for a cache that is not this run's."""
-    backbone, cache = drafter.backbone[0], recipe.cache
+    """Where a run's features come from, read once for all its drafters, and what there is to say of it.
+
+    Raises UserError for a cache that is not this run's.
+    """
+    backbone, cache, taps = drafters[0].backbone[0], recipe.cache, taps_of(drafters)
     if cache.dir is None:
-        return Live(backbone, drafter.taps), None
-    form, folder = form_of(cache, backbone, drafter.taps), Path(cache.dir)
-    require_taps_alone(recipe, drafter, form)
+        return Live(backbone, taps), None
+    form, folder = form_of(cache, backbone, taps), Path(cache.dir)
+    require_taps_alone(recipe, drafters, form)
     manifest = read_manifest(folder)
     if cache.mode == "full":
         expected = contents_of(samples, form, backbone, tokenizer, recipe.data)
@@ -138,27 +149,27 @@ def open_source(
         manifest.require(expected, "full")
         form = written_form(form, manifest)
         teacher = open_teacher(manifest, form, samples, Live(backbone, form.taps))
-        return Stored(manifest, form, drafter.taps, teacher), f"{folder}: {len(manifest.shards)} shards, {cache.store}, not read anew"
+        return Stored(manifest, form, taps, teacher), f"{folder}: {len(manifest.shards)} shards, {cache.store}, not read anew"
     expected = contents(form, backbone)
     with accelerator.main_process_first():
         manifest = manifest or Manifest(folder, "lru", expected)
         manifest.require(expected, "lru")
         manifest.write()
         form = written_form(form, manifest)
-        source = Recent(manifest, form, drafter.taps, samples, Live(backbone, form.taps), round(cache.disk_gb * 1e9))
+        source = Recent(manifest, form, taps, samples, Live(backbone, form.taps), round(cache.disk_gb * 1e9))
         if accelerator.is_main_process:
             source.make_room()
     return source, f"{folder}: {source.share_room(accelerator.num_processes)}"
 
 
-def require_taps_alone(recipe: Recipe, drafter: Drafter, form: Form) -> None:
+def require_taps_alone(recipe: Recipe, drafters: Sequence[Drafter], form: Form) -> None:
     """Raise UserError if likeliest tokens stand for a final hidden state that something else reads."""
     if not form.top:
         return
-    if recipe.objective.terms.get("features"):
-        raise UserError("cache.teacher=topk keeps no final hidden state, which objective.terms.features learns; set cache.teacher=hidden")
-    if reads_hidden(drafter):
-        raise UserError(f"cache.teacher=topk keeps no final hidden state, which {recipe.drafter['kind']} reads; set cache.teacher=hidden")
+    for one, drafter in zip(recipe.apart().values(), drafters, strict=True):
+        who = "objective.terms.features learns" if one.objective.terms.get("features") else f"{one.drafter['kind']} reads"
+        if one.objective.terms.get("features") or reads_hidden(drafter):
+            raise UserError(f"cache.teacher=topk keeps no final hidden state, which {who}; set cache.teacher=hidden")
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ class ForestReader:
     def __init__(self, reader: Reader, capture: When) -> None:
         self.reader = reader
         self.view: TreeCache | None = None
-        self.read = Captured(self._read, capture if capturable(capture, reader.backbone.device) else "never")
+        self.read = Captured(self._read, capture if capturable(capture, reader.backbone.device) else "never", reader.backbone.model)
 
     def forests(self, cache: RaggedCache, forests: list[Forest]) -> tuple[Features, Tensor]:
         """The features ``[B, N]`` of every new node, and the logits ``[B, N, V]`` of what follows it."""

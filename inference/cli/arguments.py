@@ -82,6 +82,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=count(2), default=256, metavar="N", help="nodes of the largest tree measured (256)")
     _add_style(parser)
     _add_proposers(parser)
+    _add_limits(parser)
     _add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(2), default=64, metavar="N", help="how much to write after each prompt (64)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there too")
@@ -109,8 +110,16 @@ def _add_proposers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
 
 
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    about = "let the heads look at the last N positions alone, and at the first few: bounds their memory (default: at all)"
+    parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
+    parser.add_argument("--draft-sink", type=count(0), default=4, metavar="N", help="how many first positions are seen beside a window (4)")
+    parser.add_argument("--draft-offload", action="store_true", help="keep the heads' keys and values in host memory between drafts")
+
+
 def _add_shared(parser: argparse.ArgumentParser) -> None:
     _add_proposers(parser)
+    _add_limits(parser)
     _add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="how much to write (128)")
     parser.add_argument("--nodes", type=count(1), metavar="N", help="size of a candidate tree, its root included (default: what pays)")
@@ -123,7 +132,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
     parser.add_argument("--other-backbone", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the backbone (auto: fp32 on the CPU)")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
+                        help="of the backbone (auto: fp32 on the CPU; int8, int4: its linear layers' weights, with optimum-quanto)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
 
 

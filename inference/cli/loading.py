@@ -66,7 +66,10 @@ def backbone_of(name: str, given: argparse.Namespace) -> Backbone:
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> Heads:
     """The heads at ``path``, with the proposers asked for; None: proposers alone, or plain decoding."""
     proposers = proposers_of(backbone, tokenizer, given)
-    return load(path, backbone, tokenizer=tokenizer, other_backbone=given.other_backbone, proposers=proposers)
+    heads = load(path, backbone, tokenizer=tokenizer, other_backbone=given.other_backbone, proposers=proposers)
+    if given.draft_window is not None or given.draft_offload:
+        heads.limit(window=given.draft_window, sink=given.draft_sink, offload=given.draft_offload)
+    return heads
 
 
 def drafts_untrained(given: argparse.Namespace) -> bool:

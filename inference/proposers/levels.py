@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone import Backbone
-from headstart.heads.kv import visible
 from headstart.inference.cache import Stores, TreeCache
+from headstart.inference.reader import masks
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,3 @@ def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor)
         positions_BN = positions_BN.clamp(max=model.max_positions - 1)
     tokens_BN = tokens_BN.clamp(max=model.vocab - 1)
     return model.read(tokens_BN, view.over(rows.stores, index_BN), positions_BN, see).hidden_BTD, rows
-
-
-def masks(
-    positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
-) -> dict[str, Tensor]:
-    """For each kind of layer, ``[B, N, slots]``: where the last N of M nodes may look."""
-    allowed = visible(lengths_B, ancestors_BNM, slots)
-    if not any(windows.values()):
-        return dict.fromkeys(windows, allowed)
-    N, M = ancestors_BNM.shape[1:]
-    places_S = torch.arange(slots, device=lengths_B.device)
-    node_BS = (places_S - lengths_B[:, None]).clamp(min=0).clamp(max=M - 1)
-    key_BS = torch.where(places_S < lengths_B[:, None], places_S, positions_BM.gather(1, node_BS))
-    back_BNS = positions_BM[:, M - N :, None] - key_BS[:, None]
-    return {kind: allowed if window is None else allowed & (back_BNS < window) for kind, window in windows.items()}

@@ -80,8 +80,8 @@ class Growth:
         frozen = not any(weight.requires_grad for weight in drafter.parameters())   # a recording would miss what training changes
         when = capture if drafter.captures and frozen and on_cpu and capturable(capture, drafter.backbone[0].device) else "never"
         self.first = Captured(self._first, "never")
-        self.begin = Captured(self._begin, when)
-        self.levels = [Captured(partial(self._level, depth), when) for depth in range(drafter.depth)]
+        self.begin = Captured(self._begin, when, drafter)
+        self.levels = [Captured(partial(self._level, depth), when, drafter) for depth in range(drafter.depth)]
 
     def take_in(self, features: Features, state: Any, length: int) -> Any:
         """The drafter's state with newly accepted tokens; ``length``: positions it must have room for, drafted nodes included."""

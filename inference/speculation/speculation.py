@@ -233,7 +233,6 @@ class Speculation:
 
     def judge(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float) -> None:
         """What the pass wrote is owed to some source; a source that costs more than it brings rests."""
-        rows, size = len(draft.pools), max(map(len, kept))
         credit, share = dict.fromkeys(self.learned.standings, 0.0), dict.fromkeys(self.learned.standings, 0.0)
         for pool, nodes, path in zip(draft.pools, kept, paths, strict=True):
             owners: dict[int, set[int]] = {}
@@ -244,7 +243,7 @@ class Speculation:
                     share[source] += 1 / len(owners[node])
             for source in credit:
                 credit[source] += _owed(source, [owners[nodes[place]] for place in path[1:]])
-        self._rest(draft, credit, share, self.costs.of_pass(rows, size) - self.costs.of_pass(rows, 1))
+        self._rest(draft, credit, share, max(map(len, kept)))
         tokens = sum(map(len, paths))
         self.learned.rate = tokens / seconds if not self.learned.rate else self.learned.rate + NEW * (tokens / seconds - self.learned.rate)
 
@@ -264,14 +263,16 @@ class Speculation:
                 if not hits[depth]:
                     break
 
-    def _rest(self, draft: Draft, credit: dict[int, float], share: dict[int, float], extra: float) -> None:
-        """Note what each source brought and took; the worst one that does not pay rests. ``extra``: seconds the tree added to the pass."""
-        total = sum(share.values())
+    def _rest(self, draft: Draft, credit: dict[int, float], share: dict[int, float], size: int) -> None:
+        """Note what each source brought and took, of what such a tree adds to a pass too; the worst that does not pay rests."""
+        rows, total, rate = len(draft.pools), sum(share.values()), self.learned.rate
+        step = self.costs.of_pass(rows, 1)
+        extra = self.costs.of_pass(rows, size) - step
         for source, seconds in draft.seconds.items():
-            self.learned.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0))
-        if not self.learned.rate:
+            self.learned.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0), rate)
+        if not rate:
             return
-        losses = {source: self.learned.standings[source].loss(self.learned.rate) for source in draft.seconds}
+        losses = {source: self.learned.standings[source].loss(rate, step) for source in draft.seconds}
         worst = max(losses, key=lambda source: losses[source], default=None)
         if worst is not None and losses[worst] > 0:
             self.learned.standings[worst].fail()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 TRIAL, RETRIAL = 8, 3
 """Passes before a source is judged, at first and after a rest."""
+PATIENCE = 2.0
+"""Plain steps' time that a trial may lose; with rests that double, useless heads cost little of even a short text."""
 REST, LONGEST_REST = 16, 1024
 """Passes a source rests for, doubled each time it fails again."""
 NEW = 0.08
@@ -23,6 +25,8 @@ class Standing:
     seconds: float = 0.0
     passes: int = 0
     """Since it was last judged afresh."""
+    lost: float = 0.0
+    """Seconds those took beyond what they brought, so far."""
     resting: int = 0
     """Passes still to rest."""
     rest: int = REST
@@ -33,20 +37,25 @@ class Standing:
             return True
         self.resting -= 1
         if not self.resting:
-            self.passes = 0
+            self.passes, self.lost = 0, 0.0
         return False
 
-    def note(self, credit: float, seconds: float) -> None:
-        """A pass in which it drafted."""
+    def note(self, credit: float, seconds: float, rate: float) -> None:
+        """A pass in which it drafted; ``rate``: tokens a second of late, 0 if not known yet."""
         self.passes += 1
+        self.lost += seconds - credit / rate if rate else 0.0
         new = max(NEW, 1 / self.passes)
         self.credit += new * (credit - self.credit)
         self.seconds += new * (seconds - self.seconds)
 
-    def loss(self, rate: float) -> float:
-        """Seconds a pass that it costs beyond what it brings, at ``rate`` tokens a second; 0 before its trial is over."""
+    def loss(self, rate: float, step: float) -> float:
+        """Seconds a pass that it costs beyond what it brings, at ``rate`` tokens a second; 0 before its trial is over.
+
+        ``step``: seconds of a plain step. A trial that has lost `PATIENCE` of them is over.
+        """
         trial = TRIAL if self.rest == REST else RETRIAL
-        return self.seconds - self.credit / rate if self.passes >= trial else 0.0
+        over = self.passes >= trial or self.lost > PATIENCE * step
+        return self.seconds - self.credit / rate if over else 0.0
 
     def fail(self) -> None:
         """It does not pay: let it rest, longer than the last time."""

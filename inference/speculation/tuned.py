@@ -50,7 +50,7 @@ def key(backbone: Backbone) -> str:
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{device.type} {_processor()} {torch.get_num_threads()} threads"
-    return f"{machine} | {str(backbone.dtype).removeprefix('torch.')} | {backbone.name}"
+    return f"{machine} | {backbone.precision} | {backbone.name}"
 
 
 def _processor() -> str:

@@ -1,0 +1,27 @@
+"""What the command line of every benchmark has: threads, and where its JSON goes."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """A parser described by the first line of a docstring."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; small models are fastest with one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed there as well")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Any]) -> None:
+    """Measure, and print what was found as JSON."""
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    report = json.dumps(measure(given), indent=2)
+    print(report)
+    if given.json is not None:
+        given.json.write_text(report + "\n")

@@ -1,0 +1,73 @@
+"""A small server that speaks as much of OpenAI's protocol as ``regenerate`` asks for, and does as a test's script says."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, Any]
+"""Status and body: a mapping as JSON, or text."""
+
+
+class Server:
+    """``reply`` makes a reply of the path and the request's body. Keeps what was asked, and how many asked at once."""
+
+    def __init__(self, reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> None:
+        self.reply, self.seconds = reply, seconds
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.url = ""
+
+    def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Reply:
+        with self.lock:
+            self.asked.append(body)
+            self.headers.append(headers)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        time.sleep(self.seconds)
+        with self.lock:   # one at a time, so that a script may count
+            self.at_once -= 1
+            return self.reply(path, body)
+
+
+def said(content: str | None, finish: str = "stop", tokens: int = 3, **fields: Any) -> Reply:
+    """A whole answer."""
+    message = {"role": "assistant", "content": content, **fields}
+    return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": tokens}}
+
+
+@contextmanager
+def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> Iterator[Server]:
+    """The server while it runs; its ``url`` is what ``regenerate.endpoint`` takes."""
+    server = Server(reply, seconds)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, reply = server.answer(self.path.removeprefix("/v1"), body, dict(self.headers))
+            content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_port}/v1"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()

@@ -1,0 +1,49 @@
+"""The example configurations of `accelerate`: it reads each of them, each says how it is used, and the documentation names them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from headstart.training.sharding import fsdp_plugin
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+PROCESSES = {"one_gpu": (1, 1), "eight_gpus": (8, 1), "fsdp2": (8, 1), "two_machines": (16, 2)}
+
+
+def test_those_promised_are_there_and_named() -> None:
+    assert {path.stem for path in CONFIGS} == set(PROCESSES)
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    assert [path.name for path in CONFIGS if f"recipes/accelerate/{path.name}" not in page] == []
+    assert "recipes/accelerate/" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_it_and_its_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config_from_file(str(path))
+    assert (config.num_processes, config.num_machines) == PROCESSES[path.stem] and not config.use_cpu and config.mixed_precision == "no"
+    commands = re.findall(r"^#   accelerate launch (.*)$", path.read_text(), re.M)
+    assert len(commands) == config.num_machines
+    monkeypatch.chdir(ROOT)
+    for rank, command in enumerate(commands):
+        given, *_ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
+        assert given.training_script == "train_heads.py" and Path(given.training_script_args[0]).exists()
+        assert given.use_fsdp == (path.stem == "fsdp2") and given.num_processes == config.num_processes
+        assert given.machine_rank == rank
+
+
+def test_the_sharded_one_asks_for_what_training_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml"), "train_heads.py"]
+    given, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    for name, value in prepare_multi_gpu_env(given).items():
+        if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(name, value)
+    plugin = fsdp_plugin()
+    assert plugin is not None and plugin.fsdp_version == 2 and plugin.reshard_after_forward and plugin.auto_wrap_policy is None

@@ -1,0 +1,209 @@
+"""``headstart regenerate`` from a server: what is asked and kept, how often, how many at once, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chat_templates import make_tokenizer
+from server import Reply, said, serving
+
+from headstart.cli import main
+from headstart.training import endpoint
+
+CALL = {"id": "new", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Callable[..., int]:
+    """Runs the command on those rows against that server."""
+
+    def ask(rows: list[dict[str, Any]], url: str, *overrides: str) -> int:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {
+            "backbone": {"path": "some/model"}, "drafter": {"kind": "medusa"}, "data": {"train": str(tmp_path / "rows.jsonl")},
+            "save": {"dir": "out"}, "regenerate": {"out": str(tmp_path / "new.jsonl"), "endpoint": url},
+        }  # fmt: skip
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        return main(["regenerate", str(tmp_path / "recipe.yaml"), *overrides, "--json", str(tmp_path / "result.json")])
+
+    return ask
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def echo(path: str, body: dict[str, Any]) -> Reply:
+    return said(f"to {body['messages'][-1]['content']}")
+
+
+def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    given = [
+        {"role": "system", "content": "Use tools"},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "old"},
+        {"role": "assistant", "content": "five", "reasoning_content": "old thoughts"},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "old"},
+    ]
+    script = [
+        said(None, "tool_calls", tool_calls=[CALL], reasoning_content="a tool", refusal=None),
+        said("four", reasoning="it says 4"),
+        said("Welcome"),
+    ]
+    monkeypatch.setenv("MY_KEY", "secret")
+    options = ("regenerate.api_key=MY_KEY", "regenerate.temperature=0.6", "regenerate.top_p=0.9", "regenerate.top_k=20")
+    with serving(lambda path, body: script.pop(0)) as server:
+        assert ask([{"messages": given, "tools": [tool]}], server.url + "/", *options, "regenerate.max_new_tokens=50") == 0
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}], "reasoning_content": "a tool"}
+    four = {"role": "assistant", "content": "four", "reasoning_content": "it says 4"}
+    expected = [*given[:2], called, given[3], four, given[5], {"role": "assistant", "content": "Welcome"}]
+    assert answers(tmp_path) == [{"row": 0, "messages": expected, "tools": [tool]}]
+    assert [body["messages"] for body in server.asked] == [expected[:2], expected[:4], expected[:6]]
+    settings = {"model": "some/model", "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 50, "tools": [tool]}
+    assert all({key: body[key] for key in settings} == settings for body in server.asked)
+    assert len({body["seed"] for body in server.asked}) == 3 and all(0 <= body["seed"] < 1 << 31 for body in server.asked)
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+    assert "secret" not in (tmp_path / "new.jsonl").read_text() + (tmp_path / "result.json").read_text()
+    found = result(tmp_path)
+    assert (found["turns"], found["tokens"], found["written"]) == (3, 9, 1) and "tau" not in found
+
+
+def test_what_is_busy_or_broken_is_asked_again(ask: Any, tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    failures: list[Reply] = [(429, "slow down"), (500, "oh"), (503, {"error": "loading"})]
+
+    def flaky(path: str, body: dict[str, Any]) -> Reply:
+        question = body["messages"][-1]["content"]
+        seen[question] += 1
+        return echo(path, body) if seen[question] == 4 else failures[seen[question] - 1]
+
+    with serving(flaky) as server:
+        assert ask(questions(5), server.url, "regenerate.retries=3") == 0
+    assert set(seen.values()) == {4}
+    assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(5)]
+    assert len({body["seed"] for body in server.asked}) == 5, "the same request again"
+
+
+def test_waits_grow_and_heed_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.5)
+    waits = [[endpoint._pause(attempt, 0.0) for _ in range(50)] for attempt in range(1, 12)]
+    assert all(min(0.25 * 2**k, 30) <= wait <= min(0.5 * 2**k, 60) for k, some in enumerate(waits) for wait in some)
+    assert endpoint._pause(1, 7.0) == 7 and endpoint._pause(1, 7000.0) == 60
+    assert [endpoint._seconds(text) for text in ("3", None, "Wed, 21 Oct 2015 07:28:00 GMT")] == [3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((500, "kernel panic\nin line 3"), "gave no answer in 3 attempts, at last status 500: kernel panic in line 3; see that it runs"),
+        ((429, {"error": "quota"}), "gave no answer in 3 attempts, at last status 429: {\"error\": \"quota\"}"),
+        ((401, "who are you"), "refuses with status 401: who are you; name the environment variable"),
+        ((404, ""), "refuses with status 404: (no body); see that regenerate.endpoint is all that stands before /chat/completions"),
+        ((200, "<html>hello</html>"), "does not answer as OpenAI's protocol has it: <html>hello</html>"),
+        ((200, {"choices": []}), "does not answer as OpenAI's protocol has it: {'choices': []}"),
+        ((400, "no such parameter"), "refused the first 20 rows, the last one with status 400: no such parameter"),
+    ],
+)
+def test_it_gives_up_with_one_clear_line(ask: Any, tmp_path: Path, capsys: Any, reply: Reply, message: str) -> None:
+    with serving(lambda path, body: reply) as server:
+        assert ask(questions(30), server.url, "regenerate.retries=2", "regenerate.concurrency=1") == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in error and server.url in error
+        assert not (tmp_path / "new.jsonl").exists()
+        server.reply = echo   # mended
+        assert ask(questions(30), server.url, "regenerate.concurrency=4") == 0
+    assert len(answers(tmp_path)) == 30
+
+
+def test_what_was_answered_before_an_error_is_kept(ask: Any, tmp_path: Path) -> None:
+    def half(path: str, body: dict[str, Any]) -> Reply:
+        return (403, "enough") if len(server.asked) > 6 else echo(path, body)
+
+    with serving(half) as server:
+        assert ask(questions(12), server.url, "regenerate.concurrency=1") == 2
+    with serving(echo) as other:   # elsewhere, with the same model
+        assert ask(questions(12), other.url) == 0
+    assert 6 <= len(other.asked) <= 11 and result(tmp_path)["resumed"] == 12 - len(other.asked)
+    assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(12)]
+
+
+def test_nobody_answers_there(ask: Any, capsys: Any) -> None:
+    with serving(echo) as server:
+        pass
+    assert ask(questions(2), server.url, "regenerate.retries=1") == 2
+    assert "gave no answer in 2 attempts, at last ConnectError" in capsys.readouterr().err
+    with serving(echo, seconds=0.4) as slow:
+        assert ask(questions(1), slow.url, "regenerate.retries=1", "regenerate.timeout=0.05") == 2
+    assert "at last ReadTimeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_requests_at_once_are_bounded_and_used(ask: Any, tmp_path: Path, most: int) -> None:
+    start = time.perf_counter()
+    with serving(echo, seconds=0.03) as server:
+        assert ask(questions(12), server.url, f"regenerate.concurrency={most}") == 0
+    assert server.most_at_once == most and time.perf_counter() - start > 0.03 * 12 / most
+    assert [row["row"] for row in answers(tmp_path)] == list(range(12))
+
+
+def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: Path, capsys: Any) -> None:
+    script = {
+        "question 0": said("cut", "length"),
+        "question 1": (400, {"error": {"message": "This model's maximum context length is 4096 tokens."}}),
+        "question 2": (422, "roles must alternate"),
+        "question 3": said(None),
+        "question 4": said("fine", reasoning_content=None, tool_calls=[]),
+    }
+    with serving(lambda path, body: script[body["messages"][-1]["content"]]) as server:
+        assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 0
+    assert {body["model"] for body in server.asked} == {"theirs"}
+    assert answers(tmp_path) == [{"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}]
+    found = result(tmp_path)
+    assert {name: found[name] for name in ("truncated", "too_long", "refused", "dropped")} == {
+        "truncated": 2, "too_long": 1, "refused": 1, "dropped": 4,
+    }  # fmt: skip
+    assert "refused (status 422: roles must alternate)" in capsys.readouterr().err
+
+
+def test_texts_are_completed(ask: Any, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "llama"}')
+    text = "What is two and two? It is four."
+
+    def complete(path: str, body: dict[str, Any]) -> Reply:
+        return 200, {"choices": [{"text": " and on", "finish_reason": "length"}], "usage": None}
+
+    with serving(complete) as server:
+        assert ask([{"text": text}], server.url, f"backbone.path={tmp_path / 'tokenizer'}", "regenerate.prompt_tokens=4") == 0
+    prompt = server.asked[0]["prompt"]
+    assert text.startswith(prompt) and 0 < len(prompt) < len(text) and server.asked[0]["model"] == str(tmp_path / "tokenizer")
+    assert answers(tmp_path) == [{"row": 0, "text": f"{prompt} and on"}]
+
+
+def test_a_key_that_is_not_there(ask: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    assert ask(questions(1), "http://localhost:1/v1", "regenerate.api_key=NO_KEY") == 2
+    assert "regenerate.api_key=NO_KEY names no environment variable that is set" in capsys.readouterr().err

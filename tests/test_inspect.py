@@ -1,0 +1,204 @@
+"""``headstart inspect``: which tokens are learned is seen, numbers are those of the data, and a checkpoint tells what it holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from chat_templates import CHATML, chat, make_tokenizer
+from families import VOCAB, backbone
+from small_run import make_recipe
+from transformers import LlamaConfig
+
+from headstart.cli import main
+from headstart.heads.base import build_drafter
+from headstart.heads.checkpoint import template_hash
+from headstart.training.inspection import layer_name, norm_name
+
+ANSWER = "It is four."
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations, on a backbone of which there is the configuration alone."""
+    folder = tmp_path_factory.mktemp("chats")
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(folder / "backbone")
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2,
+        max_position_embeddings=96,
+    ).save_pretrained(folder / "backbone")
+    turns = [("user", "What is two?"), ("assistant", ANSWER)]
+    rows = [{"messages": chat(*turns * (1 + i % 2))} for i in range(10)] + [{"messages": chat(("user", "And three?"))}]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections: dict[str, Any] = {
+        "backbone": {"path": str(folder / "backbone")},
+        "drafter": {"kind": "eagle3", "depth": 2, "draft_vocab": 8},
+        "data": {"train": str(folder / "chats.jsonl"), "eval_rows": 2, "max_length": 96},
+        "save": {"dir": str(folder / "out")},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    return folder / "recipe.yaml"
+
+
+def inspected(tmp_path: Path, what: Path, *arguments: str) -> dict[str, Any]:
+    file = tmp_path / "found.json"
+    assert main(["inspect", str(what), *arguments, "--json", str(file)]) == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_a_sample_shows_what_is_learned(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out = inspected(tmp_path, recipe), capsys.readouterr().out
+    learned = "".join(piece["text"] for piece in found["sample"] if piece["learn"])
+    assert out.count(f"⟦{ANSWER}<|im_end|>⟧") == 2 and learned == 2 * f"{ANSWER}<|im_end|>" and "\x1b" not in out
+    assert "<|im_start|>user\nWhat is two?<|im_end|>" in out
+    special = {piece["text"] for piece in found["sample"] if piece["special"]}
+    assert special == {"<|im_start|>", "<|im_end|>"}
+    second, out = inspected(tmp_path, recipe, "--row", "1"), capsys.readouterr().out
+    assert second["row"] == 1 and out.count("⟦") == 1 and "sample    1: " in out
+
+
+def test_colours_at_a_terminal_alone(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    inspected(tmp_path, recipe)
+    out = capsys.readouterr().out
+    assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[32m\x1b[7m<|im_end|>\x1b[0m" in out and "⟦" not in out
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            inspected(tmp_path, recipe)
+            assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = inspected(tmp_path, recipe, "data.max_length=40")["data"], capsys.readouterr().out
+    assert (data["rows"], data["no_assistant"], data["held_out"]) == (9, 1, 2)
+    assert data["samples"] == 8 and data["truncated"] > 0 and data["cut_off"] > 0
+    assert data["share"] == pytest.approx(data["learned"] / data["tokens"]) and 0 < data["share"] < 1
+    assert sum(count for _, _, count in data["histogram"]) == data["samples"]
+    assert data["percentiles"]["100"] == 40 == data["histogram"][-1][1] and data["percentiles"]["0"] < 40
+    assert "1 rows without an assistant turn" in out and "samples truncated" in out and "#" in out
+    packed = inspected(tmp_path, recipe, "data.packing=true")["data"]["packed"]
+    assert packed["rows"] < 8 and 0 < packed["full"] <= 1
+
+
+def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out = inspected(tmp_path, recipe), capsys.readouterr().out
+    contract = found["contract"]
+    assert contract["taps"] == {
+        "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
+    }  # fmt: skip
+    assert contract["norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(make_tokenizer(CHATML))
+    assert contract["chat_template"] in out and "model.layers.1" in out
+    drafted = found["vocabulary"]["eagle3"]
+    learned = [piece["token"] for piece in found["sample"] if piece["learn"]]
+    different = set(learned)
+    assert found["vocabulary"]["different"] == len(different) and drafted["size"] == 8
+    often = sorted(map(learned.count, different), reverse=True)   # each answer is the same
+    assert drafted["covered"] == pytest.approx(sum(often[:8]) / len(learned))
+    assert "8 of" in out
+    assert list(inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]) == ["different"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_taps_are_named_as_the_model_names_them(family: str) -> None:
+    on = backbone(family)
+    modules = dict(on.model.named_modules())
+    for tap in (0, 1, on.num_layers):
+        name = layer_name(on, tap).split(" ")[0]
+        assert modules[name] is (on.embed if tap == 0 else on.layers[tap - 1])
+    last = norm_name(on)
+    assert last is not None and "norm" in type(modules[last.split(" ")[0]]).__name__.lower()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads")
+    extra = {"steps": 1200, "tokens": 34_000, "tau": 2.5, "command": "train_heads.py x", "versions": {"torch": "2"}, "chat_template": "abc"}
+    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(folder, extra)
+    (folder / "tuned.json").write_text(json.dumps({"format": 1, "entries": {"cpu x | float32 | y": {}}}))
+    (folder / "state" / "step-00001200").mkdir(parents=True)
+    return folder
+
+
+def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, out = inspected(tmp_path, trained), capsys.readouterr().out
+    assert (found["kind"], found["arguments"], found["intact"]) == ("medusa", {"depth": 2, "layers": 1}, True)
+    drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
+    assert {one["name"]: one["shape"] for one in found["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}
+    assert {one["dtype"] for one in found["tensors"]} == {"F32"}
+    assert found["parameters"] == sum(weight.numel() for weight in drafter.parameters())
+    assert found["contract"]["vocab_size"] == VOCAB and found["contract"]["taps"] == [] and "weights" not in found["contract"]
+    assert found["resumable"] == [1200] and found["tuned"] == ["cpu x | float32 | y"]
+    for said in ("1,200 steps, 34,000 tokens, tau 2.500", "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
+        assert said in out or said == "0.1.linear", said
+
+
+def test_weights_that_are_not_the_cards(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(tmp_path / "heads")
+    card = tmp_path / "heads" / "headstart.json"
+    card.write_text(card.read_text().replace('"sha256": "', '"sha256": "0'))
+    assert inspected(tmp_path, tmp_path / "heads")["intact"] is False and "are NOT those of the card" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def mistakes(recipe: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], str]]:
+    tmp_path = tmp_path_factory.mktemp("wrong")
+    broken = tmp_path / "broken"
+    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:20])
+    lacking = tmp_path / "lacking"
+    build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(lacking)
+    next(lacking.glob("*.safetensors")).unlink()
+    (tmp_path / "folder").mkdir()
+    return {
+        "a row too many": ([str(recipe), "--row", "8"], "--row 8: there are samples 0 to 7"),
+        "a row too few": ([str(recipe), "--row", "-1"], "--row -1: there are samples 0 to 7"),
+        "no such recipe": (["gone.yaml"], "no recipe gone.yaml: there is no such file"),
+        "no such folder": (["./gone"], "no heads at './gone'"),
+        "a folder of neither": ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
+        "a changed checkpoint": ([str(trained), "train.lr=1"], "taken for trained heads, of which nothing can be replaced (train.lr=1)"),
+        "damaged": ([str(broken)], "is damaged"),
+        "no weights": ([str(lacking)], "lacks its weights"),
+        "a recipe of something else": ([str(trained / "headstart.json")], "unknown key"),
+        "no such data": ([str(recipe), "data.train=gone.jsonl"], "no data file gone.jsonl"),
+        "an unknown key": ([str(recipe), "data.packig=true"], "did you mean data.packing"),
+    }
+
+
+NAMES = (
+    "a row too many", "a row too few", "no such recipe", "no such folder", "a folder of neither", "a changed checkpoint", "damaged",
+    "no weights", "a recipe of something else", "no such data", "an unknown key",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mistake_is_one_line(
+    name: str, mistakes: dict[str, tuple[list[str], str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, said = mistakes[name]
+    file = tmp_path / "made" / "found.json"
+    assert main(["inspect", *arguments, "--json", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and said in printed.err and printed.err.count("\n") == 1, printed.err
+    assert not file.parent.exists()
+
+
+def test_plain_text_and_characters_of_several_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = make_recipe(tmp_path, data={"eval_rows": 0})
+    text = "ünder one condition"
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    found = inspected(tmp_path, small)
+    assert "".join(piece["text"] for piece in found["sample"]) == text and f"⟦{text}⟧" in capsys.readouterr().out
+    assert found["contract"]["chat_template"] is None and torch.tensor([piece["learn"] for piece in found["sample"]]).all()

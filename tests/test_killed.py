@@ -1,0 +1,128 @@
+"""Killed at any moment, reading, training or saving, a run goes on to the weights of one that was not; a full disk costs one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from forked import Forked
+from safetensors import SafetensorError
+from small_run import make_recipe, read_log
+
+from headstart.heads.backbone import load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.heads.errors import UserError
+from headstart.training import checkpoint
+from headstart.training.cli import main
+
+STEPS, MOMENTS = 30, 10
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return make_recipe(
+        tmp_path,
+        drafter={"kind": "eagle3", "depth": 2, "draft_vocab": 40},
+        train={"steps": STEPS, "micro_batch": 2, "ema": 0.5, "optimizer": "muon"},
+        save={"every": 1},
+        eval={"every": 10, "prompts": 1},
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
+    """Every step is saved, and what is read is kept, so most moments fall into the writing of some file."""
+    given = [str(recipe), "cache.mode=lru", "cache.store=exact"]
+    start = time.monotonic()
+    assert Forked(processes, [*given, f"save.dir={tmp_path}/whole", f"cache.dir={tmp_path}/c-whole"], tmp_path / "said").wait() == 0
+    seconds, draw, round, killed = time.monotonic() - start, random.Random(processes), 0, 0
+    backbone = load_backbone(str(tmp_path / "backbone"), device="cpu")
+    while killed < MOMENTS:
+        out = tmp_path / str(round)
+        command = [*given, f"save.dir={out}", f"cache.dir={tmp_path}/c-{round}"]
+        run = Forked(processes, command, tmp_path / f"{round}.txt")
+        time.sleep(draw.uniform(0.1, 0.5) * seconds)
+        if run.kill():
+            killed += 1
+        else:   # it had ended: the next one begins anew
+            round += 1
+        if (out / "headstart.json").exists():
+            try:
+                load_drafter(out, backbone)
+            except UserError as error:   # between the weights and the card, whose hash tells it; the state beside them is whole
+                assert "its hash is not the one in headstart.json" in str(error)
+    assert Forked(processes, command, tmp_path / f"{round}.txt").wait() == 0
+    whole = numbers(tmp_path / "whole")
+    for out in (tmp_path / str(i) for i in range(round + 1) if (tmp_path / str(i) / "headstart.json").exists()):
+        assert (out / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+        assert numbers(out) == whole and len(whole) == STEPS + 3
+        assert not list(out.rglob(".*"))
+
+
+def test_between_two_samples_of_a_batch(recipe: Path, tmp_path: Path) -> None:
+    """One of them is kept, the other is not: read by itself, in a batch of another shape, it would be rounded otherwise."""
+    given = [str(recipe), "cache.mode=lru", "cache.store=exact", "train.micro_batch=null", "train.schedule=constant", "eval.prompts=1"]
+    assert main([*given, f"save.dir={tmp_path}/whole", f"cache.dir={tmp_path}/c1"]) == 0
+    assert main([*given, f"save.dir={tmp_path}/out", f"cache.dir={tmp_path}/c2", "train.steps=2"]) == 0
+    shutil.rmtree(tmp_path / "out" / "state" / "step-00000002")
+    max((tmp_path / "c2").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    assert main([*given, f"save.dir={tmp_path}/out", f"cache.dir={tmp_path}/c2"]) == 0
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """The log without what a clock says."""
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out)]
+
+
+@pytest.mark.parametrize("where", ["tensors", "flush"])
+def test_a_full_disk(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """The safetensors library has an error of its own for it."""
+    out, real = tmp_path / "out", {"tensors": checkpoint.save_file, "flush": os.fsync}
+    assert main([str(recipe), "train.steps=3", "train.schedule=constant"]) == 0
+    full: dict[str, Exception] = {
+        "tensors": SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        "flush": OSError(errno.ENOSPC, "No space left on device"),
+    }
+
+    def fail(*given: Any) -> None:
+        raise full[where]
+
+    monkeypatch.setattr(*((checkpoint, "save_file") if where == "tensors" else (os, "fsync")), fail)
+    assert main([str(recipe), "train.steps=5", "train.schedule=constant"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "step 4 could not be saved" in said[0] and "No space left on device" in said[0] and "step-00000003" in said[0]
+    assert sorted(path.name for path in (out / "state").iterdir()) == ["step-00000002", "step-00000003"]
+    load_drafter(out, load_backbone(str(tmp_path / "backbone"), device="cpu"))
+    monkeypatch.setattr(*((checkpoint, "save_file") if where == "tensors" else (os, "fsync")), real[where])
+    assert main([str(recipe), "train.steps=5", "train.schedule=constant"]) == 0
+    assert main([str(recipe), "train.steps=5", "train.schedule=constant", f"save.dir={tmp_path}/whole"]) == 0
+    assert (out / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_a_log_that_cannot_be_written(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recipe), "train.steps=1"]) == 0
+    from headstart.training.log import Log
+    from headstart.training.recipe import load_recipe
+
+    log = Log(load_recipe(recipe), 9, 1, True)
+    log.file.close()
+    log.file = open("/dev/full", "w")
+    with pytest.raises(UserError, match="/dev/full cannot be written: .*No space left on device"):
+        log.line(2, {"tau": 1.0, "acceptance_per_depth": []})

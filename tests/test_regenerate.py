@@ -1,0 +1,286 @@
+"""``headstart regenerate`` in this process: turn by turn, whatever the batch or the order, resumed to the same file, errors named."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chat_templates import CHATML, GEMMA, make_tokenizer
+from families import build
+from transformers import GenerationConfig
+
+from headstart.cli import main
+from headstart.heads.backbone import load_backbone, load_tokenizer
+from headstart.heads.base import build_drafter
+from headstart.training.answers import Conversation, read_asked
+from headstart.training.conversation import Chat
+from headstart.training.data import load_data
+from headstart.training.in_process import InProcess, closing
+from headstart.training.partial import Partial
+from headstart.training.recipe import Data, load_recipe
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
+SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
+QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or two?", "What is it?"]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone with a chat template that ends an answer after ten tokens or so, since one in ten ends it."""
+    folder = tmp_path_factory.mktemp("talker")
+    tokenizer = make_tokenizer(CHATML)
+    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config = GenerationConfig(eos_token_id=[ends, *range(100, 140)], pad_token_id=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def turns(*said: str) -> list[dict[str, Any]]:
+    """Messages, the user's and the assistant's in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+
+
+def dialogues(count: int = 9) -> list[dict[str, Any]]:
+    """Conversations of one to three questions, one of them twice."""
+    rows = [{"messages": turns(*(text for q in QUESTIONS[: 1 + i % 3] for text in (f"{q} {i}", "old")))} for i in range(count - 1)]
+    return [*rows, rows[0]]
+
+
+@pytest.fixture
+def ask(talker: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs the command on those rows, with those overrides."""
+
+    def ask(rows: list[dict[str, Any]] | None, *overrides: str, out: str = "new.jsonl") -> int:
+        if rows is not None:
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {
+            "backbone": {"path": str(talker)}, "drafter": {"kind": "medusa", "depth": 2},
+            "data": {"train": str(tmp_path / "rows.jsonl")}, "save": {"dir": str(tmp_path / "out")},
+        }  # fmt: skip
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        command = ["regenerate", str(tmp_path / "recipe.yaml"), f"regenerate.out={tmp_path / out}", *overrides]
+        return main([*command, "--json", str(tmp_path / "result.json")])
+
+    return ask
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path: Path, capsys: Any) -> None:
+    opened = [{"role": "assistant", "content": "Welcome"}, *turns("What is two?", "old", "And three?", "old")]
+    told = [{"role": "system", "content": "Be brief", "name": "x"}, *turns("Hi there")]
+    assert ask([{"messages": opened}, {"messages": told, "id": 7}], "regenerate.max_new_tokens=40", "seed=3") == 0
+    first, second = rows_of(tmp_path / "new.jsonl")
+    assert (first["row"], second["row"]) == (0, 1)
+    assert [m["content"] for m in first["messages"][:2]] == ["Welcome", "What is two?"] and first["messages"][3]["content"] == "And three?"
+    assert second["messages"][:2] == told and second["messages"][2]["role"] == "assistant", "a last question is answered"
+    backbone, tokenizer = load_backbone(str(talker), device="cpu"), load_tokenizer(str(talker))
+    for messages in (first["messages"], second["messages"]):
+        for i, message in enumerate(messages[2:], 2):   # each is what transformers' own generate says to what is before it
+            if message["role"] == "assistant":
+                ids = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+                said = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
+                assert tokenizer.decode(said[:-1], skip_special_tokens=True) == message["content"]
+    found = result(tmp_path)
+    assert (found["rows"], found["written"], found["turns"], found["dropped"]) == (2, 2, 3, 0)
+    assert found["tau"] >= 1 and found["tokens"] > 3 and found["tokens_per_second"] > 0
+    assert "2 of 2 rows, 3 answers" in (told_user := capsys.readouterr().err) and f"tau {found['tau']:.2f}" in told_user
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("change", ["regenerate.batch=1", "regenerate.batch=3", "heads", "order"])
+def test_only_row_and_seed_decide(ask: Any, talker: Path, tmp_path: Path, change: str) -> None:
+    rows = dialogues()
+    assert ask(rows, *SAMPLED, out="one.jsonl") == 0
+    one = {row["row"]: row["messages"] for row in rows_of(tmp_path / "one.jsonl")}
+    order, overrides = list(range(len(rows))), [] if change in ("heads", "order") else [change]
+    if change == "order":
+        order = [5, 0, 7, 3, 8, 1, 6, 2, 4]
+    if change == "heads":
+        build_drafter("medusa", load_backbone(str(talker), device="cpu"), {"depth": 2}).save_pretrained(tmp_path / "heads")
+        overrides = [f"regenerate.heads={tmp_path / 'heads'}"]
+    assert ask([rows[i] for i in order], *SAMPLED, *overrides, out="two.jsonl") == 0
+    two = {order[row["row"]]: row["messages"] for row in rows_of(tmp_path / "two.jsonl")}
+    assert one == two and len(one) > 5
+    assert one[0] != one[8], "equal rows are answered each in its own way"
+    assert ask(rows, *SAMPLED, "seed=1", out="three.jsonl") == 0
+    assert one != {row["row"]: row["messages"] for row in rows_of(tmp_path / "three.jsonl")}
+
+
+def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, capsys: Any) -> None:
+    rows = dialogues()
+    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=120", out="long.jsonl") == 0
+    whole = {row["row"]: row["messages"] for row in rows_of(tmp_path / "long.jsonl")}
+    assert len(whole) == len(rows) and result(tmp_path)["truncated"] == 0
+    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=7") == 0
+    short, found = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
+    assert 0 < len(short) < len(rows) and found["dropped"] == len(rows) - len(short)
+    cut = 0
+    for row, messages in whole.items():
+        kept = short.get(row, [])
+        assert kept == messages[: len(kept)] and (not kept or kept[-1]["role"] == "assistant")
+        cut += len(kept) < len(messages)
+    assert found["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
+
+
+def test_what_cannot_be_asked_is_dropped_and_counted(ask: Any, tmp_path: Path) -> None:
+    rows = [{"messages": turns("Hi")}, {"messages": turns("two three " * 99)}, {"messages": turns("Hi", "a")[1:]}, {"messages": []}]
+    wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
+    assert ask(rows + wrong, "regenerate.temperature=1", "regenerate.max_new_tokens=90", f"data.chat_template={json.dumps(GEMMA)}") == 0
+    found = result(tmp_path)
+    assert {name: found[name] for name in ("written", "too_long", "nothing", "refused")} == {
+        "written": 1, "too_long": 1, "nothing": 2, "refused": 1,
+    }  # fmt: skip
+    assert ask(rows[1:], out="none.jsonl") == 2
+    assert not (tmp_path / "none.jsonl").exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path: Path) -> None:
+    texts = ["What is two and two? It is four. And three?", "Hi there", ""]
+    options = ("regenerate.prompt_tokens=6", "regenerate.max_new_tokens=5")
+    assert ask([{"text": text} for text in texts], *options) == 0
+    rows, tokenizer = rows_of(tmp_path / "new.jsonl"), load_tokenizer(str(talker))
+    for row, text, kept in zip(rows, texts[:2], (6, (len(tokenizer(texts[1])["input_ids"]) + 1) // 2), strict=True):
+        ids = tokenizer(row["text"])["input_ids"]
+        assert ids[:kept] == tokenizer(text)["input_ids"][:kept] and row["text"] != text
+    found = result(tmp_path)
+    assert (found["written"], found["nothing"], found["truncated"]) == (2, 1, 0) and 2 <= found["tokens"] <= 10
+
+
+def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, options = dialogues(), (*SAMPLED, "regenerate.batch=1")
+    assert ask(rows, *options, out="whole.jsonl") == 0
+    append, count = Partial.append, iter(range(99))
+
+    def dying(self: Partial, line: dict[str, Any]) -> None:
+        if next(count) == 5:
+            self.file.write(b'{"row": 6, "tur')   # as far as a kill lets it
+            raise KeyboardInterrupt
+        append(self, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "append", dying)
+        assert ask(None, *options) == 130
+    half = tmp_path / "new.jsonl.partial"
+    assert len(half.read_bytes().split(b"\n")) == 7 and not (tmp_path / "new.jsonl").exists()
+    answered: list[int] = []
+    finish = InProcess.finish
+    monkeypatch.setattr(InProcess, "finish", lambda self, asked: (answered.extend(one.row for one in asked), finish(self, asked))[1])
+    assert ask(None, *options, "regenerate.batch=4") == 0
+    assert len(answered) == 4 and result(tmp_path)["resumed"] == 5
+    assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert [row["row"] for row in rows_of(tmp_path / "new.jsonl")] == sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl"))
+    assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["regenerate.temperature=0.5"], "regenerate.temperature was 1.0, now it is 0.5"),
+        (["regenerate.max_new_tokens=25"], "regenerate.max_new_tokens was 24, now it is 25"),
+        (["seed=4"], "seed was 0, now it is 4"),
+        (["regenerate.limit=8"], "rows was 9, now it is 8"),
+        (["data.train=other"], "data.train was"),
+        (["rows"], "hash of the rows was"),
+        (["backbone.path=embedded"], "backbone.path was"),
+        ([f"data.chat_template={json.dumps(CHATML + ' ')}"], "chat template was"),
+        (["regenerate.endpoint=http://localhost:1/v1"], "answered was 'in process', now it is 'by an endpoint'"),
+    ],
+)  # fmt: skip
+def test_a_half_done_file_of_something_else_is_refused(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: list[str], message: str
+) -> None:
+    rows = dialogues()
+    monkeypatch.setattr(Partial, "finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ask(rows, *SAMPLED)
+    before = (half := tmp_path / "new.jsonl.partial").read_bytes()
+    if change == ["data.train=other"]:
+        (tmp_path / "other.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
+        change = [f"data.train={tmp_path / 'other.jsonl'}"]
+    if change == ["rows"]:
+        rows[0], change = {"messages": turns("Another one")}, []
+    assert ask(rows, *SAMPLED, *change) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said and str(half) in said and "delete the file to begin anew, or choose another regenerate.out" in said
+    assert half.read_bytes() == before
+
+
+def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, capsys: Any) -> None:
+    there = tmp_path / "there.jsonl"
+    there.write_text("mine")
+    both = ("regenerate.heads=out/x", "regenerate.endpoint=http://localhost:8000/v1")
+    cases = [
+        (both, "new.jsonl", "regenerate.heads and regenerate.endpoint='http://localhost:8000/v1' are two ways to answer"),
+        (("regenerate.out=null",), "new.jsonl", "regenerate.out is not set"),
+        ((), "new.json", "regenerate.out is the name of a .jsonl file, or null"),
+        ((), "there.jsonl/new.jsonl", "there.jsonl is not a folder that you may write to"),
+        ((), "there.jsonl", "is there already; delete it, or choose another name"),
+        (("data.train=nowhere.jsonl",), "new.jsonl", "no data file nowhere.jsonl"),
+        (("data.column=chats",), "new.jsonl", "has the columns messages, not chats"),
+        (("data.format=text", "data.column=messages"), "new.jsonl", "row 1: plain text expected; got list"),
+        (("regenerate.heads=nowhere",), "new.jsonl", "no heads at 'nowhere'"),
+        (("regenerate.endpoint=localhost:8000",), "new.jsonl", "regenerate.endpoint is an http(s) address; got 'localhost:8000'"),
+        (("regenerate.batch=0",), "new.jsonl", "regenerate.batch is at least 1; got 0"),
+        (("regenerate.top_p=0",), "new.jsonl", "regenerate.top_p is above 0 and at most 1"),
+    ]
+    for overrides, out, message in cases:
+        assert ask(dialogues(3), *overrides, out=out) == 2, overrides
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in said and said.startswith("error: "), (overrides, said)
+    assert there.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "recipe.yaml", "there.jsonl"}
+
+
+def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
+    out, half = tmp_path / "new.jsonl", tmp_path / "new.jsonl.partial"
+    with Partial(out, {"seed": 1}) as partial:
+        partial.append({"row": 0, "turns": 1, "tokens": 2, "fault": "", "note": "", "answered": {"text": "a"}})
+        with pytest.raises(ValueError, match="is being written by another process"):
+            Partial(out, {"seed": 1})
+    half.write_text(half.read_text() + "nonsense\n")
+    with pytest.raises(ValueError, match="line 3 is damaged .* delete the file to begin anew"):
+        Partial(out, {"seed": 1})
+    half.write_text('{"headstart": "regen')   # torn before anything was done
+    with Partial(out, {"seed": 2}) as partial:
+        assert not partial.places
+    with half.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)   # the lock was given back
+
+
+def test_heads_are_taught_by_the_new_file(ask: Any, talker: Path, tmp_path: Path) -> None:
+    """As a dataset: what the assistant said anew, and nothing else, is learned."""
+    assert ask(dialogues(), *SAMPLED) == 0
+    data = load_recipe(tmp_path / "recipe.yaml", [f"data.train={tmp_path / 'new.jsonl'}", "data.eval_rows=0"]).data
+    tokenizer = load_tokenizer(str(talker))
+    samples = load_data(data, tokenizer, 4096, progress=False)
+    learned = "".join(tokenizer.decode(sample.tokens[sample.learn]) for sample in samples.train)
+    assert samples.stats.rows == len(rows_of(tmp_path / "new.jsonl")) and "old" not in learned and learned.count("<|im_end|>") > 5
+
+
+def test_the_end_of_an_answer_is_found_in_the_template() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    assert closing(Chat(tokenizer)) == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert closing(Chat(make_tokenizer("{{ raise_exception('no') }}"))) == set()
+
+
+def test_seeds_follow_what_a_row_holds() -> None:
+    data, rows = Data(train="x.jsonl"), [{"messages": turns("a")}, {"messages": turns("b")}, {"messages": turns("a")}]
+    here, there = (read_asked(order, data, "x") for order in (rows, rows[::-1]))
+    seeds = [[one.seed(0) for one in asked] for asked in (here, there)]
+    assert len(set(seeds[0])) == 3 and set(seeds[0]) == set(seeds[1]) and seeds[0][1] == seeds[1][1]
+    assert seeds[0] != [one.seed(1) for one in here] and all(0 <= seed < 1 << 63 for seed in seeds[0])
+    assert isinstance(here[0], Conversation) and here[0].waits

@@ -1,0 +1,175 @@
+"""Heads that are trained together on one reading of the backbone end in the weights that each would have alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from forked import Forked
+from safetensors.torch import load_file
+from small_run import make_recipe, read_log
+
+from headstart.heads.backbone import Backbone, load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.heads.errors import UserError
+from headstart.training.cli import main
+from headstart.training.recipe import load_recipe, to_yaml
+
+HEADS: list[dict[str, Any]] = [
+    {"kind": "eagle3", "depth": 3, "draft_vocab": 40, "taps": [1, 2, 3]},
+    {
+        "name": "wide", "kind": "medusa", "depth": 2,
+        "objective": {"terms": {"ce": 0.5, "tv": 0.5}}, "train": {"lr": 1e-3, "optimizer": "muon", "ema": 0.5, "schedule": "linear"},
+    },
+    {"name": "other-taps", "kind": "eagle3", "depth": 1, "taps": [0, 4, 5], "train": {"clip": 0.1}},
+]  # fmt: skip
+FILES = {"eagle3": "model.safetensors", "wide": "medusa_lm_head.safetensors", "other-taps": "model.safetensors"}
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def make(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A recipe with three heads."""
+    train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
+    path = make_recipe(folder, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
+    recipe = yaml.safe_load(path.read_text())
+    del recipe["drafter"]
+    path.write_text(yaml.safe_dump({**recipe, "heads": HEADS}))
+    return path
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {name: (out / name / file).read_bytes() for name, file in FILES.items()}
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and in ``out`` what came of it."""
+    folder = tmp_path_factory.mktemp("together")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(True)
+        assert main([str(make(folder))]) == 0
+    return folder
+
+
+def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Path) -> None:
+    recipes = load_recipe(together / "recipe.yaml").apart()
+    assert list(recipes) == list(FILES) and recipes["wide"].train.lr == 1e-3 and recipes["wide"].train.steps == STEPS
+    logs = read_log(together / "out")
+    for name, recipe in recipes.items():
+        path = write(tmp_path / "alone.yaml", to_yaml(recipe))
+        assert main([path, f"save.dir={tmp_path}/{name}"]) == 0
+        assert (tmp_path / name / FILES[name]).read_bytes() == weights(together / "out")[name]
+        alone = [{key: x for key, x in line.items() if key != "tokens_per_second"} for line in read_log(tmp_path / name)]
+        own = [{key: x for key, x in line.items() if key not in ("tokens_per_second", "head")} for line in logs if line["head"] == name]
+        assert own == alone and [line["step"] for line in own if "tau" in line] == [4, 8]
+
+
+def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
+    backbone = load_backbone(str(together / "backbone"), device="cpu")
+    for name in FILES:
+        folder = together / "out" / name
+        assert load_drafter(folder, backbone).depth == load_recipe(together / "recipe.yaml").heads[name]["depth"]
+        origin = json.loads((folder / "headstart.json").read_text())["provenance"]
+        assert origin["recipe"]["save"]["dir"] == str(folder) and origin["recipe"]["heads"] == {} and origin["tau"] >= 1
+    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "state"])
+
+
+def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, taps = Backbone.read, []
+    monkeypatch.setattr(Backbone, "read", lambda self, *given, **named: taps.append(named.get("taps")) or read(self, *given, **named))
+    assert main([str(make(tmp_path)), "train.steps=2", "data.eval_rows=0"]) == 0
+    assert taps.count((0, 1, 2, 3, 4, 5)) == 2 * 2   # steps, micro-batches
+
+
+def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> None:
+    recipe = str(together / "recipe.yaml")
+    for steps in (3, STEPS):
+        assert main([recipe, f"save.dir={tmp_path}", "eval.every=0", f"train.steps={steps}", "train.schedule=constant"]) == 0
+    assert main([recipe, f"save.dir={tmp_path}/whole", "eval.every=0", "train.schedule=constant"]) == 0
+    parts, whole = weights(tmp_path), weights(tmp_path / "whole")
+    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]   # wide has a schedule, which depends on steps
+
+
+@pytest.mark.parametrize("mode", ["full", "lru"])
+def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path, mode: str) -> None:
+    from headstart.training.caching import write_cache
+
+    given = [f"cache.dir={tmp_path}/cache", f"cache.mode={mode}", "cache.store=exact"]
+    if mode == "full":
+        write_cache(load_recipe(together / "recipe.yaml", given), estimate=False)
+    assert main([str(together / "recipe.yaml"), *given, f"save.dir={tmp_path}/out"]) == 0
+    assert json.loads((tmp_path / "cache" / "manifest.json").read_text())["contents"]["reading"]["taps"] == [0, 1, 2, 3, 4, 5]
+    for name, file in FILES.items():
+        found, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
+        for key, tensor in live.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
+    given = [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]
+    for steps in ([3, STEPS] if sharded else [STEPS]):
+        given_steps = [*given, f"train.steps={steps}", "train.schedule=constant", "heads.wide.train.schedule=constant"]
+        assert Forked(2, given_steps, tmp_path / "said", **environment).wait() == 0, (tmp_path / "said").read_text()[-3000:]
+    assert main([str(together / "recipe.yaml"), f"save.dir={tmp_path}/one", *given_steps[3:]]) == 0
+    two, one = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("out", "one"))
+    assert [line["head"] for line in two] == [line["head"] for line in one] == list(FILES) * STEPS
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+    for name, file in FILES.items():
+        one_file, two_file = (load_file(tmp_path / where / name / file) for where in ("one", "out"))
+        for key, tensor in one_file.items():
+            torch.testing.assert_close(two_file[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_an_override_finds_its_head(together: Path) -> None:
+    recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.clip=9"])
+    wide, other = recipe.apart()["wide"], recipe.apart()["other-taps"]
+    assert (wide.drafter, wide.train.lr, wide.train.clip) == ({"kind": "medusa", "depth": 5}, 0.5, 9) and other.train.clip == 0.1
+    assert wide.objective.terms == {"ce": 0.5, "tv": 0.5} and wide.save.dir.endswith("out/wide")
+    assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).apart()) == ["medusa"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("drafter={kind: medusa}", "heads stand in place of drafter, not beside it; leave one out"),
+        ("heads=[{kind: medusa}, {kind: medusa}]", "heads[1] is named 'medusa' like another"),
+        ("heads=[medusa]", "heads[0] is a mapping with kind"),
+        ("heads=[{depth: 3}]", "heads[0].name is text; got None"),
+        ("heads=[{kind: medusa, name: ../x}]", "'../x' cannot name a folder in save.dir"),
+        ("heads=[{kind: medusa, name: state}]", "'state' cannot name a folder in save.dir"),
+        ("heads={x: {depth: 3}}", "heads.x: missing key drafter.kind"),
+        ("heads=[]", "missing key drafter.kind"),
+        ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which learn from one reading; set train.steps"),
+        ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),
+        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is above 0; got 0"),
+        ("heads.wide.objective=kl", "heads.wide.objective is a section with keys of its own; got 'kl'"),
+    ],
+)
+def test_what_is_wrong_is_named(together: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(together / "recipe.yaml", [override])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_set_of_heads_is_not_gone_on_with(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(together / "recipe.yaml"), "heads=[{kind: medusa}]", "train.steps=9"]) == 2
+    assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Many processes: the numbers of one, replicated (DDP) or sharded (FSDP2); whole checkpoints; resumed on any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from forked import Forked
+from safetensors.torch import load_file
+from small_run import make_recipe, read_log
+
+from headstart.heads.backbone import load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.training.cli import main
+
+DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab": 40}
+TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+"""What ``accelerate launch --use_fsdp --fsdp_version 2`` sets; its launcher itself would look for GPUs."""
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment: str) -> str:
+    """What they said."""
+    said = out.with_name(f"{out.name}.txt")
+    status = Forked(processes, [str(recipe), f"save.dir={out}", *changes], said, **environment).wait()
+    assert status == 0, said.read_text()[-3000:]
+    return said.read_text()
+
+
+def same(found: Path, wanted: Path) -> None:
+    """The same losses and weights, but for rounding; what was decoded, the same."""
+    one, other = (read_log(out) for out in (found, wanted))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in one if key in line] == pytest.approx([line[key] for line in other if key in line], rel=1e-5)
+    assert [line["tau"] for line in one if "tau" in line] == [line["tau"] for line in other if "tau" in line] != []
+    for name, tensor in load_file(wanted / "model.safetensors").items():
+        torch.testing.assert_close(load_file(found / "model.safetensors")[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and in ``out`` the run of one process."""
+    folder = tmp_path_factory.mktemp(request.param)
+    train = {**TRAIN, "optimizer": request.param}
+    recipe = make_recipe(folder, drafter=DRAFTER, train=train, eval={"prompts": 1, "every": 4}, save={"every": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(True)
+        assert main([str(recipe)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
+def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
+    """Five sequences a step, one at a time: some processes have more of them than others."""
+    said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", **environment)
+    assert f"{processes} processes on cpu{', sharded (FSDP2)' if environment else ''}\n" in said
+    same(tmp_path / "out", whole / "out")
+    load_drafter(tmp_path / "out", load_backbone(str(whole / "backbone"), device="cpu"))
+
+
+def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
+    """One, then two that share the weights out, then three that do not, then one: the order of the data is the same."""
+    recipe, out = whole / "recipe.yaml", tmp_path / "out"
+    assert main([str(recipe), f"save.dir={out}", "train.steps=1", "eval.prompts=1", "data.eval_rows=4"]) == 0
+    assert "resuming from" in launch(2, recipe, out, "train.steps=3", **SHARDED)
+    assert "resuming from" in launch(3, recipe, out, "train.steps=5")
+    assert main([str(recipe), f"save.dir={out}"]) == 0
+    assert [line["step"] for line in read_log(out) if "loss" in line] == list(range(1, 7))
+    logs = [[line["loss"] for line in read_log(folder) if "loss" in line] for folder in (out, whole / "out")]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    for name, tensor in load_file(whole / "out" / "model.safetensors").items():
+        torch.testing.assert_close(load_file(out / "model.safetensors")[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert main([str(recipe)]) == 2
+    assert "launched with FSDP version 1; training knows version 2" in capsys.readouterr().err
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert main([str(recipe), "train.steps=1"]) == 0   # one process has nothing to share
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    AcceleratorState._reset_state(True)
+    assert main([str(recipe)]) == 2
+    assert "2 processes were started and found no accelerator, so each would train alone" in capsys.readouterr().err

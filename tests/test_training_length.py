@@ -1,0 +1,225 @@
+"""EAGLE-3's training in memory linear in the length: the same results and gradients as with whole scores, in any blocks.
+
+Shape suffixes: B batch, T positions, S keys, D width, H heads, G heads of keys, C head width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import backbone, random_drafter, read, texts
+from small_run import make_recipe, run
+from torch import Tensor
+
+from headstart.heads import causal
+from headstart.heads.base import Features
+from headstart.heads.causal import attend_past, divide, join
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import UserError
+from headstart.heads.layers import rotate
+
+DOCUMENTS: dict[str, list[list[int]] | None] = {
+    "one": None,
+    "packed": [[7, 11, 3, 9], [1, 1, 26, 2]],
+    "padded": [[30], [13]],
+    "packed and padded": [[15, 10], [4, 4, 4]],
+}
+T = 30
+
+
+def documents(lengths: list[list[int]] | None) -> Tensor | None:
+    """Runs of 0, 1, ... along each row, then padding."""
+    if lengths is None:
+        return None
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack([torch.cat([row, row.new_full((T - len(row),), -1)]) for row in rows])
+
+
+def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
+    """What `Eagle3.forward` is, with all scores of a pass at once."""
+    layer, attn = drafter.midlayer, drafter.midlayer.self_attn
+    embedded, state = drafter.backbone[0].embed(features.tokens_BT), drafter.fuse(features)
+    length = state.shape[1]
+    apart = torch.zeros(1, length, length, dtype=torch.bool)
+    if features.document_BT is not None and bool((features.document_BT > 0).any()):
+        apart = features.document_BT[:, :, None] != features.document_BT[:, None, :]
+    passes: list[tuple[Tensor, Tensor]] = []
+    out = []
+    for k in range(drafter.depth):
+        n = max(length - 2 - k, 0)
+        state, rotation = state[:, :n], drafter.rotary(k, n, state.device)
+        pair = layer.pair(embedded[:, k + 1 : k + 1 + n], state)
+        query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
+        passes.append(tuple(x.repeat_interleave(attn.num_heads // attn.num_kv, 1) for x in layer.keys_values(pair, rotation)))
+        (keys, values), *later = ((key[:, :, :n], value[:, :, :n]) for key, value in passes)
+        scores = (query @ keys.mT).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1) | apart[:, None, :n, :n], float("-inf"))
+        alone = [(query * key).sum(-1, keepdim=True) for key, _ in later]
+        weights = (torch.cat([scores, *alone], -1) * attn.head_dim**-0.5).softmax(-1)
+        mixed = weights[..., :n] @ values + sum(weights[..., n + j : n + j + 1] * value for j, (_, value) in enumerate(later))
+        state = layer.finish(state, mixed)
+        out.append(state)
+    return out
+
+
+def learned(drafter: Eagle3, out: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of some function of all states."""
+    drafter.zero_grad()
+    make = torch.Generator().manual_seed(0)
+    sum((x * torch.randn(x.shape, generator=make)).sum() for x in out).backward()
+    return {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}
+
+
+def case(family: str, lengths: list[list[int]] | None, positions: int = T) -> tuple[Eagle3, Features]:
+    on = backbone(family)
+    drafter = random_drafter("eagle3", on, depth=4)
+    assert isinstance(drafter, Eagle3)
+    features = read(on, texts(2, positions), drafter)
+    return drafter.requires_grad_(True), Features(features.tokens_BT, features.hidden_BTD, features.taps, document_BT=documents(lengths))
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() and len(found) > 8
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=2e-6 * float(gradient.abs().max()), rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 13, 64])
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_are_whole_scores(family: str, lengths: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and gradients, with grouped heads (llama) and without, in blocks of any size, documents anywhere in them."""
+    monkeypatch.setattr(causal, "LEAST", rows)
+    monkeypatch.setattr(causal, "MOST", rows)
+    drafter, features = case(family, lengths)
+    out, expected = drafter(features), whole(drafter, features)
+    for one, other in zip(out, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    close(learned(drafter, out), learned(drafter, expected))
+
+
+@pytest.mark.parametrize("length", [3, 4, 6])
+def test_short_texts(length: int) -> None:
+    drafter, features = case("llama", None, length)
+    out, expected = drafter(features), whole(drafter, features)
+    for k, (one, other) in enumerate(zip(out, expected, strict=True)):
+        assert one.shape[1] == max(length - 2 - k, 0)
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    close(learned(drafter, out), learned(drafter, expected))
+
+
+@pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
+def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the result and of the log-sum-exp, in fp64."""
+    monkeypatch.setattr(causal, "LEAST", 3)
+    monkeypatch.setattr(causal, "MOST", 3)
+    document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
+    blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
+    make = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()   # fewer queries than keys, as later passes have
+    keys, values = (torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=make).requires_grad_() for _ in range(2))
+    assert torch.autograd.gradcheck(lambda q, k, v: attend_past(q, k, v, blocks), (query, keys, values))
+
+    def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return join(q, *attend_past(q, k, v, blocks), [(k[:, :, 1:], v[:, :, 1:]), (k[:, :, :7] * 2, v[:, :, :7] + 1)])
+
+    assert torch.autograd.gradcheck(joined, (query, keys, values))
+
+
+def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal, "LEAST", 4)
+    monkeypatch.setattr(causal, "MOST", 4)
+    lengths = [[7, 11, 3, 9], [12, 8, 10]]
+    blocks = divide(documents(lengths), (2, 4, T), torch.device("cpu"))
+    assert blocks.bounds == ((0, 4, 0), (4, 8, 0), (8, 12, 0), (12, 16, 7), (16, 20, 7), (20, 24, 18), (24, 28, 20), (28, 30, 20))
+    assert list(blocks.upto(9)) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
+    assert divide(documents([[30], [13]]), (2, 4, T), torch.device("cpu")).starts_BT is None   # padding is behind all that counts
+
+
+def saved(drafter: Eagle3, features: Features) -> int:
+    """Bytes that the forward keeps for backward, each storage once; weights do not count."""
+    own = {weight.untyped_storage().data_ptr() for weight in drafter.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = drafter(features)
+    assert alive
+    return sum(kept.values())
+
+
+def made_up(drafter: Eagle3, length: int) -> Features:
+    """Of no text in particular: the backbone is not asked."""
+    make = torch.Generator().manual_seed(0)
+    D = drafter.backbone[0].dim
+    taps = {tap: torch.randn(1, length, D, generator=make) for tap in drafter.taps}
+    return Features(torch.randint(61, (1, length), generator=make), torch.randn(1, length, D, generator=make), taps)
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    drafter, _ = case("llama", None)
+    short, long = (saved(drafter, made_up(drafter, length)) for length in (512, 2048))
+    assert 3.9 * short < long < 4.1 * short
+    whole_scores = 4 * 4 * 2048**2   # one pass's, four heads in fp32
+    assert long < 0.5 * whole_scores
+
+
+def test_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held for a moment too: no block has more scores than allowed, or than its least number of queries needs."""
+    sizes = []
+    original = causal._scores
+
+    def noted(*arguments: Any) -> Tensor:
+        sizes.append((scores := original(*arguments)).numel())
+        return scores
+
+    monkeypatch.setattr(causal, "_scores", noted)
+    drafter, _ = case("llama", None)
+    sum(x.sum() for x in drafter(made_up(drafter, 1500))).backward()
+    assert len(sizes) == 8 * -(-1498 // causal.LEAST) and max(sizes) <= 4 * causal.LEAST * 1500
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_checkpointing_changes_no_gradient(lengths: Any) -> None:
+    drafter, features = case("llama", lengths)
+    plain = learned(drafter, drafter(features))
+    drafter.recompute()
+    again = learned(drafter, drafter(features))
+    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_checkpointing_keeps_less() -> None:
+    drafter, _ = case("llama", None)
+    features = made_up(drafter, 256)
+    before = saved(drafter, features)
+    drafter.recompute()
+    with torch.no_grad():
+        drafter(features)   # nothing to keep, nothing to checkpoint
+    assert saved(drafter, features) < 0.4 * before
+
+
+def test_a_recipe_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2})
+    for name, wanted in (("plain", "false"), ("again", "true")):
+        done = run(recipe, f"save.dir={tmp_path / name}", f"train.checkpointing={wanted}")
+        assert done.returncode == 0, done.stderr
+    plain, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "again"))
+    assert plain == again
+
+
+def test_a_drafter_without_passes_refuses_in_a_line() -> None:
+    with pytest.raises(UserError, match="train.checkpointing is not for Medusa") as caught:
+        random_drafter("medusa", backbone("llama")).recompute()
+    assert "\n" not in str(caught.value)
+
+
+def test_such_a_recipe_is_refused(tmp_path: Path) -> None:
+    done = run(make_recipe(tmp_path), "train.checkpointing=true")
+    assert done.returncode == 2 and "train.checkpointing is not for Medusa" in done.stderr and not (tmp_path / "out").exists()

@@ -1,0 +1,252 @@
+"""Heads that look at the first few and the last positions alone, and keep no more: the same text, bounded memory.
+
+Shape suffixes: B batch, T positions, N tree nodes, S slots, K depth.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts, unpadded
+from test_contract import chain, part, ragged
+from torch import Tensor
+
+from headstart.cli import main
+from headstart.heads import eagle3
+from headstart.heads.backbone import load_backbone
+from headstart.heads.base import Features
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.errors import UserError
+from headstart.heads.kv import STEP, visible
+from headstart.heads.layers import PairLayer, turned_to
+from headstart.heads.store import Ring
+from headstart.inference.heads import Heads
+from headstart.inference.tree import TreeShape
+
+CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+LIMITS = [(8, 4), (3, 1), (5, 0), (1, 2)]
+each_limit = pytest.mark.parametrize("window,sink", LIMITS)
+
+
+def made(window: int | None = None, sink: int = 4, **arguments: Any) -> Eagle3:
+    drafter = random_drafter("eagle3", backbone("llama"), **arguments)
+    assert isinstance(drafter, Eagle3)
+    drafter.limit(window, sink)
+    return drafter
+
+
+def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
+    """The reference: keeps everything, and looks at no more than the window."""
+
+    def see(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
+        place_S = torch.arange(slots)
+        old_BS = (place_S >= sink) & (place_S < lengths_B[:, None] - window)
+        return visible(lengths_B, ancestors_BNM, slots) & ~old_BS[:, None]
+
+    monkeypatch.setattr(eagle3, "visible", see)
+    return made()
+
+
+def both(monkeypatch: pytest.MonkeyPatch, window: int, sink: int, drafting: Any) -> None:
+    """What ``drafting`` gives by a window is what it gives by the reference."""
+    found = drafting(made(window, sink))
+    with monkeypatch.context() as patched:
+        expected = drafting(masked(patched, window, sink))
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@each_limit
+@pytest.mark.parametrize("cuts", [[], [9], [1], [12, 13, 30], list(range(1, 40)), list(range(3, 40, 3)), [2, 38]], ids=str)
+def test_a_window_is_a_mask(window: int, sink: int, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts in any pieces, longer than the ring and shorter, drafting in between: true positions, the right pairs."""
+
+    def drafting(drafter: Eagle3) -> list[Tensor]:
+        features, state, out = read(backbone("llama"), texts(2, 40), drafter), None, []
+        for start, end in zip([0, *cuts], [*cuts, 40], strict=True):
+            state = drafter.begin(part(features, start, end), drafter.reserve(state, end + 20) if state is not None else None)
+            state = drafter.reserve(state, end + 20)
+            out += chain(drafter, state, texts(2, drafter.depth, seed=end))
+        return out
+
+    both(monkeypatch, window, sink, drafting)
+
+
+@each_limit
+def test_ragged_rows(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding overwrites nothing that is seen; some rows get nothing, or more than the ring holds."""
+
+    def drafting(drafter: Eagle3) -> list[Tensor]:
+        features, out = read(backbone("llama"), texts(4, 60), drafter), []
+        ends = torch.tensor([9, 1, 14, 30])
+        state = drafter.begin(ragged(features, ends.tolist()))
+        for brought in ([3, 5, 0, 1], [0, 1, 20, 2], [1, 1, 1, 1], [30, 0, 2, 5]):
+            place_BT = torch.arange(max(brought))
+            news = features.gather((ends[:, None] + place_BT).clamp(max=59), place_BT < torch.tensor(brought)[:, None])
+            state = drafter.begin(news, drafter.reserve(state, 80))
+            ends += torch.tensor(brought)
+            out += chain(drafter, state, texts(4, drafter.depth, seed=5))
+        return out
+
+    both(monkeypatch, window, sink, drafting)
+
+
+@each_limit
+def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drafting(drafter: Eagle3) -> list[Tensor]:
+        features = read(backbone("llama"), texts(5, 33), drafter)
+        first = drafter.select(drafter.begin(ragged(features.rows(torch.arange(3)), [21, 4, 12])), torch.tensor([2, 0]))
+        state = drafter.join(first, drafter.begin(part(features.rows(torch.tensor([3, 4])), 0, 33)))
+        state = drafter.reserve(state, 64)
+        out, N, make = [], 6, torch.Generator().manual_seed(3)
+        for k in range(drafter.depth):
+            tokens_BN = torch.randint(VOCAB, (4, 1 if k == 0 else N), generator=make)
+            parents_BN = torch.randint(N if k > 1 else 1, tokens_BN.shape, generator=make)
+            hidden, state = drafter.step(state, tokens_BN, parents_BN, k)
+            out.append(hidden)
+        return out
+
+    both(monkeypatch, window, sink, drafting)
+
+
+def test_a_text_within_the_window_is_as_without() -> None:
+    for length in (1, 2, 9, 20):
+        found = []
+        for drafter in (made(), made(16, 4)):
+            features = read(backbone("llama"), texts(2, 20), drafter)
+            found.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
+        assert all(map(torch.equal, *found)), length
+
+
+def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, pair = [], PairLayer.pair
+
+    def noted(layer: PairLayer, embedded: Tensor, state: Tensor) -> Tensor:
+        pairs.append(state.shape[1])
+        return pair(layer, embedded, state)
+
+    monkeypatch.setattr(PairLayer, "pair", noted)
+    drafter = made(10, 4)
+    features = read(backbone("llama"), texts(2, 200), drafter)
+    state = drafter.begin(features)
+    assert pairs == [14] and state.store.keys_BGSC.shape[2] == STEP and state.store.lengths_B.tolist() == [199, 199]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("window,sink,capture", [(8, 4, "never"), (1, 2, "never"), (3, 1, "always")])
+def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample: bool) -> None:
+    """One row and five of which four at a time: rows leave and join; fixed trees and chosen ones."""
+    of = Heads(backbone("llama"), made(), capture=capture)
+    of.limit(window=window, sink=sink)
+    for rows, batch in ((left_padded(prompts((19,))), None), (left_padded(prompts((9, 1, 34, 4, 7))), 4)):
+        options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sample, "seed": 3}
+        plain = say(of, rows, speculate=False, **options)
+        for tree in (TreeShape(12, 4), None):
+            assert unpadded(say(of, rows, tree=tree, batch=batch, **options), rows) == unpadded(plain, rows), tree
+    engine = of.engine(True).speculation
+    assert engine is not None and bool(engine.growths[0].levels[0].recorded) == (capture == "always")
+
+
+def test_beams_are_the_same() -> None:
+    of, rows = Heads(backbone("llama"), made()), left_padded(prompts((9, 4)))
+    expected = of.backbone.model.generate(**rows, num_beams=3, do_sample=False, max_new_tokens=12)
+    for window in (None, 2, 6):
+        of.limit(window=window, sink=1)
+        assert torch.equal(say(of, rows, num_beams=3, do_sample=False, max_new_tokens=12, tree=TreeShape(12, 4)), expected)
+
+
+def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots: dict[int, int] = {}
+    step = Eagle3.step
+
+    def noted(drafter: Eagle3, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> Any:
+        slots[int(state.store.lengths_B.max())] = state.store.keys_BGSC.shape[2]
+        return step(drafter, state, tokens_BN, parents_BN, depth)
+
+    monkeypatch.setattr(Eagle3, "step", noted)
+    of, rows = Heads(backbone("llama"), made(), capture="never"), left_padded(prompts((40, 9)))
+    options: dict[str, Any] = {"max_new_tokens": 210, "do_sample": False, "tree": TreeShape(6, 2, 3)}
+    plain = say(of, rows, **options)
+    grown, tail = dict(slots), max(slots)
+    slots.clear()
+    of.limit(window=20)
+    assert torch.equal(say(of, rows, **options), plain)
+    assert max(slots) > 230 and grown[tail] >= 256 and set(slots.values()) == {STEP}
+
+
+def test_room_taken_by_a_long_rest_is_given_back() -> None:
+    drafter = made(10, 2)
+    features = read(backbone("llama"), texts(1, 250), drafter)
+    state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, of which the store can't know
+    state = drafter.begin(part(features, 5, 250), state)
+    assert drafter.reserve(state, 260).store.keys_BGSC.shape[2] == STEP
+
+
+def test_rotation_by_frequencies_is_the_tables() -> None:
+    drafter = made()
+    table, frequencies = drafter.rotary.table(300, torch.device("cpu")), drafter.rotary.frequencies(torch.device("cpu"))
+    places = torch.tensor([[0, 1, 77], [299, 128, 3]])
+    for one, other in zip(turned_to(table, places), turned_to(frequencies, places), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_ring() -> None:
+    ring = Ring(window=3, sink=2)
+    assert ring.wanted(torch.tensor([9, 1])).tolist() == [[0, 1, 6, 7, 8], [0, 1, 0, 0, 0]]
+    places = torch.arange(10)[None]
+    assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]   # 5: where drafted nodes lie
+    assert ring.slots_of(places, torch.tensor([3])).tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 5, 5]]
+
+
+def test_offloading_changes_nothing() -> None:
+    of, rows = Heads(backbone("llama"), made()), left_padded(prompts((9, 4)))
+    plain = say(of, rows, max_new_tokens=12, do_sample=False, speculate=False)
+    for window in (None, 5):
+        of.limit(window=window, offload=True)
+        assert torch.equal(say(of, rows, max_new_tokens=12, do_sample=False), plain)
+
+
+def test_an_offloaded_store_drafts_on_a_copy() -> None:
+    """The meta device stands for the one that drafts."""
+    drafter = made(5)
+    features = read(backbone("llama"), texts(2, 9), drafter)
+    store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).store
+    elsewhere = replace(store, lengths_B=store.lengths_B.to("meta"))
+    copy = elsewhere.at_hand()
+    assert copy.keys_BGSC.device.type == copy.values_BGSC.device.type == "meta" and copy.at_hand() is copy
+    assert copy.kept().keys_BGSC is store.keys_BGSC and copy.kept().values_BGSC is store.values_BGSC and copy.kept().home is None
+    assert store.at_hand() is store
+
+
+def test_what_cannot_be_limited_says_so() -> None:
+    on = backbone("llama")
+    for of, arguments, named in (
+        (Heads(on, random_drafter("medusa", on)), {"window": 5}, "Medusa keeps nothing"),
+        (Heads(on), {"window": 5}, "there are none"),
+        (Heads(on, made()), {"window": 0}, "limit.window .* at least 1"),
+        (Heads(on, made()), {"window": 5, "sink": -1}, "limit.sink .* at least 0"),
+    ):
+        with pytest.raises(UserError, match=named) as caught:
+            of.limit(**arguments)
+        assert "\n" not in str(caught.value)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = load_backbone("embedded")
+    for kind in ("eagle3", "medusa"):
+        random_drafter(kind, on, depth=2).save_pretrained(tmp_path / kind)
+    command = ["generate", "--heads", str(tmp_path / "eagle3"), "def f(x):", "--max-new-tokens", "6", "--raw"]
+    found = []
+    for limits in ([], ["--draft-window", "4", "--draft-sink", "1"], ["--draft-offload"]):
+        assert main([*command, *limits, "--json", str(tmp_path / "out.json")]) == 0
+        found.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
+    assert found[0] == found[1] == found[2]
+    command[2] = str(tmp_path / "medusa")
+    assert main([*command, "--draft-window", "4"]) == 2
+    assert "Medusa keeps nothing" in capsys.readouterr().err
