@@ -30,9 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter
-from headstart.training import fused
-from headstart.training.objective import objective
-from headstart.training.recipe import Objective
+from headstart.training.objective import fused
+from headstart.training.objective.objective import objective
+from headstart.training.recipe.recipe import Objective
 
 
 class Live(TorchDispatchMode):

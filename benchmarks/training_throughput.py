@@ -26,15 +26,15 @@ from program import options, run
 
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
-from headstart.training.cache_writer import fill, measured_errors
-from headstart.training.data import Splits, load_data, vocabulary_by_frequency
-from headstart.training.features_cache import Manifest, contents_of, form_of, plan
-from headstart.training.feed import Feed
-from headstart.training.objective import count_learned, objective
+from headstart.training.cache.folder import Manifest, contents_of, form_of, plan
+from headstart.training.cache.stored import open_source
+from headstart.training.cache.writer import fill, measured_errors
+from headstart.training.data.data import Splits, load_data, vocabulary_by_frequency
+from headstart.training.data.feed import Feed
+from headstart.training.objective.objective import count_learned, objective
 from headstart.training.optimizer import build_optimizer
-from headstart.training.recipe import Recipe, load_recipe
+from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.source import FeatureSource, Live
-from headstart.training.stored import open_source
 
 PARTS = ("data", "features", "drafter", "objective", "optimizer")
 

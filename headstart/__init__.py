@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from headstart.heads.base import Drafter, Features
     from headstart.inference.heads import Heads, load
     from headstart.inference.tree import TreeShape
-    from headstart.training.recipe import load_recipe
+    from headstart.training.recipe.recipe import load_recipe
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOME = {
     "TreeShape": "headstart.inference.tree",
     "load": "headstart.inference.heads",
     "load_backbone": "headstart.heads.backbone",
-    "load_recipe": "headstart.training.recipe",
+    "load_recipe": "headstart.training.recipe.recipe",
     "load_tokenizer": "headstart.heads.backbone",
 }
 """The module each public name lives in."""

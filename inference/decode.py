@@ -164,7 +164,7 @@ class Decoder:
         if self.seeds_B is None:
             return None
         positions_BP = self.cache.lengths_B[:, None] + torch.arange(first, last + 1, device=self.device)
-        return gumbel(self.seeds_B[self.rows], positions_BP, self.reader.backbone.vocab)
+        return self.reader.noise(None, self.seeds_B[self.rows], positions_BP)
 
     def _noise_of(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
         """The noise each node's pick is made with: that of the position after it."""

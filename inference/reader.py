@@ -15,6 +15,7 @@ from headstart.heads.kv import visible
 from headstart.heads.recurrent import Added, Branch, States
 from headstart.inference.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.capture import Captured, When, capturable
+from headstart.inference.noise import gumbel
 from headstart.inference.tree import CandidateTree
 
 
@@ -26,6 +27,11 @@ class Reader:
         self.view: TreeCache | None = None
         steady = capturable(capture, backbone.device) and backbone.turn is None   # a recording would keep one length's frequencies
         self.read = Captured(self._read, capture if steady else "never", backbone.model)
+        self.noise = Captured(self._noise, capture if capturable(capture, backbone.device) else "never")
+
+    def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
+        """Of the tokens at those positions, ``[B, P, V]`` (see `gumbel`)."""
+        return gumbel(seeds_B, positions_BP, self.backbone.vocab)
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         """Rows right-padded: their features (padding marked so), and the cache to go on from."""

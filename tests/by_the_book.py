@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from headstart.training.recipe import Objective
+from headstart.training.recipe.recipe import Objective
 
 WHOLE_TERMS = [
     {"kl": 1.0}, {"reverse_kl": 1.0}, {"js": 1.0}, {"ce": 1.0}, {"tv": 1.0}, {"lk_alpha": 1.0}, {"lk": 1.0}, {"topk_kl": 1.0},

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
-from headstart.training.objective import Sums, count_learned
-from headstart.training.recipe import Objective
+from headstart.training.objective.objective import Sums, count_learned
+from headstart.training.recipe.recipe import Objective
 
 V, B, T = 53, 3, 19
 

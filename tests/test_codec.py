@@ -17,12 +17,12 @@ from torch import Tensor
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
-from headstart.training.codec import Form, TopTeacher, join, row_of, taught
-from headstart.training.data import Sample
-from headstart.training.features_cache import size_of
-from headstart.training.objective import Sums, count_learned, objective
-from headstart.training.packing import Batch, collate
-from headstart.training.recipe import Objective
+from headstart.training.cache.codec import Form, TopTeacher, join, row_of, taught
+from headstart.training.cache.folder import size_of
+from headstart.training.data.data import Sample
+from headstart.training.data.packing import Batch, collate
+from headstart.training.objective.objective import Sums, count_learned, objective
+from headstart.training.recipe.recipe import Objective
 from headstart.training.source import Live
 
 STORES = ("int8", "bf16", "exact")

@@ -3,9 +3,9 @@ import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
 from headstart.heads.errors import UserError
-from headstart.training.conversation import Chat, as_messages, encode
-from headstart.training.data import Sample, tokenise
-from headstart.training.recipe import Data
+from headstart.training.data.conversation import Chat, as_messages, encode
+from headstart.training.data.data import Sample, tokenise
+from headstart.training.recipe.recipe import Data
 
 
 def learned(tokenizer, sample: Sample) -> list[str]:

@@ -11,12 +11,12 @@ import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.heads.errors import UserError
-from headstart.training import rows as rows_module
-from headstart.training.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
-from headstart.training.feed import order
-from headstart.training.packing import collate
-from headstart.training.recipe import Data, Eval
-from headstart.training.rows import read_rows
+from headstart.training.data import rows as rows_module
+from headstart.training.data.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
+from headstart.training.data.feed import order
+from headstart.training.data.packing import collate
+from headstart.training.data.rows import read_rows
+from headstart.training.recipe.recipe import Data, Eval
 
 ROWS = [{"text": f"It is {word}."} for word in ("two", "three", "fünf", "six")]
 
@@ -63,7 +63,7 @@ def test_a_shipped_file_is_found_wherever_the_package_is(tmp_path, monkeypatch):
     folder = tmp_path / "somewhere" / "headstart"
     (folder / "recipes" / "quickstart").mkdir(parents=True)
     write(folder / "recipes" / "quickstart" / "train.jsonl.gz", ROWS)
-    monkeypatch.setattr(rows_module, "__file__", str(folder / "training" / "rows.py"))
+    monkeypatch.setattr(rows_module, "__file__", str(folder / "training" / "data" / "rows.py"))
     monkeypatch.chdir(tmp_path)
     assert read_rows("quickstart:train.jsonl.gz") == ROWS
     with pytest.raises(UserError, match=r"no data file .*recipes/quickstart/other.jsonl"):

@@ -15,7 +15,7 @@ from chat_templates import make_tokenizer
 from server import Reply, said, serving
 
 from headstart.cli import main
-from headstart.training import endpoint
+from headstart.training.regenerate import endpoint
 
 CALL = {"id": "new", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 

@@ -23,15 +23,16 @@ from small_run import make_recipe, read_log
 
 from headstart.cli import main
 from headstart.heads.backbone import Backbone
-from headstart.training import cache_writer, caching
+from headstart.training.cache import caching
+from headstart.training.cache import writer as cache_writer
+from headstart.training.cache.codec import Form
+from headstart.training.cache.folder import plan, read_manifest
+from headstart.training.cache.stored import Recent, reads_hidden
 from headstart.training.cli import main as train
-from headstart.training.codec import Form
-from headstart.training.data import Sample
-from headstart.training.features_cache import plan, read_manifest
+from headstart.training.data.data import Sample
 from headstart.training.loop import train as go_on
-from headstart.training.recipe import load_recipe
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
-from headstart.training.stored import Recent, reads_hidden
 
 EAGLE = {"kind": "eagle3", "depth": 2}
 

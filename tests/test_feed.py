@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log, run
 
 from headstart.training.cli import main
-from headstart.training.recipe import load_recipe
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
 EAGLE = {"kind": "eagle3", "depth": 2}

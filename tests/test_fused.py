@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter
 from headstart.heads.errors import UserError
-from headstart.training.objective import objective, require_comparable
-from headstart.training.recipe import Objective
+from headstart.training.objective.objective import objective, require_comparable
+from headstart.training.recipe.recipe import Objective
 
 
 @pytest.fixture(scope="module")

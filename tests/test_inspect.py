@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from headstart.cli import main
 from headstart.heads.base import build_drafter
 from headstart.heads.checkpoint import template_hash
-from headstart.training.inspection import layer_name, norm_name
+from headstart.training.inspect.inspection import layer_name, norm_name
 
 ANSWER = "It is four."
 

@@ -119,7 +119,7 @@ def test_a_full_disk(
 def test_a_log_that_cannot_be_written(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(recipe), "train.steps=1"]) == 0
     from headstart.training.log import Log
-    from headstart.training.recipe import load_recipe
+    from headstart.training.recipe.recipe import load_recipe
 
     log = Log(load_recipe(recipe), 9, 1, True)
     log.file.close()

@@ -14,10 +14,10 @@ from small_run import make_recipe, read_log, run
 from headstart.heads.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.training.cli import main
-from headstart.training.data import Sample
-from headstart.training.feed import Feed
+from headstart.training.data.data import Sample
+from headstart.training.data.feed import Feed
 from headstart.training.loop import train
-from headstart.training.recipe import Train, load_recipe
+from headstart.training.recipe.recipe import Train, load_recipe
 from headstart.training.schedule import learning_rate
 from headstart.training.setup import prepare
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
-from headstart.training.objective import objective
-from headstart.training.recipe import Objective
+from headstart.training.objective.objective import objective
+from headstart.training.recipe.recipe import Objective
 
 
 @pytest.fixture(scope="module")

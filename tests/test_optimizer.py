@@ -9,7 +9,7 @@ from families import backbone
 from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.training.checkpoint import pack, unpack_drafter, unpack_optimizer
 from headstart.training.optimizer import MuonAdamW, build_optimizer, orthogonal
-from headstart.training.recipe import Train
+from headstart.training.recipe.recipe import Train
 from headstart.training.schedule import learning_rate
 
 MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)

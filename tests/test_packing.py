@@ -19,11 +19,11 @@ from torch import Tensor
 from headstart.heads.base import Drafter, Features
 from headstart.heads.errors import UserError
 from headstart.training.cli import main
-from headstart.training.data import Sample
-from headstart.training.feed import Feed, digest
-from headstart.training.objective import count_learned, objective
-from headstart.training.packing import Batch, best_fit, collate, documents_apart, restarting
-from headstart.training.recipe import Objective, Train
+from headstart.training.data.data import Sample
+from headstart.training.data.feed import Feed, digest
+from headstart.training.data.packing import Batch, best_fit, collate, documents_apart, restarting
+from headstart.training.objective.objective import count_learned, objective
+from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.source import Live
 
 LENGTHS = (9, 4, 13, 6, 21, 5, 8)

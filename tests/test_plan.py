@@ -17,15 +17,15 @@ from headstart.cli import main
 from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.base import methods
 from headstart.heads.errors import UserError
-from headstart.training.data import Splits
-from headstart.training.live import Live as Counted
-from headstart.training.memory import Memory, Size
-from headstart.training.packing import Batch
-from headstart.training.plan import disk, largest, read_data
+from headstart.training.data.data import Splits
+from headstart.training.data.packing import Batch
+from headstart.training.plan.live import Live as Counted
+from headstart.training.plan.memory import Memory, Size
+from headstart.training.plan.plan import disk, largest, read_data
+from headstart.training.plan.sketch import draw
 from headstart.training.pupil import build
-from headstart.training.recipe import Recipe, load_recipe
+from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.setup import prepare
-from headstart.training.sketch import draw
 from headstart.training.source import Live
 from headstart.training.step import TrainStep
 

@@ -14,7 +14,7 @@ from headstart.inference.heads import Heads
 from headstart.inference.measure import measure_tau
 from headstart.inference.tree import TreeShape
 from headstart.training.optimizer import build_optimizer
-from headstart.training.recipe import Objective, Train
+from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.step import TrainStep
 
 FOLDER = Path(resolve("embedded"))

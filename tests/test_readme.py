@@ -11,7 +11,7 @@ import torch
 from headstart.cli import _parser
 from headstart.heads.backbone import load_backbone, resolve
 from headstart.heads.base import build_drafter
-from headstart.training.recipe import load_recipe
+from headstart.training.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

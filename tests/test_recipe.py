@@ -8,9 +8,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.heads.errors import UserError
-from headstart.training import recipe as module
-from headstart.training import sections
-from headstart.training.recipe import Data, Objective, RecipeError, Train, load_recipe, to_dict, to_yaml
+from headstart.training.recipe import recipe as module
+from headstart.training.recipe import sections
+from headstart.training.recipe.recipe import Data, Objective, RecipeError, Train, load_recipe, to_dict, to_yaml
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")   # those are of accelerate

@@ -17,12 +17,12 @@ from transformers import GenerationConfig
 from headstart.cli import main
 from headstart.heads.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import build_drafter
-from headstart.training.answers import Conversation, read_asked
-from headstart.training.conversation import Chat
-from headstart.training.data import load_data
-from headstart.training.in_process import InProcess, closing
-from headstart.training.partial import Partial
-from headstart.training.recipe import Data, load_recipe
+from headstart.training.data.conversation import Chat
+from headstart.training.data.data import load_data
+from headstart.training.recipe.recipe import Data, load_recipe
+from headstart.training.regenerate.answers import Conversation, read_asked
+from headstart.training.regenerate.in_process import InProcess, closing
+from headstart.training.regenerate.partial import Partial
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")

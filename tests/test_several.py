@@ -18,7 +18,7 @@ from headstart.heads.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.errors import UserError
 from headstart.training.cli import main
-from headstart.training.recipe import load_recipe, to_yaml
+from headstart.training.recipe.recipe import load_recipe, to_yaml
 
 HEADS: list[dict[str, Any]] = [
     {"kind": "eagle3", "depth": 3, "draft_vocab": 40, "taps": [1, 2, 3]},
@@ -109,7 +109,7 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["full", "lru"])
 def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path, mode: str) -> None:
-    from headstart.training.caching import write_cache
+    from headstart.training.cache.caching import write_cache
 
     given = [f"cache.dir={tmp_path}/cache", f"cache.mode={mode}", "cache.store=exact"]
     if mode == "full":

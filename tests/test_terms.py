@@ -10,8 +10,8 @@ import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
 from torch import Tensor
 
-from headstart.training.recipe import Objective
-from headstart.training.terms import TERMS, Draft, Teacher, compare, gradient, mix, regression, teach
+from headstart.training.objective.terms import TERMS, Draft, Teacher, compare, gradient, mix, regression, teach
+from headstart.training.recipe.recipe import Objective
 
 C, V = 6, 23
 VOCABULARY = torch.tensor([0, 1, 4, 5, 9, 11, 12, 20])

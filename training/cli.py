@@ -35,7 +35,7 @@ def _train(path: str, overrides: Sequence[str]) -> int:
     import torch
 
     from headstart.training.loop import train
-    from headstart.training.recipe import load_recipe
+    from headstart.training.recipe.recipe import load_recipe
     from headstart.training.setup import prepare
 
     recipe = load_recipe(path, overrides)

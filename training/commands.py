@@ -31,8 +31,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 def cache(given: argparse.Namespace) -> int:
     """Write what the backbone knows of every training sample to disk, so that training need not run it."""
     from headstart.inference.cli.files import require_writable, write_json
-    from headstart.training.caching import write_cache
-    from headstart.training.recipe import load_recipe
+    from headstart.training.cache.caching import write_cache
+    from headstart.training.recipe.recipe import load_recipe
 
     require_writable("--json", given.json)
     write_json(given.json, write_cache(load_recipe(given.recipe, given.overrides), given.estimate))
@@ -49,8 +49,8 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 def regenerate(given: argparse.Namespace) -> int:
     """Let the backbone itself answer a dataset's prompts, so that heads learn from what it says."""
     from headstart.inference.cli.files import require_writable, write_json
-    from headstart.training.recipe import load_recipe
-    from headstart.training.regenerate import write_answers
+    from headstart.training.recipe.recipe import load_recipe
+    from headstart.training.regenerate.regenerate import write_answers
 
     require_writable("--json", given.json)
     write_json(given.json, write_answers(load_recipe(given.recipe, given.overrides)))
@@ -71,8 +71,9 @@ def plan(given: argparse.Namespace) -> int:
     """Say what training by a recipe will need, and what fits, before anything is loaded or trained."""
     from headstart.inference.cli.files import require_writable, write_json
     from headstart.inference.cli.loading import quiet
-    from headstart.training import plan, plan_table
-    from headstart.training.recipe import load_recipe
+    from headstart.training.plan import plan
+    from headstart.training.plan import table as plan_table
+    from headstart.training.recipe.recipe import load_recipe
 
     require_writable("--json", given.json)
     quiet()
@@ -94,7 +95,7 @@ def inspect(given: argparse.Namespace) -> int:
     """Show a sample with what is learned of it, the data in numbers and what heads will read; or what trained heads are."""
     from headstart.inference.cli.files import require_writable, write_json
     from headstart.inference.cli.loading import quiet
-    from headstart.training.inspection import inspect
+    from headstart.training.inspect.inspection import inspect
 
     require_writable("--json", given.json)
     quiet()

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from headstart.heads.errors import UserError
-from headstart.training.recipe import Recipe, to_dict
+from headstart.training.recipe.recipe import Recipe, to_dict
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 
 from headstart.heads.errors import UserError
 from headstart.training.checkpoint import write_state
+from headstart.training.data.packing import Batch
 from headstart.training.evaluate import evaluate
 from headstart.training.log import Result
-from headstart.training.objective import Sums, count_learned
-from headstart.training.packing import Batch
+from headstart.training.objective.objective import Sums, count_learned
 from headstart.training.pupil import Pupil
-from headstart.training.recipe import to_dict
+from headstart.training.recipe.recipe import to_dict
 from headstart.training.schedule import learning_rate
 from headstart.training.setup import Run
 from headstart.training.sharding import all_finite

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
-from headstart.training.recipe import Train
+from headstart.training.recipe.recipe import Train
 from headstart.training.sharding import joined, own_part, part_like
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
 from headstart.heads.checkpoint import template_hash
-from headstart.training.recipe import Recipe, to_dict
+from headstart.training.recipe.recipe import Recipe, to_dict
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from headstart.heads.base import Drafter, Features, build_drafter
 from headstart.training.average import Average, in_place_of_weights
 from headstart.training.checkpoint import pack, unpack_average, unpack_optimizer
 from headstart.training.log import Meter, Result
-from headstart.training.objective import Sums
+from headstart.training.objective.objective import Sums
 from headstart.training.optimizer import build_optimizer
-from headstart.training.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe
 from headstart.training.schedule import learning_rate
 from headstart.training.sharding import keep_whole, whole
 from headstart.training.step import TrainStep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headstart.training.recipe import Train
+from headstart.training.recipe.recipe import Train
 
 
 def learning_rate(step: int, steps: int, train: Train) -> float:

@@ -16,16 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.training.cache.stored import open_source
 from headstart.training.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
-from headstart.training.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
-from headstart.training.feed import Feed
+from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
+from headstart.training.data.feed import Feed
 from headstart.training.log import Log, require_wandb
 from headstart.training.provenance import provenance
 from headstart.training.pupil import Pupil, build, enrol
-from headstart.training.recipe import Recipe, to_dict
+from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.sharding import fsdp_plugin, require_known
 from headstart.training.source import FeatureSource, require_packable
-from headstart.training.stored import open_source
 
 
 @dataclass

@@ -12,8 +12,8 @@ from dataclasses import replace
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
 from headstart.heads.errors import UserError
-from headstart.training.packing import Batch, documents_apart, restarting
-from headstart.training.recipe import Recipe
+from headstart.training.data.packing import Batch, documents_apart, restarting
+from headstart.training.recipe.recipe import Recipe
 
 
 class FeatureSource(ABC):

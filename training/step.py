@@ -10,9 +10,9 @@ from torch import nn
 
 from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
-from headstart.training.objective import Sums, objective, require_comparable
-from headstart.training.recipe import Objective
-from headstart.training.terms import FEATURES
+from headstart.training.objective.objective import Sums, objective, require_comparable
+from headstart.training.objective.terms import FEATURES
+from headstart.training.recipe.recipe import Objective
 
 
 class TrainStep(nn.Module):

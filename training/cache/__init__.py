@@ -1,0 +1,1 @@
+"""The backbone's reading on disk."""

@@ -1,0 +1,244 @@
+"""Training data: rows -> samples of tokens with what to learn; and the prompts that evaluation decodes.
+
+Shape suffixes: T positions.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.errors import UserError
+from headstart.training.data.conversation import Chat, TemplateRefusal, as_messages, encode
+from headstart.training.data.rows import Row, read_rows
+from headstart.training.recipe.recipe import Data, Eval
+
+COLUMNS = ("messages", "conversations", "text")
+SHORTEST = 4
+"""Fewer tokens teach next to nothing: the third of a sample is the first that is drafted at all, the fourth by depth 1."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: Tensor
+    """int64 [T]."""
+    learn: Tensor
+    """bool [T]: which of them are to be drafted."""
+
+
+@dataclass
+class Stats:
+    """What became of the rows."""
+
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    learned: int = 0
+    no_assistant: int = 0
+    """Rows without an assistant's turn that answers something."""
+    refused: int = 0
+    """Rows the chat template would not render."""
+    refusal: str = ""
+    """What it said to the first of them."""
+    split: int = 0
+    """Rows that became one sample a turn, because the template rewrites earlier turns."""
+    truncated: int = 0
+    cut_off: int = 0
+    """Tokens that truncating lost."""
+    cut: int = 0
+    """Samples cut into pieces under ``data.long=split``."""
+    pieces: int = 0
+    """How many pieces."""
+    too_long: int = 0
+    """Samples skipped under ``data.long=skip``."""
+    nothing: int = 0
+    """Samples dropped for having too few tokens, or none to learn."""
+    roles: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        said = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.learned:,} to learn"]
+        notes = {
+            "rows without an assistant turn": self.no_assistant,
+            f"rows refused by the chat template ({self.refusal})": self.refused,
+            "rows split by turn": self.split,
+            f"samples truncated ({self.cut_off:,} tokens cut off)": self.truncated,
+            f"samples cut into {self.pieces:,} pieces": self.cut,
+            "samples too long": self.too_long,
+            "samples with nothing to learn": self.nothing,
+        }
+        return ", ".join(said + [f"{count:,} {what}" for what, count in notes.items() if count])
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: list[Sample]
+    eval: list[Sample]
+    stats: Stats
+    """Of the training rows."""
+
+
+def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, progress: bool = True) -> Splits:
+    """Read and tokenise what a recipe names; ``context`` is how many positions the backbone has."""
+    if data.max_length > context:
+        raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
+    rows = read_rows(data.train, split=data.split, subset=data.subset, limit=data.limit)
+    source, held = data.train, []
+    if data.eval is not None and data.eval_rows:
+        source, held = data.eval, read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
+    elif data.eval_rows:
+        rows, held = hold_out(rows, data.eval_rows, data.train)
+    train, stats = tokenise(rows, tokenizer, data, source=data.train, progress=progress)
+    asked = replace(data, long="truncate") if data.splits_long else data   # a piece from the middle is nothing anyone asks
+    return Splits(train, tokenise(held, tokenizer, asked, source=source, progress=False)[0] if held else [], stats)
+
+
+def require_vocabulary(splits: Splits, vocab: int) -> None:
+    """Raise UserError if some token is none of the backbone's ``vocab``."""
+    largest = max(int(sample.tokens.max()) for sample in [*splits.train, *splits.eval])
+    if largest >= vocab:
+        raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
+
+
+def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows. Evenly spaced, since files are often sorted, and the same whatever the seed."""
+    if count >= len(rows):
+        raise UserError(f"data.eval_rows={count} would hold out all {len(rows)} rows of {source}; lower it, or set data.eval")
+    held = {i * len(rows) // count for i in range(count)}
+    return [row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]
+
+
+def tokenise(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, progress: bool = False
+) -> tuple[list[Sample], Stats]:
+    """Samples of all rows, in order, and what became of the rows; an error when nothing is left to learn."""
+    column = _column(rows[0], data, source)
+    read = _reader(rows[0][column], tokenizer, data)
+    samples, stats = [], Stats(rows=len(rows))
+    for number, row in enumerate(tqdm(rows, desc="tokenising", unit="row", disable=not progress), 1):
+        where = f"{source}, row {number}"
+        if row.get(column) is None:
+            raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
+        try:
+            found = read(row, column, where, stats)
+        except TemplateRefusal as refusal:
+            stats.refused, stats.refusal = stats.refused + 1, stats.refusal or str(refusal)
+            continue
+        stats.split += len(found) > 1
+        samples += [fitting for sample in found for fitting in _fit(sample, data, where, stats)]
+    if not samples:
+        raise _nothing_left(stats, source)
+    stats.samples, stats.tokens = len(samples), sum(len(sample.tokens) for sample in samples)
+    stats.learned = sum(int(sample.learn.sum()) for sample in samples)
+    return samples, stats
+
+
+def _column(row: Row, data: Data, source: str) -> str:
+    """The column that holds what to learn from."""
+    wanted = (data.column,) if data.column else COLUMNS if data.format == "auto" else (data.format,)
+    for column in wanted:
+        if row.get(column) is not None:
+            return column
+    choose = "set data.column to one it has" if data.column else "name yours with data.column"
+    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {' or '.join(wanted)}; {choose}")
+
+
+Reader = Callable[[Row, str, str, Stats], list[Sample]]
+
+
+def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reader:
+    """How to make samples of a row (column, where it stands, what to count in); by the recipe's format or the first value."""
+    if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
+        return lambda row, column, where, stats: _text(row[column], tokenizer, where)
+    chat = Chat(tokenizer, data.chat_template)
+
+    def read(row: Row, column: str, where: str, stats: Stats) -> list[Sample]:
+        messages, tools = as_messages(row[column], where, data.format), row.get("tools")
+        if data.learn == "all":
+            ids = tokenizer(chat.render(messages, tools), add_special_tokens=False, verbose=False)["input_ids"]
+            return [_whole(ids)]
+        rendered = chat.answers(messages, where, tools)
+        stats.roles.update(message["role"] for message in messages)
+        stats.no_assistant += not rendered
+        return [Sample(*encode(tokenizer, one)) for one in rendered]
+
+    return read
+
+
+def _text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Sample]:
+    if not isinstance(text, str):
+        raise UserError(f"{where}: plain text expected; got {type(text).__name__}")
+    return [_whole(tokenizer(text, verbose=False)["input_ids"])]
+
+
+def _whole(ids: list[int]) -> Sample:
+    return Sample(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
+
+
+def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
+    """The sample as it goes into training: as it is, cut, in pieces, or not at all."""
+    length, most = len(sample.tokens), data.max_length
+    if length > most and data.long == "error":
+        raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.long=truncate")
+    if length > most and data.long == "skip":
+        stats.too_long += 1
+        return []
+    count = -(-length // most) if data.splits_long else 1
+    # Pieces of one size, not whole windows and a rest: none is too short to learn from.
+    pieces = list(zip(sample.tokens.tensor_split(count), sample.learn.tensor_split(count), strict=True)) if length else []
+    kept = [Sample(tokens[:most].clone(), learn[:most].clone()) for tokens, learn in pieces]
+    kept = [piece for piece in kept if len(piece.tokens) >= SHORTEST and piece.learn.any()]
+    stats.nothing += count - len(kept)
+    if length > most and kept and count == 1:
+        stats.truncated, stats.cut_off = stats.truncated + 1, stats.cut_off + length - most
+    if count > 1:
+        stats.cut, stats.pieces = stats.cut + 1, stats.pieces + count
+    return kept
+
+
+def _nothing_left(stats: Stats, source: str) -> UserError:
+    if stats.no_assistant == stats.rows:
+        roles = ", ".join(stats.roles) or "none"
+        return UserError(
+            f"no assistant turn to learn in any of the {stats.rows} rows of {source} (roles found: {roles});"
+            " data.learn=all learns every token"
+        )
+    return UserError(f"nothing to learn in {source}: {stats}")
+
+
+def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:
+    """The ``size`` tokens of the backbone's vocabulary that are learned most often, ascending; equals by lower id."""
+    if not 1 <= size <= vocab:
+        raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
+    counts = torch.bincount(torch.cat([sample.tokens[sample.learn] for sample in samples]), minlength=vocab)
+    if len(counts) > vocab:
+        raise UserError(f"the tokenizer gives token {len(counts) - 1}, but the backbone's vocabulary has {vocab}; use the backbone's own")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
+    """Up to ``settings.prompts`` prompts (int64 [T]) that leave room in the context for what is to be written.
+
+    Of a conversation, everything up to its last answer; of plain text, the first ``prompt_tokens`` (half of a shorter one).
+    """
+    room = context - settings.max_new_tokens
+    asked = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= room]
+    if samples and not asked:
+        raise UserError(
+            f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
+            " lower eval.max_new_tokens, eval.prompt_tokens or data.max_length"
+        )
+    return asked[: settings.prompts]
+
+
+def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
+    if sample.learn.all():
+        return sample.tokens[: prompt_tokens if len(sample.tokens) > prompt_tokens else len(sample.tokens) // 2]
+    learned = sample.learn.nonzero().flatten().tolist()
+    start = next(i for i in range(learned[-1], -1, -1) if i == 0 or not sample.learn[i - 1])
+    return sample.tokens[:start]

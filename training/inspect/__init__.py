@@ -1,0 +1,1 @@
+"""What a recipe or a checkpoint holds, shown."""

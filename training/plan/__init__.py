@@ -1,0 +1,1 @@
+"""What a recipe will need, before it needs it."""

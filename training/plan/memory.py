@@ -1,0 +1,242 @@
+"""The memory that a training step takes, by part and moment, found by running the step itself on a `Sketch`.
+
+No formula stands for a drafter's or the objective's code: their own forward and backward run without numbers, and `Live` counts. With P
+trained weights, Q of the backbone (b bytes each), B rows of T tokens, D width, K depth, M learned positions, V draft vocabulary and C
+positions of a chunk it comes to
+
+    backbone weights       Q b                      drafter weights      4 P         average (train.ema)   4 P
+    optimiser state        8 P (AdamW); 4 P of the matrices under Muon, 8 P of the rest
+    gradients              4 P once the backward has ended, before that the readout's; 4 P throughout under accumulation or with DDP
+    features               (taps + 1) B T D b, and the tokens
+    backbone activations   of one layer, since its forward keeps nothing: about B T (4 D + 3 feed-forward width) b
+    drafter activations    what autograd keeps of K passes, and the gradients on their way through one
+    attention              of that what is laid out by heads: queries, keys, values, scores and what they give
+    objective              2 K M D and about 6 C V numbers of fp32
+
+The moments: *reading* (the backbone's forward), *learning* (a drafter's forward, the objective, the backward), *stepping* (the
+optimiser, with one more copy of the trained weights on an accelerator, where it works on all at once), and on a CPU *saving* (a copy
+of weights and moments on its way to the disk). Several heads learn one after another; the gradients of all wait for the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headstart.heads import causal
+from headstart.heads.base import Drafter, Features, list_tensors
+from headstart.heads.errors import UserError
+from headstart.training.cache.codec import TopTeacher
+from headstart.training.data.packing import Batch
+from headstart.training.objective import fused
+from headstart.training.objective.objective import objective
+from headstart.training.optimizer import MuonAdamW, build_optimizer
+from headstart.training.plan.live import Live, Parts
+from headstart.training.plan.sketch import Sketch
+from headstart.training.recipe.recipe import Recipe
+from headstart.training.source import Live as FromBackbone
+
+RUNTIME = {False: 500_000_000, True: 1_000_000_000}
+"""Bytes that torch itself takes: its libraries on a CPU; context, kernels and workspaces on an accelerator."""
+ALLOCATOR = 0.05
+"""Share of an accelerator's memory that is left free, since its allocator works in blocks."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A micro-batch: what one process puts through one forward."""
+
+    rows: int
+    length: int
+    """Positions a row."""
+    share: float = 1.0
+    """How many of the positions are learned."""
+
+    @property
+    def learned(self) -> int:
+        return max(1, round(self.share * self.rows * max(self.length - 2, 1)))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Moment -> part -> bytes."""
+
+    moments: dict[str, Parts]
+
+    @property
+    def moment(self) -> str:
+        """When it is most."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def most(self) -> int:
+        return sum(self.moments[self.moment].values())
+
+    @property
+    def largest(self) -> str:
+        """The part that takes most of it."""
+        parts = self.moments[self.moment]
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step of a recipe takes on one device."""
+
+    recipe: Recipe
+    sketch: Sketch
+    accelerator: bool
+    holds: bool
+    """Whether there are gradients while the backbone reads: of an earlier micro-batch, or in the buckets of data parallelism."""
+
+    def lasting(self) -> Parts:
+        """What is there from the first step to the last."""
+        alone = self.recipe.apart()
+        drafters, model = self.sketch.drafters, self.sketch.backbone.model
+        return {
+            "torch itself": RUNTIME[self.accelerator],
+            "backbone weights": size_of([*model.parameters(), *model.buffers()]),
+            "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
+            "optimiser state": sum(self._moments(name) for name in drafters),
+            "average": sum(trained(drafter) for name, drafter in drafters.items() if alone[name].train.ema is not None),
+        }
+
+    def _moments(self, name: str) -> int:
+        """AdamW keeps two numbers a weight, Muon one; those of the matrices it moves."""
+        with self.sketch.drawn():
+            optimizer = build_optimizer(self.sketch.drafters[name], self.recipe.apart()[name].train)
+        first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
+        return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
+
+    def step(self, size: Size) -> Taken:
+        """Raises UserError for a drafter whose code cannot run without numbers."""
+        lasting, gradients = self.lasting(), sum(trained(drafter) for drafter in self.sketch.drafters.values())
+        reading, learning = self._run(size)
+        moments = {
+            "reading": lasting | reading | {"gradients": gradients if self.holds else 0},
+            "learning": lasting | learning,
+            "stepping": lasting | {"gradients": gradients} | ({"optimiser's copy": gradients} if self.accelerator else {}),
+        }
+        if not self.accelerator:
+            moments["saving"] = lasting | {"copy to save": sum(lasting[part] for part in ("drafter weights", "optimiser state", "average"))}
+        return Taken({moment: {part: count for part, count in parts.items() if count} for moment, parts in moments.items()})
+
+    def _run(self, size: Size) -> tuple[Parts, Parts]:
+        """What there is beside the lasting while the backbone reads, and while that drafter learns that takes most."""
+        answers, found = self.sketch.answers, list[Parts]()
+        answers.learned, answers.yes, answers.longest = size.learned, self.recipe.data.packing, size.length - 1
+        with _quiet(), self.sketch.drawn(), Live() as live, _as_trained(self.recipe, self.accelerator):
+            features, teacher = self._read(size, live)
+            reading = live.parts([])
+            live.rename(list_tensors(features), "features")
+            live.rows = size.rows
+            waiting = 0
+            for name, alone in self.recipe.apart().items():
+                drafter = self.sketch.drafters[name]
+                live.again()
+                learning = _learn(alone, drafter, features, teacher, live)
+                own = trained(drafter)
+                held = waiting + (own if self.holds else 0)
+                found.append(learning | {"gradients": learning.get("gradients", 0) + held})
+                waiting += own
+        return reading, max(found, key=lambda parts: sum(parts.values()))
+
+    def _read(self, size: Size, live: Live) -> tuple[Features, Any]:
+        """The features of a batch, live or as they come from a cache, and who teaches."""
+        backbone, taps, cache = self.sketch.backbone, self.sketch.taps, self.recipe.cache
+        live.part = "features"
+        tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
+        members = ((0, 1) if self.recipe.data.packing else (0,),) * size.rows
+        batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT), members)
+        if cache.dir is None or cache.mode == "lru":
+            live.part = "backbone activations"
+            return FromBackbone(backbone, taps).read(batch), backbone
+        states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
+        if cache.teacher == "hidden":
+            hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
+            return Features(tokens_BT, hidden_BTD, states, batch.learn_BT, batch.document_BT), backbone
+        likeliest = torch.zeros(*tokens_BT.shape, 2 * min(cache.top, backbone.vocab) + 1)
+        return Features(tokens_BT, likeliest, states, batch.learn_BT, batch.document_BT), TopTeacher(torch.ones(backbone.vocab))
+
+
+def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, live: Live) -> Parts:
+    """One drafter's forward, objective and backward: what training's `TrainStep` is made of."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = dtypes.get(recipe.train.precision)
+    weights = [weight for weight in drafter.parameters() if weight.requires_grad]
+    try:
+        live.part = "drafter activations"
+        with nullcontext() if precision is None else torch.autocast("cpu", precision):
+            hidden = drafter(features)
+            live.part = "objective"
+            loss = objective(recipe.objective, teacher, drafter, features, hidden).loss
+        del hidden
+        live.part = "drafter activations"
+        loss.backward()
+        return live.parts([weight.grad for weight in weights if weight.grad is not None])
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"what drafter {recipe.drafter['kind']} takes cannot be found without numbers ({type(error).__name__}: {cause}); "
+            "train a few steps instead (train.steps=3)"
+        ) from error
+    finally:
+        for weight in weights:
+            weight.grad = None
+
+
+def trained(drafter: Drafter) -> int:
+    """Bytes of its trained weights."""
+    return size_of([weight for weight in drafter.parameters() if weight.requires_grad])
+
+
+def size_of(tensors: list[Any]) -> int:
+    """Bytes of the storages behind them, each counted once."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@contextmanager
+def _as_trained(recipe: Recipe, accelerator: bool) -> Iterator[None]:
+    """A sketch stands for a CPU, whose work is cut to what stays in its caches; an accelerator takes more at a time.
+
+    Of the objective's chunks and of attention's blocks, each freed before the next, the first ones and the last are run.
+    """
+    least, cached, chunks, upto = fused.LEAST_ROWS, causal.CACHED, fused.Fused.chunks, causal.Blocks.upto
+
+    def some_chunks(self: fused.Fused, count: int) -> Iterator[slice]:
+        every = list(chunks(self, count))
+        yield from every if self.wanted.depth_weights == "expected" else _few(every)
+
+    def some_blocks(self: causal.Blocks, positions: int) -> Iterator[tuple[int, int, int]]:
+        yield from _few(list(upto(self, positions)))
+
+    if accelerator:
+        fused.LEAST_ROWS, causal.CACHED = max(least, recipe.objective.chunk), causal.HELD
+    fused.Fused.chunks = some_chunks   # type: ignore[method-assign]
+    causal.Blocks.upto = some_blocks   # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        fused.LEAST_ROWS, causal.CACHED = least, cached
+        fused.Fused.chunks, causal.Blocks.upto = chunks, upto   # type: ignore[method-assign]
+
+
+def _few(parts: list[Any]) -> list[Any]:
+    return parts if len(parts) < 4 else [*parts[:2], parts[-1]]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch logs of a code that cannot run without numbers is said in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,1 @@
+"""A run, written down: YAML, sections, overrides, several heads."""

@@ -1,0 +1,1 @@
+"""The backbone's own answers to a dataset's prompts."""
