@@ -129,7 +129,7 @@ class WithoutExtras(importlib.machinery.PathFinder):
     # Finds nothing for a refused name, which is what a library sees that looks for a package not installed.
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.split(".")[0] in ("wandb", "peft") else super().find_spec(name, path, target)
+        return None if name.split(".")[0] in ("wandb", "peft", "tensorboard", "tensorboardX") else super().find_spec(name, path, target)
 
 sys.meta_path = [WithoutExtras if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
 import headstart
@@ -142,7 +142,7 @@ for i, layer in enumerate(layers):
     above = [name for name in sys.modules for other in layers[i + 1:] if name.startswith(f"headstart.{other}")]
     assert not above, f"importing {layer} imports {above}"
 import train_heads
-assert not {"wandb", "peft"} & set(sys.modules), "an extra was imported"
+assert not {"wandb", "peft", "tensorboard", "tensorboardX"} & set(sys.modules), "an extra was imported"
 for name in headstart.__all__:
     assert getattr(headstart, name) is not None
 """

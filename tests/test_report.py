@@ -1,12 +1,12 @@
 """The report as a page: complete in itself, every number of the report in it, nothing of a prompt taken for markup."""
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 from chat_templates import make_tokenizer
 from families import random_drafter
 from talker import talker
+from webpage import Reader
 
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.charts import Axes, Series, above, histogram, lines, ticks
@@ -16,30 +16,6 @@ from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.report import page
 from headstart.inference.heads import Heads
 from headstart.inference.tree import TreeShape
-
-VOID = {"meta", "line", "rect", "circle", "polyline"}
-
-
-class Reader(HTMLParser):
-    """The text, the classes and the attributes of a page; fails where tags do not close as they opened."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words, self.attributes = "", []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += [(tag, *one) for one in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert tag in VOID or self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words += data
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,8 @@ def states(out: Path) -> list[Path]:
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
-    """The log without what a clock says."""
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out)]
+    """The log without what a clock says, and without the recipe, which names the folder."""
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
 def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:

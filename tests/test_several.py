@@ -76,8 +76,9 @@ def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Pa
         path = write(tmp_path / "alone.yaml", to_yaml(recipe))
         assert main([path, f"save.dir={tmp_path}/{name}"]) == 0
         assert (tmp_path / name / FILES[name]).read_bytes() == weights(together / "out")[name]
-        alone = [{key: x for key, x in line.items() if key != "tokens_per_second"} for line in read_log(tmp_path / name)]
-        own = [{key: x for key, x in line.items() if key not in ("tokens_per_second", "head")} for line in logs if line["head"] == name]
+        lines = [line for line in read_log(tmp_path / name) if "recipe" not in line]
+        alone = [{key: x for key, x in line.items() if key != "tokens_per_second"} for line in lines]
+        own = [{key: x for key, x in line.items() if key not in ("tokens_per_second", "head")} for line in logs if line.get("head") == name]
         assert own == alone and [line["step"] for line in own if "tau" in line] == [4, 8]
 
 
@@ -88,7 +89,7 @@ def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
         assert load_drafter(folder, backbone).depth == load_recipe(together / "recipe.yaml").heads[name]["depth"]
         origin = json.loads((folder / "headstart.json").read_text())["provenance"]
         assert origin["recipe"]["save"]["dir"] == str(folder) and origin["recipe"]["heads"] == {} and origin["tau"] >= 1
-    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "state"])
+    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "report.html", "state"])
 
 
 def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

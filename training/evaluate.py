@@ -67,7 +67,8 @@ def marked(example: dict[str, Any]) -> str:
 
 def _example(prompt_T: Tensor, output: HeadsOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     assert output.runs is not None
-    length, runs = 1, []
+    length = 1
+    runs: list[int] = []
     for run in output.runs[0]:
         if length + run > LONGEST:
             break

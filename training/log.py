@@ -1,8 +1,7 @@
-"""What a run tells: a JSONL file always, Weights & Biases when asked, and a progress bar with the numbers that matter."""
+"""What a run tells: a JSONL file and a page made of it always, trackers when asked, and a progress bar with the numbers that matter."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -15,6 +14,8 @@ from tqdm import tqdm
 
 from headstart.heads.errors import UserError
 from headstart.training.recipe.recipe import Recipe, to_dict
+from headstart.training.report import write_report
+from headstart.training.trackers import start_trackers
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,20 @@ class Log:
     """``<save.dir>/log.jsonl`` and its companions. Of the processes of a run, only the first has one that writes."""
 
     def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
-        self.main, self.steps, self.wandb = main, steps, None
+        self.main, self.steps = main, steps
         if not main:
             return
         path = Path(recipe.save.dir) / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(path, done)
+        started = {"recipe": to_dict(recipe), "steps": steps}
+        before = _keep_until(path, done)
         self.file = path.open("a")
+        if before != started:
+            self._write({"step": done, **started})
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
-        if recipe.log.wandb != "off":
-            self.wandb = _start_wandb(recipe)
+        self.trackers = start_trackers(recipe, done)
+        self.shown = done == 0
+        """Whether the page says all that the file does."""
 
     def say(self, text: str) -> None:
         """To the person, above the progress bar."""
@@ -92,13 +97,12 @@ class Log:
         """One line of the log: a step's training numbers, or an evaluation's; of which head, where there are several."""
         if not self.main:
             return
-        try:
-            self.file.write(json.dumps({"step": step, **({"head": head} if head else {}), **record}) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise UserError(f"{self.file.name} cannot be written: {error}; make room there, and the same command goes on") from None
-        if self.wandb is not None:
-            self.wandb.log({f"{head}/{key}" if head else key: value for key, value in _scalars(record).items()}, step=step)
+        self._write({"step": step, **({"head": head} if head else {}), **record})
+        self.shown, at = False, f"{head}/" if head else ""
+        for tracker in self.trackers:
+            tracker.numbers(step, {at + key: value for key, value in _scalars(record).items()})
+            if "examples" in record:
+                tracker.examples(step, f"{at}examples", record["examples"])
         shown = f"{head}: {_shown(record)}" if head else _shown(record)
         if "loss" not in record:
             self.say(f"step {step}/{self.steps}: {shown}")
@@ -111,46 +115,60 @@ class Log:
         if self.main:
             self.bar.update()
 
+    def report(self) -> None:
+        """Make ``report.html`` of the file as it is. A page that cannot be made ends no run: what it shows is in the file."""
+        if not self.main:
+            return
+        try:
+            write_report(Path(self.file.name).parent)
+            self.shown = True
+        except Exception as error:   # whatever it is: days of training are not lost for a plot
+            self.say(f"report.html could not be written: {type(error).__name__}: {error}")
+
     def close(self) -> None:
         if not self.main:
             return
         self.bar.close()
         self.file.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        if not self.shown:
+            self.report()
+        for tracker in self.trackers:
+            tracker.finish()
 
-
-def require_wandb(recipe: Recipe) -> None:
-    """Raise UserError, before anything is loaded, if Weights & Biases is asked for and not there."""
-    if recipe.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"log.wandb={recipe.log.wandb} needs wandb, which is not installed; pip install wandb, or set log.wandb=off")
-
-
-def _start_wandb(recipe: Recipe) -> Any:
-    import wandb
-
-    assert recipe.log.wandb != "off"
-    return wandb.init(project=recipe.log.project, name=recipe.log.name, mode=recipe.log.wandb, dir=recipe.save.dir, config=to_dict(recipe))
-
-
-def _keep_until(path: Path, done: int) -> None:
-    """Drop the lines after the step that is resumed from, and one half written: they are about to be written again."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    def _write(self, line: dict[str, Any]) -> None:
         try:
-            if json.loads(line)["step"] <= done:
-                kept.append(line + "\n")
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.file.name} cannot be written: {error}; make room there, and the same command goes on") from None
+
+
+def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
+    """Drop the lines after the step that is resumed from, and one half written: they are about to be written again.
+
+    What is left says last of the recipe.
+    """
+    kept, recipe = [], None
+    for text in path.read_text().splitlines() if path.exists() and done else []:
+        try:
+            line = json.loads(text)
         except ValueError:
             continue
+        if line["step"] <= done:
+            kept.append(text + "\n")
+            recipe = {key: line[key] for key in ("recipe", "steps")} if "recipe" in line else recipe
     temporary = path.with_name("log.jsonl.tmp")
-    temporary.write_text("".join(kept) if done else "")
+    temporary.write_text("".join(kept))
     os.replace(temporary, path)
+    return recipe
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
     """Lists as one curve an entry: accuracy/0, accuracy/1, ..."""
     flat: dict[str, float] = {}
     for key, value in record.items():
+        if key == "examples":
+            continue
         flat |= {f"{key}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {key: value}
     return {key: value for key, value in flat.items() if value is not None}
 

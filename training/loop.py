@@ -146,10 +146,12 @@ def _report(run: Run) -> None:
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
             with pupil.shown() as drafter:
                 if run.accelerator.is_main_process:
-                    measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed)
+                    measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
                     pupil.tau = measured["tau"]
                     run.log.line(step, measured, pupil.name)
             run.accelerator.wait_for_everyone()
+    if run.prompts and _due(step, run.recipe.eval.every):   # at the end it is made when the log is closed
+        run.log.report()
 
 
 def save(run: Run) -> None:

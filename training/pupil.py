@@ -25,6 +25,7 @@ from headstart.training.average import Average, in_place_of_weights
 from headstart.training.checkpoint import pack, unpack_average, unpack_optimizer
 from headstart.training.log import Meter, Result
 from headstart.training.objective.objective import Sums
+from headstart.training.objective.visited import Moment
 from headstart.training.optimizer import build_optimizer
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.schedule import learning_rate
@@ -48,6 +49,8 @@ class Pupil:
     meter: Meter = field(default_factory=Meter)
     tau: float | None = None
     """Of the last evaluation."""
+    step: int = 0
+    """The optimiser step that it learns for."""
     skipped: int = 0
     """Steps not taken, since they were not finite."""
     in_a_row: int = 0
@@ -67,7 +70,8 @@ class Pupil:
         return bool(self.accelerator.is_fsdp2)
 
     def set_rate(self, step: int, steps: int) -> float:
-        """Learn at the rate of that step of the recipe's schedule."""
+        """Learn for that step, at its rate by the recipe's schedule."""
+        self.step = step
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -80,7 +84,7 @@ class Pupil:
         keep_whole(self.module, not last)
         with nullcontext() if last else self.accelerator.no_sync(self.module):
             with autocast:
-                sums = self.module(features)
+                sums = self.module(features, Moment(self.recipe.seed, self.step))
             self.accelerator.backward(sums.loss * scale)
         return Sums(*(part.detach() for part in sums))
 

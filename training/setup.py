@@ -20,12 +20,14 @@ from headstart.training.cache.stored import open_source
 from headstart.training.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
 from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
 from headstart.training.data.feed import Feed
-from headstart.training.log import Log, require_wandb
+from headstart.training.log import Log
+from headstart.training.on_policy import remembering, require_on_policy
 from headstart.training.provenance import provenance
 from headstart.training.pupil import Pupil, build, enrol
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.sharding import fsdp_plugin, require_known
 from headstart.training.source import FeatureSource, require_packable
+from headstart.training.trackers import require_trackers
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Run:
     feed: Feed
     source: FeatureSource
     prompts: list[Tensor]
+    tokenizer: PreTrainedTokenizerBase
     log: Log
     origin: dict[str, Any]
     done: int = 0
@@ -59,7 +62,7 @@ class Run:
 
 def prepare(recipe: Recipe) -> Run:
     """Load, build, restore. Raises UserError for whatever the user can mend."""
-    require_wandb(recipe)
+    require_trackers(recipe)
     accelerator = _accelerator(recipe)
     state = _state(recipe, accelerator)
     where = recipe.backbone
@@ -69,6 +72,7 @@ def prepare(recipe: Recipe) -> Run:
     require_packable(recipe, backbone)
     recipes = recipe.apart()
     drafters = {name: build(one, backbone) for name, one in recipes.items()}
+    require_on_policy(recipe, backbone, drafters)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = _data(recipe, tokenizer, backbone, accelerator)
     window = recipe.data.max_length if recipe.data.packing else None
@@ -77,10 +81,11 @@ def prepare(recipe: Recipe) -> Run:
         if state is None and drafter.vocabulary is not None:
             drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
     source, kept = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
+    source = remembering(recipe, source)
     pupils = [_pupil(name, one, drafters[name], source, state) for name, one in recipes.items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    run = Run(recipe, accelerator, backbone, pupils, feed, source, held_out, log, provenance(recipe, tokenizer))
+    run = Run(recipe, accelerator, backbone, pupils, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
     if state is not None:
         _restore(run, state)
     log.say(_summary(run, splits, kept))

@@ -12,6 +12,7 @@ from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, Features
 from headstart.training.objective.objective import Sums, objective, require_comparable
 from headstart.training.objective.terms import FEATURES
+from headstart.training.objective.visited import Moment, Remembered, visited
 from headstart.training.recipe.recipe import Objective
 
 
@@ -29,5 +30,10 @@ class TrainStep(nn.Module):
         self.backbone = backbone
         self.wanted = wanted
 
-    def forward(self, features: Features) -> Sums:
-        return objective(self.wanted, self.backbone, self.drafter, features, self.drafter(features))
+    def forward(self, features: Features, moment: Moment | None = None) -> Sums:
+        """``moment`` is what drafts of its own are drawn by, where the objective has them; None: the text alone."""
+        sums = objective(self.wanted, self.backbone, self.drafter, features, self.drafter(features))
+        if moment is None or not self.wanted.on_policy:
+            return sums
+        assert isinstance(features, Remembered)
+        return sums._replace(loss=sums.loss + visited(self.wanted, self.backbone, self.drafter, features, moment))

@@ -9,6 +9,8 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 16, 44
+CROWDED = 40
+"""From so many points on, a line's dots are small."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Where things lie: marks of x from left to right, equally far apart if ``even``; y from 0 to ``top``."""
+    """Where things lie: marks of x from left to right, equally far apart if ``even``; y from ``bottom`` to ``top``."""
 
     x_marks: Sequence[float]
     top: float
     x_title: str
     y_title: str
     even: bool = True
+    bottom: float = 0.0
 
     def x(self, value: float) -> float:
         """Pixels from the left."""
@@ -47,17 +50,17 @@ class Axes:
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / self.top)
+        return TOP + (HEIGHT - TOP - BOTTOM) * (self.top - value) / (self.top - self.bottom)
 
     def drawn(self) -> str:
         """Grid, numbers and titles."""
         parts = []
-        for mark in ticks(self.top):
+        for mark in ticks(self.top, self.bottom):
             y = self.y(mark)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{mark:g}</text>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(mark)}</text>')
         for mark in self.x_marks:
-            parts.append(f'<text x="{self.x(mark):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{mark:g}</text>')
+            parts.append(f'<text x="{self.x(mark):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(mark)}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="title" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.x_title)}</text>')
         turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
@@ -65,16 +68,38 @@ class Axes:
         return "".join(parts)
 
 
-def ticks(top: float) -> list[float]:
-    """About five round numbers from 0 up to at most ``top``."""
-    step = _step(top)
-    return [round(i * step, 10) for i in range(int(top / step + 1e-9) + 1)]
+def ticks(top: float, bottom: float = 0.0) -> list[float]:
+    """About five round numbers from ``bottom`` up to at most ``top``."""
+    step = _step(top - bottom)
+    return [float(f"{i * step:.10g}") for i in range(math.ceil(bottom / step - 1e-9), math.floor(top / step + 1e-9) + 1)]
+
+
+def across(most: int) -> list[float]:
+    """Whole round numbers from 0, and ``most`` itself: the marks of an axis along which things are counted."""
+    marks = [mark for mark in ticks(most) if mark == int(mark) and most - mark > most / 12]
+    return [*marks, float(most)]
+
+
+def short(number: float) -> str:
+    """A number as an axis says it: 15k, 2.5M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= size:
+            return f"{number / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{number:g}"
 
 
 def above(values: Sequence[float]) -> float:
     """A round number a little above all of them, for the top of an axis."""
     most = 1.02 * max(values, default=1.0) or 1.0
     return _step(most) * math.ceil(most / _step(most))
+
+
+def around(values: Sequence[float]) -> tuple[float, float]:
+    """Round numbers a little below and above all of them and 0, for the ends of an axis."""
+    low, high = 1.02 * min(0.0, *values), 1.02 * max(0.0, *values)
+    step = _step(high - low)
+    bottom, top = step * math.floor(low / step), step * math.ceil(high / step)
+    return (bottom, top) if bottom < top else (0.0, 1.0)
 
 
 def _step(top: float) -> float:
@@ -121,8 +146,9 @@ def strip(runs: Sequence[int], hue: int) -> str:
 def _line(one: Series, axes: Axes) -> str:
     places = [(axes.x(x), axes.y(y), x, y) for x, y in one.points]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in places)
+    radius = 3.5 if len(places) < CROWDED else 1.5
     dots = "".join(
-        f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5"><title>{escape(one.name)}: {y:.4g} at {x:g}</title></circle>'
+        f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{radius}"><title>{escape(one.name)}: {y:.4g} at {x:,.12g}</title></circle>'
         for px, py, x, y in places
     )
     return f'<g class="series {one.style}"><polyline points="{path}"/>{dots}</g>'

@@ -37,6 +37,7 @@ th.l, td.l { text-align: left; }
 tr.head td.l { font-weight: 600; }
 tr.base td { color: var(--soft); }
 tr.first td { border-top: 2px solid var(--rule); }
+pre { overflow-x: auto; margin: 4px 0; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; }
 td.heat { background: rgb(var(--run) / calc(var(--v) * 55%)); text-align: center; min-width: 44px; }
 
 figure { margin: 8px 0 0; }

@@ -31,6 +31,12 @@ class Objective:
     """Depth k weighs this to the power k."""
     chunk: int = 1024
     """Positions whose logits are held at a time, at most; less memory when smaller."""
+    on_policy: float = 0.0
+    """Weight, beside the text, of drafts that go on from the drafter's own guesses, taught by what the backbone says there; 0: none."""
+    on_policy_share: float = 0.05
+    """Share of the learned positions that such drafts are made from at a step; what they weigh together does not depend on it."""
+    on_policy_temperature: float = 1.0
+    """Their tokens are drawn from the drafter's own distribution at this temperature; 0 takes the likeliest."""
 
     def __post_init__(self) -> None:
         for name, weight in self.terms.items():
@@ -41,6 +47,12 @@ class Objective:
         check(self.top_k >= 1, "objective.top_k", "is at least 1 token", self.top_k)
         check(0 < self.depth_decay <= 1, "objective.depth_decay", "is above 0 and at most 1", self.depth_decay)
         check(self.chunk >= 1, "objective.chunk", "is at least 1 position", self.chunk)
+        check(0 <= self.on_policy < float("inf"), "objective.on_policy", "is a weight, 0 or more", self.on_policy)
+        check(0 < self.on_policy_share <= 1, "objective.on_policy_share", "is above 0 and at most 1", self.on_policy_share)
+        hot = self.on_policy_temperature
+        check(0 <= hot < float("inf"), "objective.on_policy_temperature", "is 0 or more", hot)
+        by_text = "and objective.depth_weights=expected, which goes by the text's own tokens, do not go together; use geometric, or 0"
+        check(not self.on_policy or self.depth_weights == "geometric", "objective.on_policy", by_text, self.on_policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +157,9 @@ class Save:
 @dataclass(frozen=True, kw_only=True)
 class Log:
     wandb: Literal["off", "online", "offline"] = "off"
-    """A JSONL log is always written; this one beside it."""
+    """A JSONL log and ``report.html`` are always written; Weights & Biases beside them."""
+    tensorboard: bool = False
+    """TensorBoard's files too, in ``save.dir/tensorboard``."""
     project: str = "headstart"
     """Project in Weights & Biases."""
     name: str | None = None
@@ -190,6 +204,8 @@ class Recipe:
             if "kind" not in self.drafter:
                 raise RecipeError("missing key drafter.kind: the drafter to train, as in drafter.kind=eagle3 (or several, as heads)")
             check(isinstance(self.drafter["kind"], str), "drafter.kind", "is text", self.drafter["kind"])
+            live = f"needs the backbone to read the drafts, and cache.dir={self.cache.dir!r} spares it all reading; set either to 0 or null"
+            check(not self.objective.on_policy or self.cache.dir is None, "objective.on_policy", live, self.objective.on_policy)
         self.apart()
         check(self.seed >= 0, "seed", "is 0 or more", self.seed)
 

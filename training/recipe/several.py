@@ -25,7 +25,7 @@ SHARED = ("steps", "epochs", "batch_size", "micro_batch", "precision")
 """Keys of ``train`` that are the same for all heads."""
 OWN = ("objective", "train")
 """Sections of a recipe of which an entry may have its own keys."""
-TAKEN = ("state", "log.jsonl", "wandb")
+TAKEN = ("state", "log.jsonl", "report.html", "wandb", "tensorboard")
 """What lies in ``save.dir`` beside the heads."""
 
 

@@ -1,0 +1,57 @@
+"""Part the answered conversations: what heads learn from, what they are tuned on, and what they are measured on.
+
+    python recipes/conversations/hold_out.py ANSWERS.jsonl FOLDER COUNT
+
+Writes `train.jsonl`, `eval.jsonl` and `bench.jsonl` to FOLDER, COUNT rows each to the last two. They are evenly spaced, since files are
+often sorted. A row that asks what a held-out row asks is left out of the others: the model would answer it alike.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def asked(line: str) -> str:
+    """What a row says that is not the model's own; of plain text, which has no such part, all of it."""
+    row = json.loads(line)
+    said = [message for message in row["messages"] if message["role"] != "assistant"] if "messages" in row else row["text"]
+    return json.dumps([said, row.get("tools")], sort_keys=True)
+
+
+def part(lines: list[str], count: int) -> dict[str, list[str]]:
+    """The rows of each file, in order; no two files have a row that asks the same."""
+    held = {i * len(lines) // (2 * count): "bench" if i % 2 else "eval" for i in range(2 * count)}
+    files: dict[str, list[str]] = {"bench": [], "eval": [], "train": []}
+    taken: dict[str, str] = {}
+    for name in files:
+        for i, line in enumerate(lines):
+            if held.get(i, "train") == name and taken.setdefault(asked(line), name) == name:
+                files[name].append(line)
+    return files
+
+
+def main(answers: str, folder: str, held: str) -> int:
+    """Files are renamed into place when they are whole, that to train on last."""
+    count, out = int(held), Path(folder)
+    with Path(answers).open(encoding="utf-8") as file:
+        lines = list(file)
+    files = part(lines, count)
+    if len(files["train"]) < 2 * count or not all(files.values()):
+        few = f"{answers} has {len(lines)} rows; with {count} held out to tune on and {count} to measure on"
+        left = f"too few that ask something else are left to learn from ({len(files['train'])}, at least {2 * count} are needed)"
+        print(f"error: {few}, {left}; take more conversations, or hold out fewer (--held-out)", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        aside = out / f".{name}.{os.getpid()}"
+        aside.write_text("".join(rows), encoding="utf-8")
+        os.replace(aside, out / f"{name}.jsonl")
+    left_out = len(lines) - sum(map(len, files.values()))
+    print(f"held out  {len(files['eval'])} rows to tune on and {len(files['bench'])} to measure on; {len(files['train']):,} to learn from"
+          + (f"; {left_out} left out, which ask the same as a held-out one" if left_out else ""))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""Drafts of its own in training: what teaches them, what they are, what they cost the loss, and that no cut of a step shows.
+
+Shape suffixes: B batch, T positions, M drafts, N guesses of a draft, K depth, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from by_the_book import mixture
+from families import FAMILIES, VOCAB, backbone, random_drafter, texts
+from guess import small_backbone
+from torch import Tensor
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
+from headstart.training.data.data import Sample
+from headstart.training.data.packing import collate
+from headstart.training.objective.objective import count_learned
+from headstart.training.objective.visited import Moment, Remembered, Starts, heard, starts, visited, walk
+from headstart.training.on_policy import Remembering
+from headstart.training.recipe.recipe import Objective
+
+LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]
+ALONE = [[i] for i in range(len(LENGTHS))]
+MOMENT = Moment(seed=3, step=5)
+CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+
+
+def samples(lengths: tuple[int, ...] = LENGTHS, vocab: int = VOCAB) -> list[Sample]:
+    make = torch.Generator().manual_seed(0)
+    learn = [torch.rand(length, generator=make) < 0.8 for length in lengths]
+    return [Sample(torch.randint(1, vocab, (len(mask),), generator=make), mask) for mask in learn]
+
+
+def remembered(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = VOCAB) -> Remembered:
+    return Remembering(on, drafter.taps).read(collate(samples(vocab=vocab), rows))
+
+
+def each_draft(features: Remembered, at: Starts) -> list[tuple[int, int, int, int]]:
+    """Of each: its number, row, t, and where its document begins."""
+    columns = at.row_M.tolist(), at.place_M.tolist(), (at.place_M - at.position_M).tolist()
+    return [(m, *place) for m, place in enumerate(zip(*columns, strict=True))]
+
+
+@pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, rows: list[list[int]]) -> None:
+    on = backbone(family)
+    features, N = remembered(on, random_drafter("medusa", on), rows), 6   # gemma3's windows are shorter
+    at = starts(features, N + 1, 0.5, MOMENT)
+    guesses_MN = texts(len(at.row_M), N, seed=9)
+    assert len(guesses_MN) > 12
+    for _ in range(2):   # reading leaves the text as it was
+        heard_MND = heard(on, features, at, guesses_MN)
+        for m, row, t, first in each_draft(features, at):
+            text = torch.cat([features.tokens_BT[row, first : t + 2], guesses_MN[m]])[None]
+            alone_ND = on.read(text).hidden_BTD[0, -N:]
+            torch.testing.assert_close(heard_MND[m], alone_ND, atol=1e-5 * max(alone_ND.abs().max().item(), 1.0), rtol=1e-4)
+
+
+def test_long_texts_are_taken_in_piece_by_piece() -> None:
+    """Pieces of a row that is ahead are padded to those of one that is behind, beyond what the drafter had room for."""
+    on = backbone("llama")
+    drafter, lengths = random_drafter("eagle3", on, depth=2), (190, 130, 200, 64)
+    features = Remembering(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
+    for step in range(6):
+        at = starts(features, 2, 0.03, Moment(0, step))
+        hidden = walk(drafter, features, at, Objective(on_policy=1.0))[1][0]
+        for m, row, t, first in each_draft(features, at):
+            text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
+            state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
+            token = features.tokens_BT[row, t + 1].view(1, 1)
+            decoded, _ = drafter.step(drafter.reserve(state, t + 3), token, torch.zeros_like(token), 0)
+            torch.testing.assert_close(hidden[m], decoded[0, 0], **CLOSE)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"draft_vocab": 23, "depth": 3}], ids=str)
+@pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
+    """The hidden states that carry gradients are those of `begin` and `step`, of each draft alone."""
+    on = backbone(family)
+    drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
+    features, wanted = remembered(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
+    at = starts(features, drafter.depth, 0.6, MOMENT)
+    guesses_MN, hidden = walk(drafter, features, at, wanted)
+    assert all(one.requires_grad for one in hidden)
+    with torch.no_grad():
+        for m, row, t, first in each_draft(features, at):
+            text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
+            state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
+            state, token = drafter.reserve(state, t + 1 + drafter.depth), features.tokens_BT[row, t + 1].view(1, 1)
+            for k in range(drafter.depth):
+                decoded, state = drafter.step(state, token, torch.zeros_like(token), k)
+                torch.testing.assert_close(hidden[k][m], decoded[0, 0], **CLOSE)
+                if k + 1 < drafter.depth:
+                    place = drafter.readout(decoded, k, token).argmax(-1)
+                    token = place if drafter.vocabulary is None else drafter.vocabulary[place]
+                    assert token.item() == guesses_MN[m, k]
+
+
+def drafting(vocabulary: int | None = None) -> tuple[Backbone, Drafter]:
+    on = small_backbone()
+    torch.manual_seed(4)
+    return on, build_drafter("eagle3", on, {"depth": 3, "draft_vocab": vocabulary}).double()
+
+
+def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: Remembered) -> Tensor:
+    """By the book: each draft alone, whole distributions, autograd."""
+    at, loss = starts(features, drafter.depth, wanted.on_policy_share, MOMENT), torch.zeros((), dtype=torch.float64)
+    guesses_MN, _ = walk(drafter, features, at, wanted)
+    ids = torch.arange(on.vocab) if drafter.vocabulary is None else drafter.vocabulary
+    for m, row, t, first in each_draft(features, at):
+        text = features.tokens_BT[row, first : t + 2]
+        state, token = drafter.begin(on.read(text[None, :-1], taps=drafter.taps)), text[-1].view(1, 1)
+        for k in range(drafter.depth):
+            hidden, state = drafter.step(state, token, torch.zeros_like(token), k)
+            state = map_tensors(torch.clone, state)   # a step writes into what the one before needs for its gradients
+            if k and at.counts_MK[m, k]:
+                p_V = on.readout(on.read(text[None]).hidden_BTD[0, -1]).softmax(-1)
+                log_q_V = drafter.readout(hidden, k, token)[0, 0].log_softmax(-1)
+                choice = (ids == p_V.argmax()).nonzero().flatten().tolist()
+                weight = wanted.on_policy / wanted.on_policy_share * wanted.depth_decay**k
+                loss = loss + weight * mixture(p_V[ids], log_q_V, choice[0] if choice else None, wanted)
+            if k + 1 < drafter.depth:
+                token = guesses_MN[m, k].view(1, 1)
+                text = torch.cat([text, token[0]])
+    return loss
+
+
+@pytest.mark.parametrize("vocabulary", [None, 20])
+@pytest.mark.parametrize("terms", [{"kl": 1.0}, {"ce": 0.3, "tv": 0.7}], ids=str)
+def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocabulary: int | None) -> None:
+    on, drafter = drafting(vocabulary)
+    features = remembered(on, drafter, ROWS, vocab=on.vocab)
+    wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk=7)
+    found = []
+    for way in (lambda: visited(wanted, on, drafter, features, MOMENT), lambda: naive(wanted, on, drafter, features)):
+        drafter.zero_grad()
+        (loss := way()).backward()
+        found.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-10, atol=1e-10)
+    assert found[0][0] > 0 and found[0][1].keys() == found[1][1].keys() == dict(drafter.named_parameters()).keys()
+    for name, gradient in found[0][1].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-8, atol=1e-10)
+    assert all(weight.grad is None for weight in on.model.parameters())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> None:
+    on, drafter = drafting()
+    wanted = Objective(on_policy=1.0, on_policy_share=0.4, on_policy_temperature=temperature)
+    layouts = [[ROWS], [ALONE], [[row] for row in ROWS], [[row] for row in reversed(ALONE)]]
+    losses = [sum(visited(wanted, on, drafter, remembered(on, drafter, rows, on.vocab), MOMENT).item() for rows in cut) for cut in layouts]
+    assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9) and losses[0] > 0
+
+
+def test_drafts_begin_by_chance_at_learned_positions_alone() -> None:
+    on, drafter = drafting()
+    features, found = remembered(on, drafter, ROWS, on.vocab), {}
+    assert features.learn_BT is not None and features.document_BT is not None
+    for seed in range(3):
+        for step in range(40):
+            at = starts(features, 3, 0.25, Moment(seed, step))
+            found[seed, step] = tuple(zip(at.row_M.tolist(), at.place_M.tolist(), strict=True))
+            assert at.counts_MK[:, 1:].any(1).all()
+            for k in range(3):
+                ahead = (at.place_M + 2 + k).clamp(max=features.tokens_BT.shape[1] - 1)
+                assert (features.learn_BT[at.row_M, ahead] | ~at.counts_MK[:, k]).all()
+    possible = len(starts(features, 3, 1.0, MOMENT).row_M)
+    drawn = sum(map(len, found.values())) / len(found)
+    assert len(set(found.values())) == len(found) and possible <= int(count_learned(features.learn_BT, features.document_BT)) + 7
+    assert drawn == pytest.approx(0.25 * possible, rel=0.1)
+
+
+def test_the_expected_loss_does_not_depend_on_the_share() -> None:
+    on, drafter = drafting()
+    features = remembered(on, drafter, ROWS, on.vocab)
+    with torch.no_grad():
+        all_of_them = [visited(Objective(on_policy=1.0, on_policy_share=1.0), on, drafter, features, Moment(0, step)) for step in range(8)]
+        some = [visited(Objective(on_policy=1.0, on_policy_share=0.3), on, drafter, features, Moment(1, step)) for step in range(60)]
+    assert torch.stack(some).mean() == pytest.approx(torch.stack(all_of_them).mean().item(), rel=0.1)
+
+
+def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
+    on, drafter = drafting()
+    features = remembered(on, drafter, ALONE, on.vocab)
+    counts, q_V = torch.zeros(on.vocab), None
+    for step in range(100):
+        at = starts(features, 3, 1.0, Moment(0, step))
+        with torch.no_grad():
+            guesses_MN, hidden = walk(drafter, features, at, Objective(on_policy=1.0, on_policy_temperature=2.0))
+        counts += torch.bincount(guesses_MN[:, 0], minlength=on.vocab)
+        q_V = (drafter.readout(hidden[0], 0) / 2).softmax(-1).mean(0)   # the same at every step
+    assert q_V is not None and (counts / counts.sum() - q_V).abs().sum() < 0.1 and (counts > 0).sum() > 20
+
+
+def test_nothing_to_learn_is_no_loss() -> None:
+    on, drafter = drafting()
+    features = remembered(on, drafter, ROWS, on.vocab)
+    assert features.learn_BT is not None
+    silent = replace(features, learn_BT=torch.zeros_like(features.learn_BT))
+    assert visited(Objective(on_policy=1.0), on, drafter, silent, MOMENT) == 0

@@ -1,0 +1,153 @@
+"""Runs that learn on drafts of their own: no cut of a step shows, they resume, they learn; and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from families import backbone, random_drafter
+from forked import Forked
+from small_run import make_recipe, read_log
+from torch import Tensor
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.base import build_drafter, methods
+from headstart.heads.errors import UserError
+from headstart.training.cli import main
+from headstart.training.data.packing import collate
+from headstart.training.loop import train
+from headstart.training.objective.visited import Moment, visited
+from headstart.training.on_policy import Remembering, follows_guesses, require_on_policy
+from headstart.training.recipe.recipe import Objective, load_recipe
+from headstart.training.setup import prepare
+
+MOMENT = Moment(seed=3, step=5)
+DRAFTER = {"kind": "eagle3", "depth": 3}
+WANTED = {"on_policy": 0.5, "on_policy_share": 0.3}
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+
+
+def losses(out: Path) -> list[list[float]]:
+    return [[line["loss"], line["grad_norm"]] for line in read_log(out) if "loss" in line]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_no_cut_of_a_step_shows(tmp_path: Path) -> None:
+    recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))
+    assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
+    assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7", "train.checkpointing=true"]) == 0
+    for name, environment in (("two", {}), ("sharded", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})):
+        said = tmp_path / f"{name}.txt"
+        assert Forked(2, [recipe, f"save.dir={tmp_path}/{name}"], said, **environment).wait() == 0, said.read_text()[-3000:]
+    whole = losses(tmp_path / "whole")
+    for name in ("pieces", "two", "sharded"):
+        assert [x for line in losses(tmp_path / name) for x in line] == pytest.approx([x for line in whole for x in line], rel=1e-4)
+    assert main([recipe, f"save.dir={tmp_path}/without", "objective.on_policy=0"]) == 0
+    assert losses(tmp_path / "without")[0][0] < whole[0][0]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("more", [[], ["data.packing=true", "data.max_length=48", "train.precision=bf16"]], ids=["plain", "packed-bf16"])
+def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> None:
+    train = {"schedule": "constant", "batch_size": 2}
+    recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train=train, eval={"prompts": 1}))
+    for steps in (3, 6):
+        assert main([recipe, f"save.dir={tmp_path}/parts", f"train.steps={steps}", *more]) == 0
+    assert main([recipe, f"save.dir={tmp_path}/whole", "train.steps=6", *more]) == 0
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("parts", "whole"))
+    assert one == other and losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_it_learns_what_it_visits(tmp_path: Path) -> None:
+    """Its own drafts end nearer to what the backbone says of them than those of a drafter that has learned the text alone."""
+    far = {}
+    for weight in (0.0, 2.0):
+        settings = {"on_policy": weight, "on_policy_share": 0.3}
+        path = make_recipe(tmp_path, objective=settings, drafter=DRAFTER, train={"steps": 80, "schedule": "constant"}, eval={"prompts": 1})
+        run = prepare(load_recipe(path, [f"save.dir={tmp_path}/{weight}"]))
+        assert train(run) == 0
+        run.log.close()
+        source, asked = Remembering(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
+        rows = [[i] for i in range(len(run.feed.samples))]
+        with torch.no_grad():
+            far[weight] = visited(asked, run.backbone, run.drafter, source.read(collate(run.feed.samples, rows)), MOMENT).item()
+    assert far[2.0] < 0.98 * far[0.0]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
+    heads = "heads=[{kind: eagle3, depth: 3, objective: {on_policy: 0.5, on_policy_share: 0.3}}, {name: other, kind: eagle3, depth: 2, objective: {on_policy: 1}}, {kind: medusa, depth: 2}]"   # noqa: E501
+    recipe = str(make_recipe(tmp_path, train={"steps": 3}, eval={"prompts": 1}))
+    assert main([recipe, "drafter={}", heads, f"save.dir={tmp_path}/together"]) == 0
+    assert main([recipe, "drafter={kind: eagle3, depth: 2}", "objective.on_policy=1", f"save.dir={tmp_path}/other"]) == 0
+    assert main([recipe, "drafter={kind: medusa, depth: 2}", f"save.dir={tmp_path}/medusa"]) == 0
+    for name, file in (("other", "model.safetensors"), ("medusa", "medusa_lm_head.safetensors")):
+        assert (tmp_path / "together" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective.on_policy=-1"], "objective.on_policy is a weight, 0 or more; got -1"),
+        (["objective.on_policy=.nan"], "objective.on_policy is a weight, 0 or more; got nan"),
+        (["objective.on_policy_share=0"], "objective.on_policy_share is above 0 and at most 1; got 0"),
+        (["objective.on_policy_share=1.5"], "objective.on_policy_share is above 0 and at most 1; got 1.5"),
+        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is 0 or more; got -1"),
+        (["objective.on_policy=1", "objective.depth_weights=expected"], "objective.on_policy and objective.depth_weights=expected, which"),
+        (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone to read the drafts, and cache.dir='x' spares"),
+        (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
+    ],
+)
+def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(make_recipe(tmp_path), overrides)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"kind": "medusa"}, "objective.on_policy=0.5: what medusa drafts does not depend on its own guesses, so it learns nothing"),
+        ({"kind": "eagle3", "depth": 1}, "=0.5 needs a drafter that goes on from its guesses; eagle3 has drafter.depth=1: raise it"),
+    ],
+)
+def test_drafters_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str) -> None:
+    path = make_recipe(tmp_path, objective=WANTED)
+    assert main([str(path), f"drafter={drafter}".replace("'", "")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said and not (tmp_path / "out").exists()
+
+
+def test_backbones_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER))
+    on = Backbone(backbone("llama").model)
+    drafter = random_drafter("eagle3", on)
+    changes: list[tuple[str, Any, str]] = [("recurrent", object(), "has recurrent layers"), ("turn", 32, "change after 32 positions")]
+    for name, value, message in changes:
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=message) as caught:
+            patch.setattr(on, name, value)
+            require_on_policy(recipe, on, {"": drafter})
+        assert str(caught.value).startswith("objective.on_policy=0.5: ")
+
+
+@pytest.mark.parametrize("kind", methods())
+def test_whether_a_drafter_looks_at_its_guesses_is_found_out(kind: str) -> None:
+    drafter = build_drafter(kind, backbone("llama"), {})
+    before = [weight.clone() for weight in drafter.parameters()]
+    after: Callable[[], list[Tensor]] = lambda: list(drafter.parameters())   # noqa: E731
+    assert follows_guesses(drafter) == (kind != "medusa")
+    assert all(torch.equal(one, other) for one, other in zip(before, after(), strict=True))
