@@ -21,7 +21,8 @@
 #   cache       what the model reads of them; its size is said first                features/
 #   train       the heads                                                           heads/
 #   tune        what passes cost on this machine, and what drafts are worth         heads/tuned.json
-#   bench       heads, plain decoding and transformers at temperature 0 and 1       report.json report.html
+#   bench       heads (in trees as large as pays, and of fixed size), plain decoding
+#               and transformers at temperature 0 and 1                             report.json report.html
 #
 # The same command goes on where it was stopped, and a finished step is not done again (OUT/done says by what it was done). With other
 # settings a step that would have to be done anew says what to delete. PYTHON is the interpreter (.venv of the checkout, else python3).
@@ -181,6 +182,6 @@ step tune "$out/heads/tuned.json" "" \
 leave_after tune
 
 step bench "$out/report.json" "$new_tokens" \
-  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --temperature 0 1 --max-new-tokens "$new_tokens" \
-  ${shown[@]+"${shown[@]}"} --html "$out/report.html" --json "$out/report.json"
+  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --beside-fixed --temperature 0 1 \
+  --max-new-tokens "$new_tokens" ${shown[@]+"${shown[@]}"} --html "$out/report.html" --json "$out/report.json"
 echo "all done: $out/report.html says how fast the heads are; headstart chat --heads $out/heads talks with them"
