@@ -63,6 +63,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "provenance": extra,
         }
         (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        (work / drafter.file_name).chmod((work / CARD).stat().st_mode)   # safetensors lets nobody else read it
         for file in (drafter.file_name, "config.json", CARD):
             os.replace(work / file, folder / file)
 

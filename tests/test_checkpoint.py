@@ -63,6 +63,7 @@ def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab: int | Non
         "lm_head.weight": [draft_vocab or VOCAB, D],
     }
     found = tensors_of(tmp_path / "model.safetensors")
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "whoever may read the card may read the weights"
     vocabulary = {} if draft_vocab is None else {"d2t": ([DV], "I64"), "t2d": ([VOCAB], "BOOL")}
     assert found == {name: (shape, "F32") for name, shape in expected.items()} | vocabulary
     if draft_vocab is not None:
