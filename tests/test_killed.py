@@ -22,7 +22,7 @@ from headstart.heads.errors import UserError
 from headstart.training import checkpoint
 from headstart.training.cli import main
 
-STEPS, MOMENTS = 30, 10
+STEPS, MOMENTS = 30, 5
 WEIGHTS = "model.safetensors"
 
 
@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
-    """Every step is saved, and what is read is kept, so most moments fall into the writing of some file."""
+    """Five on one process, five on two. Every step is saved, and what is read is kept, so most fall into the writing of some file."""
     given = [str(recipe), "cache.mode=lru", "cache.store=exact"]
     start = time.monotonic()
     assert Forked(processes, [*given, f"save.dir={tmp_path}/whole", f"cache.dir={tmp_path}/c-whole"], tmp_path / "said").wait() == 0
