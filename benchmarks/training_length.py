@@ -15,9 +15,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import program
 import torch
 from objective_memory import Live
 from torch import Tensor
@@ -81,7 +81,6 @@ def measure(way: str, drafter: Drafter, features: Features, repeats: int) -> dic
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(args.threads)
     drafter, rows = make(args), []
     for length in args.lengths:
         whole_gb = 4 * 2 * length**2 * 3 * args.depth / 1e9   # two heads in fp32; a pass keeps scores and weights, and works on a third
@@ -96,17 +95,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = program.options(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--document", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--limit", type=float, default=8.0, help="gigabytes that whole scores may take")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report = json.dumps(main(arguments), indent=2)
-    print(report)
-    if arguments.json:
-        arguments.json.write_text(report + "\n")
+    program.run(parser, main)

@@ -47,7 +47,7 @@ class Backbone:
         """The context length the configuration states."""
         self.turn, self.turns_once = frequency_turn(self.config)
         """How many positions a text may have before its rotary frequencies change (None: they never do), and whether but once."""
-        self.layers = _decoder_layers(self.base, self.num_layers)
+        self.layers = decoder_layers(self.base, self.num_layers)
         self.windows = _windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a state instead of keys and values; None: there are none."""
@@ -151,10 +151,12 @@ def load_backbone(
     trust_remote_code: bool = False,
     attention: Literal["sdpa", "eager"] = "sdpa",
     device: str | torch.device | None = None,
+    place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
     """A folder or hub id (or ``embedded``) as a frozen backbone. Reads safetensors only; runs a repository's code only if told to.
 
-    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. Raises UserError.
+    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. ``place`` brings the
+    model from the CPU to the device, if not as it is. Raises UserError.
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
@@ -180,7 +182,7 @@ def load_backbone(
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise _cannot_load("backbone", path, error) from error
-    return Backbone(model.to(on))
+    return Backbone(model.to(on) if place is None else place(model, on))
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -201,7 +203,8 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
 
 
-def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    """The list of the model's layers. Raises UserError where it has none."""
     found = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if not found:
         raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")

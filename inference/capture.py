@@ -59,8 +59,8 @@ class Captured:
         leaves: list[Tensor] = []
         shape = flatten((held, inputs), leaves)
         shapes = tuple(leaf.shape for leaf in leaves)
-        single = tuple(1 in shape for shape in shapes)   # broadcasting and copying branch on ones
-        key = (shape, single, leaves[0].device) if leaves[0].device.type == "cpu" else (shape, shapes, leaves[0].device)
+        ones = tuple(size == 1 for size in _sizes(shapes))   # broadcasting and copying branch on them
+        key = (shape, ones if leaves[0].device.type == "cpu" else shapes, leaves[0].device)
         recording = self.recordings.get(key)
         self.steady = recording is not None and recording.follows(shapes)
         if self.steady:
@@ -88,23 +88,20 @@ class Captured:
 
 
 class _Recording(ABC):
-    """What was recorded. It ``follows`` sizes that lie between such as were compared, with the same dimensions of size one."""
+    """What was recorded. It ``follows`` sizes that lie between such as were compared."""
 
     def __init__(self) -> None:
-        self.ranges: dict[tuple[bool, ...], tuple[list[int], list[int]]] = {}
+        self.least: list[int] = []
+        self.most: list[int] = []
         self.out: Any = None
 
     def follows(self, shapes: Sequence[torch.Size]) -> bool:
-        sizes = [size for shape in shapes for size in shape]
-        least, most = self.ranges.get(tuple(size == 1 for size in sizes), ([], []))
-        return bool(most) and all(low <= size <= high for low, size, high in zip(least, sizes, most, strict=True))
+        return all(low <= size <= high for low, size, high in zip(self.least, _sizes(shapes), self.most, strict=True))
 
     def compared(self, shapes: Sequence[torch.Size]) -> None:
         """It gives the function's result for these."""
-        sizes = [size for shape in shapes for size in shape]
-        ones = tuple(size == 1 for size in sizes)
-        least, most = self.ranges.get(ones, (sizes, sizes))
-        self.ranges[ones] = ([*map(min, least, sizes)], [*map(max, most, sizes)])
+        sizes = _sizes(shapes)
+        self.least, self.most = [*map(min, self.least or sizes, sizes)], [*map(max, self.most or sizes, sizes)]
 
     @abstractmethod
     def __call__(self, leaves: list[Tensor]) -> Any:
@@ -140,7 +137,9 @@ class _Trace(_Recording):
             self.traced = torch.jit.trace(flat, tuple(leaves), check_trace=False)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
-        return rebuild(self.out, iter(self.traced(*leaves)))
+        # TorchScript's own optimisation costs half a second when a recording is first run, and makes it no faster.
+        with torch.jit.optimized_execution(False):
+            return rebuild(self.out, iter(self.traced(*leaves)))
 
 
 class _Graph(_Recording):
@@ -174,6 +173,10 @@ class _Graph(_Recording):
             own.copy_(leaf)
         self.graph.replay()
         return rebuild(self.out, iter([found.clone() for found in self.found]))
+
+
+def _sizes(shapes: Sequence[torch.Size]) -> list[int]:
+    return [size for shape in shapes for size in shape]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

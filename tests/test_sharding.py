@@ -1,4 +1,4 @@
-"""Many processes: the numbers of one, replicated (DDP) or sharded (FSDP2); whole checkpoints; resumed on any number of processes."""
+"""Many processes: the numbers of one, replicated (DDP) or sharded (FSDP2), the backbone too; whole checkpoints, resumed on any number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from accelerate.state import AcceleratorState
 from forked import Forked
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
 
 from headstart.heads.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.training.cli import main
+from headstart.training.plan.memory import Memory, Size
+from headstart.training.plan.sketch import draw
+from headstart.training.recipe.recipe import load_recipe
+from headstart.training.sharding import own_part, share_out
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}
@@ -68,11 +74,49 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
     load_drafter(tmp_path / "out", load_backbone(str(whole / "backbone"), device="cpu"))
 
 
+@pytest.mark.parametrize("processes, environment", [(2, {}), (3, SHARDED)], ids=["replicated", "sharded"])
+def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
+    """Five sequences a step, one at a time: a process that has one less keeps step with the others all the same."""
+    said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
+    assert "frozen, its layers shared out over the processes\n" in said
+    same(tmp_path / "out", whole / "out")
+
+
+def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None:
+    recipe = load_recipe(make_recipe(tmp_path), ["backbone.shard=true"])
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, which hears nothing of the others
+    try:
+        model = share_out(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
+        own = {name: own_part(weight).numel() for name, weight in model.named_parameters()}
+        wholes = {name: weight.numel() for name, weight in model.named_parameters()}
+    finally:
+        torch.distributed.destroy_process_group()
+    layers = {name for name in wholes if ".layers." in name}
+    assert layers and all(own[name] == wholes[name] / (4 if name in layers else 1) for name in wholes)
+    planned = Memory(recipe, draw(recipe, False), False, False, processes=4)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert planned.lasting()["backbone weights"] == 4 * sum(own.values()) + buffers
+    layer = sum(wholes[name] for name in layers) // 6
+    assert planned.step(Size(2, 32)).moments["reading"]["gathered layer"] == 2 * 4 * layer
+
+
+@pytest.mark.parametrize("change, said", [
+    ("cache.mode=lru", "backbone.shard has all processes read alike, cache.mode=lru what each lacks; set one of them back; got True"),
+    ("backbone.dtype=int8", "backbone.shard is for weights that are kept as numbers of one dtype; int8 is not: leave one of them out"),
+    ("objective.on_policy=0.5", "drafts are read by each process for itself, and backbone.shard has all read alike; set either back"),
+])  # fmt: skip
+def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str) -> None:
+    recipe = make_recipe(tmp_path, drafter=DRAFTER, backbone={"shard": True})
+    given = ["cache.dir=features"] if change.startswith("cache") else []
+    assert main([str(recipe), *given, change]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
     """One, then two that share the weights out, then three that do not, then one: the order of the data is the same."""
     recipe, out = whole / "recipe.yaml", tmp_path / "out"
     assert main([str(recipe), f"save.dir={out}", "train.steps=1", "eval.prompts=1", "data.eval_rows=4"]) == 0
-    assert "resuming from" in launch(2, recipe, out, "train.steps=3", **SHARDED)
+    assert "resuming from" in launch(2, recipe, out, "train.steps=3", "backbone.shard=true", **SHARDED)
     assert "resuming from" in launch(3, recipe, out, "train.steps=5")
     assert main([str(recipe), f"save.dir={out}"]) == 0
     assert [line["step"] for line in read_log(out) if "loss" in line] == list(range(1, 7))

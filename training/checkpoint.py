@@ -29,7 +29,7 @@ from headstart.training.average import Average
 from headstart.training.sharding import part_like, whole
 
 MAY_DIFFER = (
-    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.",
+    "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
     "cache.dir", "cache.mode", "cache.disk_gb", "cache.shard_mb",
 )  # fmt: skip
 """Keys of a recipe that may change when a run is resumed: they do not change what an optimiser step is."""

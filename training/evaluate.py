@@ -18,6 +18,7 @@ from headstart.inference.heads import Heads, HeadsOutput
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.tree import TreeShape
 from headstart.training.recipe.recipe import Eval
+from headstart.training.sharding import is_shared_out
 
 EXAMPLES = 3
 """How many of the prompts are shown with what was written, the first ones."""
@@ -42,7 +43,7 @@ def evaluate(
     drafter.eval()
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
-            heads = Heads(backbone, drafter)
+            heads = Heads(backbone, drafter, capture="never" if is_shared_out(backbone) else "auto")
             for i, prompt_T in enumerate(prompts):
                 output = continue_text(heads, prompt_T, how, seed + i)
                 tally.add(output)

@@ -24,7 +24,7 @@ from headstart.training.pupil import Pupil
 from headstart.training.recipe.recipe import to_dict
 from headstart.training.schedule import learning_rate
 from headstart.training.setup import Run
-from headstart.training.sharding import all_finite
+from headstart.training.sharding import all_finite, is_shared_out
 from headstart.training.signals import StopSignal
 
 SKIPPED_IN_A_ROW = 10
@@ -144,8 +144,9 @@ def _report(run: Run) -> None:
             run.log.line(step, {**pupil.meter.record(), "lr": rate, "tokens": run.tokens}, pupil.name)
             pupil.meter = type(pupil.meter)()
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
-            with pupil.shown() as drafter:
-                if run.accelerator.is_main_process:
+            everywhere = is_shared_out(run.backbone)   # then it runs in all processes or in none
+            with pupil.shown(everywhere) as drafter:
+                if run.accelerator.is_main_process or everywhere:
                     measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
                     pupil.tau = measured["tau"]
                     run.log.line(step, measured, pupil.name)

@@ -49,6 +49,8 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
         what = f"objective.on_policy={one.objective.on_policy:g}"
         if backbone.recurrent is not None:
             raise UserError(f"{what}: {type(backbone.model).__name__} has recurrent layers, which follow no mask; set it to 0")
+        if recipe.backbone.shard:
+            raise UserError(f"{what}: drafts are read by each process for itself, and backbone.shard has all read alike; set either back")
         if backbone.turn is not None and recipe.data.max_length > backbone.turn:
             raise UserError(
                 f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {backbone.turn} positions, so guesses "

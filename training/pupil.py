@@ -114,22 +114,22 @@ class Pupil:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
 
     @contextmanager
-    def shown(self) -> Iterator[Drafter]:
+    def shown(self, everywhere: bool = False) -> Iterator[Drafter]:
         """The drafter to decode with and to save, with the average's weights where there is one; all processes have to enter.
 
-        Of a sharded one it is an unsharded copy, whole in the first process.
+        Of a sharded one it is an unsharded copy, whole in the first process, or ``everywhere``.
         """
         if self.sharded:
-            yield self._gathered()
+            yield self._gathered(everywhere)
         else:
             with in_place_of_weights(self.average):
                 yield self.drafter
 
     @torch.no_grad()
-    def _gathered(self) -> Drafter:
+    def _gathered(self, everywhere: bool) -> Drafter:
         tensors = {name: whole(tensor) for name, tensor in self.drafter.tensors().items()}
         averaged = {name: whole(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
-        if not self.accelerator.is_main_process:
+        if not (everywhere or self.accelerator.is_main_process):
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone[0])
         copy.load_tensors(tensors)

@@ -25,7 +25,7 @@ from headstart.training.on_policy import remembering, require_on_policy
 from headstart.training.provenance import provenance
 from headstart.training.pupil import Pupil, build, enrol
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.sharding import fsdp_plugin, require_known
+from headstart.training.sharding import fsdp_plugin, is_shared_out, require_known, share_out
 from headstart.training.source import FeatureSource, require_packable
 from headstart.training.trackers import require_trackers
 
@@ -65,10 +65,11 @@ def prepare(recipe: Recipe) -> Run:
     require_trackers(recipe)
     accelerator = _accelerator(recipe)
     state = _state(recipe, accelerator)
-    where = recipe.backbone
+    where, several = recipe.backbone, accelerator.num_processes > 1
     backbone = load_backbone(
-        where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device
-    )
+        where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device,
+        place=share_out if where.shard and several else None,
+    )  # fmt: skip
     require_packable(recipe, backbone)
     recipes = recipe.apart()
     drafters = {name: build(one, backbone) for name, one in recipes.items()}
@@ -76,7 +77,7 @@ def prepare(recipe: Recipe) -> Run:
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = _data(recipe, tokenizer, backbone, accelerator)
     window = recipe.data.max_length if recipe.data.packing else None
-    feed = Feed(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window)
+    feed = Feed(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window, where.shard)
     for drafter in drafters.values():
         if state is None and drafter.vocabulary is not None:
             drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
@@ -156,7 +157,8 @@ def _summary(run: Run, splits: Splits, kept: str | None) -> str:
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
-        f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen",
+        f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen"
+        f"{', its layers shared out over the processes' if is_shared_out(backbone) else ''}",
         *(f"drafter   {_described(pupil)}" for pupil in run.pupils),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
         *([] if kept is None else [f"features  {kept}"]),

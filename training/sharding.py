@@ -12,9 +12,12 @@ import os
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
+from headstart.heads.backbone import Backbone, decoder_layers
 from headstart.heads.errors import UserError
 
 OTHERS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -48,6 +51,23 @@ def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+
+
+def share_out(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A frozen model on that device, of whose decoder layers every process keeps a part; a layer is gathered while it runs.
+
+    Embedding and readout stay whole: the objective multiplies by them chunk by chunk. All processes have to run it alike.
+    """
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    model.requires_grad_(False)
+    for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
+        fully_shard(layer, mesh=mesh)
+    return model.to(device)
+
+
+def is_shared_out(backbone: Backbone) -> bool:
+    """Whether every process has but a part of its layers."""
+    return any(isinstance(layer, FSDPModule) for layer in backbone.layers)
 
 
 def keep_whole(module: nn.Module, kept: bool) -> None:

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
-from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, best_fit, collate
+from headstart.training.data.data import SHORTEST, Sample
+from headstart.training.data.packing import Batch, best_fit, collate, nothing
 from headstart.training.recipe.recipe import Train
 
 Row = list[int]
@@ -33,6 +33,8 @@ class Feed:
     processes: int = 1
     window: int | None = None
     """Tokens a packed row may have; None: a sample a row."""
+    even: bool = False
+    """Whether every process is to have as many micro-batches of a step as the others, the first of them empty where need be."""
 
     @property
     def steps(self) -> int:
@@ -63,8 +65,17 @@ class Feed:
 
     def share(self, step: int, device: torch.device) -> Iterator[Batch]:
         """This process's micro-batches of the step: rows of like length together, so that little is padded."""
-        for rows in self.shares(step):
+        shares = self.shares(step)
+        for _ in range(self._most - len(shares) if self.even else 0):
+            yield nothing(SHORTEST).to(device)
+        for rows in shares:
             yield collate(self.samples, rows).to(device)
+
+    @property
+    def _most(self) -> int:
+        """Micro-batches of a step that the first process has: none has more."""
+        rows = -(-self.train.batch_size // self.processes)
+        return -(-rows // (self.train.micro_batch or rows))
 
     def shares(self, step: int) -> list[list[Row]]:
         """The rows of each of them."""

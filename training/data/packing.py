@@ -51,6 +51,12 @@ def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
     )
 
 
+def nothing(length: int) -> Batch:
+    """A row without a document: what a process reads to keep step with others that have one more micro-batch."""
+    tokens_1T = torch.zeros(1, length, dtype=torch.int64)
+    return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
+
+
 def best_fit(lengths: Sequence[int], order: Sequence[int], window: int) -> list[list[int]]:
     """Rows of at most ``window`` tokens, each sample in one of them: the longest first, into the fullest row that has room.
 

@@ -93,6 +93,8 @@ class Memory:
     accelerator: bool
     holds: bool
     """Whether there are gradients while the backbone reads: of an earlier micro-batch, or in the buckets of data parallelism."""
+    processes: int = 1
+    """That share out the backbone's layers where ``backbone.shard`` asks for it."""
 
     def lasting(self) -> Parts:
         """What is there from the first step to the last."""
@@ -100,11 +102,20 @@ class Memory:
         drafters, model = self.sketch.drafters, self.sketch.backbone.model
         return {
             "torch itself": RUNTIME[self.accelerator],
-            "backbone weights": size_of([*model.parameters(), *model.buffers()]),
+            "backbone weights": size_of([*model.parameters(), *model.buffers()]) - self._elsewhere(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimiser state": sum(self._moments(name) for name in drafters),
             "average": sum(trained(drafter) for name, drafter in drafters.items() if alone[name].train.ema is not None),
         }
+
+    def _layers(self) -> list[int]:
+        """Bytes of each of the backbone's layers, where they are shared out."""
+        shared = self.recipe.backbone.shard and self.processes > 1
+        return [size_of(list(layer.parameters())) for layer in self.sketch.backbone.layers] if shared else []
+
+    def _elsewhere(self) -> int:
+        """Of the backbone's weights, what the other processes keep."""
+        return sum(layer - -(-layer // self.processes) for layer in self._layers())
 
     def _moments(self, name: str) -> int:
         """AdamW keeps two numbers a weight, Muon one; those of the matrices it moves."""
@@ -118,7 +129,7 @@ class Memory:
         lasting, gradients = self.lasting(), sum(trained(drafter) for drafter in self.sketch.drafters.values())
         reading, learning = self._run(size)
         moments = {
-            "reading": lasting | reading | {"gradients": gradients if self.holds else 0},
+            "reading": lasting | reading | {"gradients": gradients if self.holds else 0, "gathered layer": 2 * max(self._layers(), default=0)},
             "learning": lasting | learning,
             "stepping": lasting | {"gradients": gradients} | ({"optimiser's copy": gradients} if self.accelerator else {}),
         }
@@ -179,7 +190,7 @@ def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, l
         live.part = "drafter activations"
         loss.backward()
         return live.parts([weight.grad for weight in weights if weight.grad is not None])
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(
             f"what drafter {recipe.drafter['kind']} takes cannot be found without numbers ({type(error).__name__}: {cause}); "

@@ -84,7 +84,7 @@ def plan(recipe: Recipe, gpus: int | None = None, memory: float | None = None, c
     share = -(-recipe.train.batch_size // where.processes)
     rows = min(recipe.train.micro_batch or share, share)
     size = micro_batch(recipe, known, rows)
-    counted = Memory(recipe, sketch, where.accelerator, holds=rows < share or where.processes > 1)
+    counted = Memory(recipe, sketch, where.accelerator, holds=rows < share or where.processes > 1, processes=where.processes)
     taken = counted.step(size)
     report: dict[str, Any] = {
         "machine": {"name": where.name, "processes": where.processes, "memory": where.memory, "usable": where.usable},
@@ -224,7 +224,8 @@ def _advice(recipe: Recipe, taken: Taken, report: dict[str, Any], where: Place) 
     size = report["micro_batch"]
     if part == "backbone weights" and not (rows or length):
         half = "backbone.dtype=bf16, which halves them, or " if recipe.backbone.dtype in ("auto", "fp32") and not where.accelerator else ""
-        return f"take {half}a smaller backbone or more memory"
+        fewer = "backbone.shard=true, which shares them out, or " if where.processes > 1 and not recipe.backbone.shard else ""
+        return f"take {half}{fewer}a smaller backbone or more memory"
     fewer = f"train.micro_batch={rows}" if rows else ""
     shorter = f"data.max_length={length}" if length else ""
     if fewer or shorter:

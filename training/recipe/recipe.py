@@ -207,6 +207,8 @@ class Recipe:
             live = f"needs the backbone to read the drafts, and cache.dir={self.cache.dir!r} spares it all reading; set either to 0 or null"
             check(not self.objective.on_policy or self.cache.dir is None, "objective.on_policy", live, self.objective.on_policy)
         self.apart()
+        alike = not (self.backbone.shard and self.cache.dir is not None and self.cache.mode == "lru")
+        check(alike, "backbone.shard", "has all processes read alike, cache.mode=lru what each lacks; set one of them back", True)
         check(self.seed >= 0, "seed", "is 0 or more", self.seed)
 
     def apart(self) -> dict[str, Recipe]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from headstart.heads.quantization import INTEGERS
 from headstart.training.recipe.strict import RecipeError
 
 
@@ -28,6 +29,12 @@ class Backbone:
     """Run code that comes with the model's repository."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """How it computes attention; ``eager`` is slower and for models without the other."""
+    shard: bool = False
+    """Share its layers out over the processes (FSDP2), each gathered while it runs: for one that does not fit a device whole."""
+
+    def __post_init__(self) -> None:
+        check(not self.shard or self.dtype not in INTEGERS, "backbone.shard", f"is for weights that are kept as numbers of one "
+              f"dtype; {self.dtype} is not: leave one of them out", self.shard)
 
 
 @dataclass(frozen=True, kw_only=True)

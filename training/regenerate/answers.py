@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def failed(fault: str, note: str = "") -> Answer:
     return Answer({}, 0, fault, note)
 
 
-class Asked:
+class Asked(ABC):
     """One row on its way. While it `waits`, it wants an answer to what it has come to (see `take`)."""
 
     def __init__(self, row: int, key: str, waits: bool) -> None:
@@ -69,12 +70,13 @@ class Asked:
         self.turns += 1
         self._go_on(answer.message)
 
+    @abstractmethod
     def _go_on(self, message: Message) -> None:
-        raise NotImplementedError
+        """Take over an answer; ``waits`` is whether another is due after it."""
 
+    @abstractmethod
     def answered(self) -> dict[str, Any] | None:
         """The columns of the new row; None if nothing was answered."""
-        raise NotImplementedError
 
 
 class Conversation(Asked):
