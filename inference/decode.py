@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headstart.heads.base import Features, join_features
 from headstart.inference.cache import RaggedCache
-from headstart.inference.noise import gumbel
+from headstart.inference.noise import Ahead, gumbel
 from headstart.inference.processing import History
 from headstart.inference.reader import Reader
 from headstart.inference.request import Request, prompts_at_the_left
@@ -78,6 +79,7 @@ class Decoder:
         """The last token of each, which the backbone has not read yet."""
         self.cache: RaggedCache
         drafters = speculation.drafters if speculation is not None else []
+        self.ahead = Ahead(partial(reader.noise, None), reader.backbone.vocab)
         self.states: list[Any] = [None for _ in drafters]
         self.news: list[list[Features]] = [[] for _ in drafters]
         """What each drafter has not taken in yet."""
@@ -163,8 +165,8 @@ class Decoder:
         """Of the positions ``first`` to ``last`` behind each row's root, ``[B, P, V]``; None at temperature 0."""
         if self.seeds_B is None:
             return None
-        positions_BP = self.cache.lengths_B[:, None] + torch.arange(first, last + 1, device=self.device)
-        return self.reader.noise(None, self.seeds_B[self.rows], positions_BP)
+        read = [self.lengths[text] + len(self.texts[text].written) - 1 for text in self.rows]
+        return self.ahead.of(self.rows, self.seeds_B, [length + first for length in read], last + 1 - first)
 
     def _noise_of(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
         """The noise each node's pick is made with: that of the position after it."""

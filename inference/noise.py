@@ -9,10 +9,16 @@ start that hashes the seed and the position. Shape suffixes: B rows, P positions
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
+AHEAD = 16
+"""Positions of a block."""
+BLOCK = 1 << 19
+"""Numbers in it, at most: with more of them it is no longer the calls that take the time."""
 
 
 def _signed(x: int) -> int:
@@ -39,6 +45,31 @@ def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
     bits = _shifted(mix(key_BP[..., None] + counter_V), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # exact, and never 0 or 1
     return -torch.log(-torch.log(uniform)).float()
+
+
+class Ahead:
+    """The noise of the next positions of some rows, ``make(seeds_B, positions_BP)`` in blocks: a block takes little longer than one of them."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Tensor], vocab: int) -> None:
+        self.make, self.vocab = make, vocab
+        self.rows: list[int] = []
+        """Whose noise the block holds."""
+        self.starts: list[int] = []
+        """The position of each row that it begins with."""
+        self.block_BPV: Tensor | None = None
+
+    def of(self, rows: list[int], seeds_B: Tensor, positions: list[int], count: int) -> Tensor:
+        """``[B, count, V]``: of ``count`` positions from each row's own on; a row's seed never changes."""
+        offsets = [at - start for at, start in zip(positions, self.starts, strict=True)] if rows == self.rows else []
+        if not offsets or min(offsets) < 0 or self.block_BPV is None or max(offsets) + count > self.block_BPV.shape[1]:
+            many = max(count, min(AHEAD, BLOCK // (len(rows) * self.vocab)))
+            starts_B = torch.tensor(positions, device=seeds_B.device)
+            self.block_BPV = self.make(seeds_B[rows], starts_B[:, None] + torch.arange(many, device=seeds_B.device))
+            self.rows, self.starts, offsets = list(rows), list(positions), [0] * len(rows)
+        if len(set(offsets)) == 1:
+            return self.block_BPV[:, offsets[0] : offsets[0] + count]
+        index_BP = torch.tensor(offsets, device=seeds_B.device)[:, None] + torch.arange(count, device=seeds_B.device)
+        return self.block_BPV[torch.arange(len(rows), device=seeds_B.device)[:, None], index_BP]
 
 
 def row_seeds(seed: int | list[int] | None, rows: int, device: torch.device) -> Tensor:
