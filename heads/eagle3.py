@@ -79,7 +79,7 @@ class Eagle3(Drafter):
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
         self.lm_head = nn.Linear(D, draft_vocab or backbone.vocab, bias=False)
         self.rotary = Rotary(self.layer_config)
-        self._start_fused()
+        self._start()
         if draft_vocab is None:
             self.lm_head.weight.data.copy_(backbone.unembed.weight)
         else:
@@ -98,8 +98,9 @@ class Eagle3(Drafter):
         self.vocabulary = tokens
 
     @torch.no_grad()
-    def _start_fused(self) -> None:
-        """The fused state starts as the deepest tap with a little of the others, each brought to unit size.
+    def _start(self) -> None:
+        """The fused state starts as the deepest tap with a little of the others, each brought to unit size; the layer as the backbone's
+        last, where that is shaped alike.
 
         Residual streams are tens of units large, beside which the layer's own first contributions would not count.
         """
@@ -110,6 +111,10 @@ class Eagle3(Drafter):
         for i, tap in enumerate(self.taps):
             size = taps[tap].float().square().mean(-1).sqrt().median()  # of positions: the first is often an outlier
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
+        last = backbone.last_layer() or {}
+        norm = last.pop("norm.weight", None)
+        if norm is not None and self.midlayer.start_as(last):
+            self.norm.weight.copy_(norm)
 
     def fuse(self, features: Features) -> Tensor:
         """The tapped layers side by side, brought to one width: ``[B, T, D]``."""

@@ -5,7 +5,7 @@ Shape suffixes: B batch, T positions, N nodes, S keys, D width, H heads, C head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,20 @@ class PairLayer(nn.Module):
         self.post_attention_layernorm = Norm(D, eps=eps)
         self.self_attn = PairAttention(config)
         self.mlp = LlamaMLP(config)
+
+    @torch.no_grad()
+    def start_as(self, layer: Mapping[str, Tensor]) -> bool:
+        """Take over the weights of a decoder layer of these shapes, by Llama's names; False, and nothing taken, if a shape differs.
+
+        What reads the state becomes that layer's; what reads the embedding stays as it was drawn.
+        """
+        own = dict(self.named_parameters())
+        parts = {name: own[name.replace("input_layernorm", "hidden_norm")][..., -weight.shape[-1] :] for name, weight in layer.items()}
+        if any(part.shape != layer[name].shape for name, part in parts.items()):
+            return False
+        for name, part in parts.items():
+            part.copy_(layer[name])
+        return True
 
     def pair(self, embedded_BTD: Tensor, state_BTD: Tensor) -> Tensor:
         """``[B, T, 2D]``: what queries, keys and values are made of."""
