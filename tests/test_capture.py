@@ -65,6 +65,15 @@ def test_new_shapes_are_followed_and_new_constants_recorded() -> None:
         assert torch.equal(out, x * scale + held.sum()) and captured.recorded == recorded, (rows, scale)
 
 
+def test_what_has_one_of_something_is_recorded_apart() -> None:
+    """A plain step keeps its own recording, which is faster than that of a tree, though in a batch of one row both have ones."""
+    function = Counted()
+    captured, held = Captured(function, "always"), torch.zeros(9)
+    for nodes, recorded in ((1, 1), (6, 2), (1, 2), (8, 2), (1, 2), (7, 2)):
+        x = torch.randn(1, nodes)
+        assert torch.equal(captured(held, x, 2.0)[0], x * 2 + held.sum()) and captured.recorded == recorded, nodes
+
+
 def test_a_recording_that_does_not_follow_a_shape_is_not_believed() -> None:
     def tricky(held: None, x: Tensor) -> Tensor:
         return x * len(x)   # a number to the recording

@@ -93,6 +93,26 @@ def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
     assert _taps(None, layers) == taps
 
 
+def test_the_layer_starts_as_the_backbones_last() -> None:
+    """What reads the state is that layer's; a layer shaped otherwise, or asked for in another width, starts as drawn."""
+    on = backbone("llama")
+    drafter, last, D = Eagle3(on), on.layers[-1], on.dim
+    layer = drafter.midlayer
+    for name in ("q_proj", "k_proj", "v_proj"):
+        reads = getattr(layer.self_attn, name).weight
+        assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < 1
+    assert torch.equal(layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight)
+    assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight) and torch.equal(drafter.norm.weight, on.base.norm.weight)
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(D))
+    for other in (Eagle3(on, intermediate_size=40), Eagle3(backbone("gpt2")), Eagle3(backbone("gemma3"))):
+        assert torch.equal(other.midlayer.hidden_norm.weight, torch.ones(D)) and torch.equal(other.norm.weight, torch.ones(D))
+    qwen = backbone("qwen3")   # its queries and keys are normalised, which a head's are not
+    layer, last = Eagle3(qwen).midlayer, qwen.layers[-1]
+    assert torch.equal(layer.self_attn.v_proj.weight[:, D:], last.self_attn.v_proj.weight)
+    assert layer.self_attn.q_proj.weight.abs().max() < 1 < last.self_attn.q_proj.weight.abs().max()
+
+
 def test_draft_vocabulary_follows_the_device() -> None:
     drafter = random_drafter("eagle3", backbone("llama"), draft_vocab=23)
     moved = copy.deepcopy(drafter).to("meta")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.heads.backbone import Backbone
 from headstart.inference.heads import Heads
-from headstart.inference.noise import GOLDEN, gumbel, row_seeds
+from headstart.inference.noise import AHEAD, BLOCK, GOLDEN, Ahead, gumbel, row_seeds
 from headstart.inference.tree import TreeShape
 
 FEW = 7
@@ -158,6 +158,30 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
         assert torch.equal(gumbel(seeds[b : b + 1], positions[b : b + 1, p : p + 1], 61)[0, 0], together[b, p])
     assert torch.equal(gumbel(seeds, positions, 1000)[..., :61], together), "a larger vocabulary gives the same tokens the same noise"
     assert torch.equal(together[2, 0], together[2, 1])
+
+
+def test_noise_made_ahead_is_that_of_each_position() -> None:
+    """Rows that move at their own pace, come and go; few calls make it."""
+    calls: list[int] = []
+
+    def make(seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
+        calls.append(positions_BP.shape[1])
+        return gumbel(seeds_B, positions_BP, 61)
+
+    ahead, seeds = Ahead(make, 61), torch.tensor([5, 6, 7])
+    rows, at = [0, 1, 2], [3, 9, 4]
+    for turn in range(12):
+        if turn == 8:
+            rows, at = [2, 0], [at[2], at[0]]
+        count = 1 + turn % 3
+        wanted = gumbel(seeds[rows], torch.tensor(at)[:, None] + torch.arange(count), 61)
+        assert torch.equal(ahead.of(rows, seeds, at, count), wanted)
+        at = [place + 1 + (turn + row) % 2 for row, place in zip(rows, at, strict=True)]
+    assert len(calls) <= 4 and set(calls) == {AHEAD}
+    assert ahead.of(rows, seeds, [0, 0], AHEAD + 4).shape[1] == AHEAD + 4 == calls[-1]
+    wide = Ahead(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), BLOCK)   # as if of so many tokens
+    wide.of([0], seeds, [0], 2)
+    assert wide.block_BPV is not None and wide.block_BPV.shape[1] == 2
 
 
 def test_row_seeds() -> None:
