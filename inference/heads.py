@@ -72,6 +72,8 @@ class Heads:
         """What `headstart tune` measured of them on this machine."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
+        self.limits: dict[str, Any] | None = None
+        """What `limit` was last told, by the names of its arguments."""
         self._engines: dict[bool, Engine] = {}
         self._weights: list[int] = []
         _hand_over(backbone.model)
@@ -89,6 +91,7 @@ class Heads:
         if self.drafter is None:
             raise UserError("draft windows and offloading are for trained heads, and there are none; load heads, or leave them out")
         self.drafter.limit(window, sink, offload)
+        self.limits = {"window": window, "sink": sink, "offload": offload}
 
     def engine(self, speculate: bool) -> Engine:
         """What decodes, with what it has learned and recorded; made anew if the weights have been moved or converted."""

@@ -247,6 +247,11 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main([*command, *limits, "--json", str(tmp_path / "out.json")]) == 0
         found.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
     assert found[0] == found[1] == found[2]
+    (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):"}\n')
+    bench = ["bench", "--heads", command[2], "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--json"]
+    assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--draft-sink", "1"]) == 0
+    (row,) = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": False} and row["identical"]
     command[2] = str(tmp_path / "medusa")
     assert main([*command, "--draft-window", "4"]) == 2
     assert "Medusa keeps nothing" in capsys.readouterr().err

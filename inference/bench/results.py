@@ -37,6 +37,7 @@ def result(measured: Measured, plain: Measured, theirs: Measured, settings: Sett
         "nodes": tree.nodes if tree else None,
         "width": tree.width if tree else None,
         "depth": min((tree and tree.depth) or deepest, deepest),
+        "draft_limits": measured.system.heads.limits,
         "tree_sizes": {str(nodes): passes for nodes, passes in sorted(total.nodes.items())},
         "tasks": {task: _task(tally, plain.tasks[task], theirs.tasks[task]) for task, tally in measured.tasks.items()},
     }
