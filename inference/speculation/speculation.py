@@ -233,6 +233,10 @@ class Speculation:
 
     def judge(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float) -> None:
         """What the pass wrote is owed to some source; a source that costs more than it brings rests."""
+        tokens = sum(map(len, paths))
+        self.learned.rate = tokens / seconds if not self.learned.rate else self.learned.rate + NEW * (tokens / seconds - self.learned.rate)
+        if not draft.seconds:
+            return
         credit, share = dict.fromkeys(self.learned.standings, 0.0), dict.fromkeys(self.learned.standings, 0.0)
         for pool, nodes, path in zip(draft.pools, kept, paths, strict=True):
             owners: dict[int, set[int]] = {}
@@ -244,8 +248,6 @@ class Speculation:
             for source in credit:
                 credit[source] += _owed(source, [owners[nodes[place]] for place in path[1:]])
         self._rest(draft, credit, share, max(map(len, kept)))
-        tokens = sum(map(len, paths))
-        self.learned.rate = tokens / seconds if not self.learned.rate else self.learned.rate + NEW * (tokens / seconds - self.learned.rate)
 
     def _score(self, pool: Pool, accepted: dict[int, int], levels: dict[int, int]) -> None:
         found = {source: [False] * count for source, count in levels.items()}
