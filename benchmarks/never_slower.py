@@ -44,9 +44,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "proposers": Heads(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
                 "both": Heads(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
             }
-            found = alternate(systems, prompts, size, Settings(args.max_new_tokens, temperature))
+            found = alternate(systems, prompts * args.rounds, size, Settings(args.max_new_tokens, temperature))
             rows.append({"batch": size, "temperature": temperature, **found})
-    return {"backbone": args.backbone, "threads": args.threads, "prompts": len(prompts), "rows": rows}
+    asked = {name: getattr(args, name) for name in ("backbone", "threads", "rounds", "max_new_tokens")}
+    return {**asked, "prompts": len(prompts), "rows": rows}
 
 
 def alternate(systems: dict[str, Heads], prompts: list[Tensor], size: int, settings: Settings) -> dict[str, Any]:
@@ -70,6 +71,7 @@ if __name__ == "__main__":
     parser.add_argument("--backbone", default="embedded")
     parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")
     parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=1, help="decode all prompts so often, as a longer run would have them")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from headstart.heads.backbone import Backbone
 from headstart.heads.causal import Blocks, attend_past, join
 
+EMBEDDED = 0.1
+"""Of what reads the embedding in a layer that starts as the backbone's: as much as keeps its first steps from disturbing the rest."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``."""
 
@@ -133,14 +135,16 @@ class PairLayer(nn.Module):
     def start_as(self, layer: Mapping[str, Tensor]) -> bool:
         """Take over the weights of a decoder layer of these shapes, by Llama's names; False, and nothing taken, if a shape differs.
 
-        What reads the state becomes that layer's; what reads the embedding stays as it was drawn.
+        What reads the state becomes that layer's; what reads the embedding stays as it was drawn, at a tenth.
         """
-        own = dict(self.named_parameters())
+        own, D = dict(self.named_parameters()), self.hidden_norm.weight.shape[0]
         parts = {name: own[name.replace("input_layernorm", "hidden_norm")][..., -weight.shape[-1] :] for name, weight in layer.items()}
         if any(part.shape != layer[name].shape for name, part in parts.items()):
             return False
         for name, part in parts.items():
             part.copy_(layer[name])
+        for reading in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
+            reading.weight[:, :D] *= EMBEDDED
         return True
 
     def pair(self, embedded_BTD: Tensor, state_BTD: Tensor) -> Tensor:

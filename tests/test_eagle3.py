@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Features
 from headstart.heads.eagle3 import Eagle3, _taps
+from headstart.heads.layers import EMBEDDED
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
@@ -100,7 +101,7 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     layer = drafter.midlayer
     for name in ("q_proj", "k_proj", "v_proj"):
         reads = getattr(layer.self_attn, name).weight
-        assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < 1
+        assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < EMBEDDED
     assert torch.equal(layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight)
     assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight) and torch.equal(drafter.norm.weight, on.base.norm.weight)
