@@ -137,14 +137,13 @@ class PairLayer(nn.Module):
 
         What reads the state becomes that layer's; what reads the embedding stays as it was drawn, at a tenth.
         """
-        own, D = dict(self.named_parameters()), self.hidden_norm.weight.shape[0]
-        parts = {name: own[name.replace("input_layernorm", "hidden_norm")][..., -weight.shape[-1] :] for name, weight in layer.items()}
+        own = {name: dict(self.named_parameters())[name.replace("input_layernorm", "hidden_norm")] for name in layer}
+        parts = {name: weight[..., -layer[name].shape[-1] :] for name, weight in own.items()}
         if any(part.shape != layer[name].shape for name, part in parts.items()):
             return False
         for name, part in parts.items():
             part.copy_(layer[name])
-        for reading in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
-            reading.weight[:, :D] *= EMBEDDED
+            own[name][..., : -part.shape[-1]] *= EMBEDDED
         return True
 
     def pair(self, embedded_BTD: Tensor, state_BTD: Tensor) -> Tensor:
