@@ -137,7 +137,7 @@ class PairLayer(nn.Module):
 
         What reads the state becomes that layer's; what reads the embedding stays as it was drawn, at a tenth.
         """
-        own = {name: dict(self.named_parameters())[name.replace("input_layernorm", "hidden_norm")] for name in layer}
+        own = {name: self.get_parameter(name.replace("input_layernorm", "hidden_norm")) for name in layer}
         parts = {name: weight[..., -layer[name].shape[-1] :] for name, weight in own.items()}
         if any(part.shape != layer[name].shape for name, part in parts.items()):
             return False
