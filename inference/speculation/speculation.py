@@ -57,7 +57,7 @@ class Learned:
     standings: dict[int, Standing]
     """By source."""
     expanding: list[list[float]]
-    """Of each drafter, per depth, how often the pick was among what it drafted there, when it had drafted the parent."""
+    """Of each drafter, per depth, how often a draft of its was accepted there, when its parent was."""
     rate: float = 0.0
     """Tokens a second, of late."""
 
@@ -182,14 +182,16 @@ class Speculation:
         return found
 
     def _deeper(self, draft: Draft, source: int, places: list[list[int]], k: int) -> bool:
-        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth takes."""
+        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth takes, and a node more to read."""
         if not self.learned.rate:
             return True
         mass = 0.0
         for pool, own in zip(draft.pools, places, strict=True):
             reach = pool.reach()
             mass += min(sum(reach[node] for node in set(own) if node >= 0), 1.0)
-        cost = self.costs.part(f"level of {self.names[source]}", len(draft.pools))
+        rows = len(draft.pools)
+        node = (self.costs.of_pass(rows, WIDTH) - self.costs.of_pass(rows, 1)) / (WIDTH - 1)
+        cost = self.costs.part(f"level of {self.names[source]}", rows) + node
         return mass * self.learned.expanding[source][k] > self.learned.rate * cost
 
     # Choosing.
@@ -257,7 +259,7 @@ class Speculation:
                 hit = pool.tokens[guess.node] == accepted[parent]
                 depth = pool.depths[guess.node]
                 self.learned.calibration.table(self.names[guess.source], depth).learn(guess.score, hit)
-                if hit and guess.source in found:
+                if guess.node in accepted and guess.source in found:
                     found[guess.source][depth - 1] = True
         for source, hits in found.items():
             for depth in range(min(len(hits), len(accepted))):   # whose parents are on the path
