@@ -75,6 +75,7 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
 
 
 @pytest.mark.parametrize("processes, environment", [(2, {}), (3, SHARDED)], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("whole", ["muon"], indirect=True)
 def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
     """Five sequences a step, one at a time: a process that has one less keeps step with the others all the same."""
     said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
