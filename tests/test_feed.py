@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from small_run import make_recipe, read_log, run
+from forked import Forked
+from small_run import make_recipe, read_log
 
 from headstart.training.cli import main
 from headstart.training.recipe.recipe import load_recipe
@@ -29,8 +30,9 @@ def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "state" / "step-00000012")
-    done = run(recipe, f"save.dir={tmp_path}/two", launcher=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"))
-    assert done.returncode == 0 and "2 processes on cpu" in done.stderr and "resuming from" in done.stderr, done.stderr[-3000:]
+    said = tmp_path / "said.txt"
+    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], said).wait() == 0, said.read_text()[-3000:]
+    assert "2 processes on cpu" in said.read_text() and "resuming from" in said.read_text()
     one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert [line["step"] for line in two] == list(range(1, 13)) and two[:6] == one[:6] and two[6:] != one[6:]
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]

@@ -77,7 +77,7 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
     tokens_BT = torch.cat(texts)
     torch.manual_seed(0)
     drafter = build_drafter("eagle3", backbone, {"depth": 3})
-    optimizer = build_optimizer(drafter, Train(steps=60, optimizer="muon", lr=1e-2))
+    optimizer = build_optimizer(drafter, Train(steps=40, optimizer="muon", lr=1e-2))
     step = TrainStep(backbone, drafter, Objective(chunk=4096))
     frozen = {name: parameter.clone() for name, parameter in backbone.model.named_parameters()}
     first = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
@@ -86,7 +86,7 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
         return measure_tau(Heads(backbone, drafter), prompts, max_new_tokens=48, tree=TreeShape(12, 4))["tau"]
 
     before = tau()
-    for _ in range(60):
+    for _ in range(40):
         learn_BT, document_BT = torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT)
         sums = step(replace(backbone.read(tokens_BT, taps=drafter.taps), learn_BT=learn_BT, document_BT=document_BT))
         optimizer.zero_grad()
