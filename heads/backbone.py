@@ -15,7 +15,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.base import Features
@@ -27,11 +26,6 @@ from headstart.heads.recurrent import KIND, Branch, find_recurrent
 EMBEDDED = "embedded"
 """The name of the small backbone that ships with the project."""
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
-LLAMA_LAYER = {
-    *(f"self_attn.{name}_proj.weight" for name in "qkvo"), *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    "input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight",
-}  # fmt: skip
-QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 
 class Backbone:
@@ -113,21 +107,8 @@ class Backbone:
             )
         return Features(tokens_BT, out.last_hidden_state, {tap: tapped[tap] for tap in taps} or None)
 
-    def last_layer(self) -> dict[str, Tensor] | None:
-        """The weights of the last decoder layer and the final norm (``norm.weight``), if they are what Llama's are called; else None.
-
-        Queries and keys that have norms of their own (Qwen3) are left out: they are of other sizes. All processes have to ask.
-        """
-        own = {name: weight for name, weight in self.layers[-1].named_parameters() if not name.endswith(".bias")}
-        own |= {name: weight for name, weight in self.base.named_parameters() if name == "norm.weight"}
-        normed = {*own} & QUERY_NORMS
-        if {*own} - normed != LLAMA_LAYER or self.config.to_dict().get("hidden_act") != "silu":
-            return None
-        left_out = {*normed, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if normed else {*normed}
-        return {name: _numbers(weight.detach()) for name, weight in own.items() if name not in left_out}
-
     def fingerprint(self) -> list[float]:
-        """32 values of the embedding and 32 of the readout, as seen in this dtype; compare with `same_weights`."""
+        """32 values of the embedding and 32 of the readout, as seen in this dtype; compare with `checkpoint.same_weights`."""
         found: list[float] = []
         for weight in (self.embed.weight, self.unembed.weight):
             if weight.dtype.is_floating_point:
@@ -144,14 +125,6 @@ class Backbone:
             "vocab_size": self.vocab,
             "weights": self.fingerprint(),
         }
-
-
-def same_weights(ours: Any, theirs: Any) -> bool:
-    """Whether two fingerprints are of the same weights, each rounded to a dtype of its own."""
-    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
-        return False
-    scale = max(map(abs, ours), default=0.0)
-    return all(abs(a - b) <= 0.01 * abs(a) + 1e-4 * scale for a, b in zip(ours, theirs, strict=True))
 
 
 def resolve(path: str) -> str:
@@ -220,12 +193,6 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
-
-
-def _numbers(weight: Tensor) -> Tensor:
-    """The numbers of a weight that may be shared out or quantized."""
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return weight if type(weight) is Tensor else weight.dequantize()
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:

@@ -27,7 +27,9 @@ from headstart.heads.errors import UserError
 if TYPE_CHECKING:
     from headstart.heads.backbone import Backbone
 
-NOT_METHODS = {"base", "backbone", "causal", "checkpoint", "errors", "frequencies", "kv", "layers", "quantization", "recurrent", "store"}
+NOT_METHODS = {
+    "base", "backbone", "causal", "checkpoint", "errors", "frequencies", "kv", "layers", "quantization", "recurrent", "start", "store",
+}  # fmt: skip
 """Files of this folder that are not drafters."""
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone, same_weights
+from headstart.heads.backbone import Backbone
 from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.heads.errors import UserError
 
@@ -157,3 +157,11 @@ def _fetch(path: str) -> Path:
 def _hash(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def same_weights(ours: Any, theirs: Any) -> bool:
+    """Whether two fingerprints are of the same weights, each rounded to a dtype of its own."""
+    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
+        return False
+    scale = max(map(abs, ours), default=0.0)
+    return all(abs(a - b) <= 0.01 * abs(a) + 1e-4 * scale for a, b in zip(ours, theirs, strict=True))

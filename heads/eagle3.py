@@ -25,6 +25,7 @@ from headstart.heads.causal import divide
 from headstart.heads.errors import UserError
 from headstart.heads.kv import put, visible
 from headstart.heads.layers import Norm, PairLayer, Rotary, llama_like
+from headstart.heads.start import last_layer
 from headstart.heads.store import Ring, Store
 
 
@@ -111,10 +112,8 @@ class Eagle3(Drafter):
         for i, tap in enumerate(self.taps):
             size = taps[tap].float().square().mean(-1).sqrt().median()  # of positions: the first is often an outlier
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
-        last = backbone.last_layer() or {}
-        norm = last.pop("norm.weight", None)
-        if norm is not None and self.midlayer.start_as(last):
-            self.norm.weight.copy_(norm)
+        if (last := last_layer(backbone)) is not None and self.midlayer.start_as(last[0]):
+            self.norm.weight.copy_(last[1])
 
     def fuse(self, features: Features) -> Tensor:
         """The tapped layers side by side, brought to one width: ``[B, T, D]``."""

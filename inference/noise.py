@@ -48,7 +48,7 @@ def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
 
 
 class Ahead:
-    """The noise of the next positions of some rows, ``make(seeds_B, positions_BP)`` in blocks: a block takes little longer than one of them."""
+    """The noise of the next positions of some rows, ``make(seeds_B, positions_BP)`` in blocks, which take little longer than one."""
 
     def __init__(self, make: Callable[[Tensor, Tensor], Tensor], vocab: int) -> None:
         self.make, self.vocab = make, vocab

@@ -13,7 +13,8 @@ import transformers
 from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer, same_weights
+from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.checkpoint import same_weights
 from headstart.heads.errors import UserError
 from headstart.inference.heads import Heads
 from headstart.inference.tree import TreeShape

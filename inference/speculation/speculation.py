@@ -182,7 +182,7 @@ class Speculation:
         return found
 
     def _deeper(self, draft: Draft, source: int, places: list[list[int]], k: int) -> bool:
-        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth takes, and a node more to read."""
+        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth and a node more to read take."""
         if not self.learned.rate:
             return True
         mass = 0.0

@@ -21,7 +21,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone, same_weights
+from headstart.heads.backbone import Backbone
+from headstart.heads.checkpoint import same_weights
 from headstart.heads.errors import UserError
 from headstart.training.cache.codec import Encoded, Form
 from headstart.training.data.data import Sample

@@ -128,8 +128,9 @@ class Memory:
         """Raises UserError for a drafter whose code cannot run without numbers."""
         lasting, gradients = self.lasting(), sum(trained(drafter) for drafter in self.sketch.drafters.values())
         reading, learning = self._run(size)
+        gathered = {"gathered layer": 2 * max(self._layers(), default=0)}
         moments = {
-            "reading": lasting | reading | {"gradients": gradients if self.holds else 0, "gathered layer": 2 * max(self._layers(), default=0)},
+            "reading": lasting | reading | gathered | {"gradients": gradients if self.holds else 0},
             "learning": lasting | learning,
             "stepping": lasting | {"gradients": gradients} | ({"optimiser's copy": gradients} if self.accelerator else {}),
         }
