@@ -28,16 +28,19 @@ from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.setup import prepare
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "eagle3.yaml"
-OBJECTIVES = {
-    "kl": ["objective.terms={kl: 1.0}"],
-    "ce": ["objective.terms={ce: 1.0}"],
-    "ce_tv": ["objective.terms={ce: 0.1, tv: 0.9}"],
-    "lk": ["objective.terms={lk: 1.0}"],
-    "lk_alpha": ["objective.terms={lk_alpha: 1.0}"],
-    "kl_expected": ["objective.terms={kl: 1.0}", "objective.depth_weights=expected"],
-    "ce_tv_expected": ["objective.terms={ce: 0.1, tv: 0.9}", "objective.depth_weights=expected"],
+TERMS = {
+    "kl": "{kl: 1.0}",
+    "ce": "{ce: 1.0}",
+    "ce_tv": "{ce: 0.1, tv: 0.9}",
+    "lk": "{lk: 1.0}",
+    "lk_alpha": "{lk_alpha: 1.0}",
 }
-ASKED = ["kl", "ce", "ce_tv", "lk", "kl_expected"]
+OBJECTIVES = {
+    f"{name}{suffix}": [f"objective.terms={terms}", f"objective.depth_weights={weights}"]
+    for weights, suffix in (("geometric", ""), ("expected", "_expected"))
+    for name, terms in TERMS.items()
+}
+ASKED = ["kl", "ce", "ce_tv", "lk", "kl_expected", "ce_tv_expected"]
 
 
 def steps_of(recipe: Recipe, tokens: int) -> int:

@@ -106,7 +106,6 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
         (["objective.on_policy_share=0"], "objective.on_policy_share is above 0 and at most 1; got 0"),
         (["objective.on_policy_share=1.5"], "objective.on_policy_share is above 0 and at most 1; got 1.5"),
         (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is 0 or more; got -1"),
-        (["objective.on_policy=1", "objective.depth_weights=expected"], "objective.on_policy and objective.depth_weights=expected, which"),
         (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone to read the drafts, and cache.dir='x' spares"),
         (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
     ],

@@ -139,7 +139,7 @@ def test_later_overrides_win(write):
         ("objective.terms={tv: .nan}", "objective.terms.tv is a weight, 0 or more; got nan"),
         ("objective.lk_eta=-1", "objective.lk_eta is 0 or more; got -1"),
         ("objective.top_k=0", "objective.top_k is at least 1 token; got 0"),
-        ("objective.depth_weights=dpace", "objective.depth_weights is one of 'geometric', 'expected'; got 'dpace'"),
+        ("objective.depth_weights=dpace", "objective.depth_weights is one of 'expected', 'geometric'; got 'dpace'"),
         ("train.ema=0", "train.ema is above 0 and below 1, or null; got 0"),
         ("train.ema=1", "train.ema is above 0 and below 1, or null; got 1"),
         ("train={schedule: wsd, warmup: .1, cooldown: .95}", "train.cooldown is a fraction of the steps, above 0 and at most 0.9; got"),

@@ -17,8 +17,8 @@ from pretrain import held_out, library_files
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-OPENING, LENGTH = 24, 256
-"""Tokens of real text a training passage opens with; its whole length."""
+OPENING, LENGTH = 128, 256
+"""Tokens of real text a training passage opens with; its whole length. Much longer openings leave it little to write, short ones loops."""
 PROMPT = 64
 """Tokens of a prompt to measure on."""
 

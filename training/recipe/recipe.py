@@ -25,10 +25,10 @@ class Objective:
     """Of ``lk``: how soon KL gives way to acceptance; 10 suits Medusa."""
     top_k: int = 32
     """Of ``topk_kl``: how many of the backbone's likeliest tokens it tells apart."""
-    depth_weights: Literal["geometric", "expected"] = "geometric"
-    """``geometric``: by ``depth_decay``; ``expected``: by what each depth adds to the expected length of a draft (D-PACE)."""
+    depth_weights: Literal["expected", "geometric"] = "expected"
+    """``expected``: by what each depth adds to the expected length of a draft (D-PACE); ``geometric``: by ``depth_decay``."""
     depth_decay: float = 0.8
-    """Depth k weighs this to the power k."""
+    """``geometric``, and of drafts of its own: depth k weighs this to the power k."""
     chunk: int = 1024
     """Positions whose logits are held at a time, at most; less memory when smaller."""
     on_policy: float = 0.0
@@ -51,8 +51,6 @@ class Objective:
         check(0 < self.on_policy_share <= 1, "objective.on_policy_share", "is above 0 and at most 1", self.on_policy_share)
         hot = self.on_policy_temperature
         check(0 <= hot < float("inf"), "objective.on_policy_temperature", "is 0 or more", hot)
-        by_text = "and objective.depth_weights=expected, which goes by the text's own tokens, do not go together; use geometric, or 0"
-        check(not self.on_policy or self.depth_weights == "geometric", "objective.on_policy", by_text, self.on_policy)
 
 
 @dataclass(frozen=True, kw_only=True)
