@@ -80,7 +80,7 @@ def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
     drafter = Guess(backbone, 2, None).double()
     features = batch(backbone)
-    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk=5)   # by expectation they follow the draft, held constant
+    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk=5)   # else they follow the draft
     weight = drafter.head.weight
 
     def loss(values: Tensor) -> Tensor:

@@ -28,16 +28,14 @@ def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype) -> Tensor:
 
 def confidence(fused: Fused, places: Places, drafts: list[Tensor]) -> Tensor:
     """``[M, K]``: the probability each depth gives to the text's own token; 0 for a token it cannot draft."""
-    parts = []
+    sure_MK = wide(drafts[0][:0]).new_zeros(len(places.text_M), len(drafts))
     for rows in fused.chunks(len(places.text_M)):
         place_C, has_place_C = in_vocabulary(places.text_M[rows], fused.vocabulary)
-        found = []
         for k, draft_MD in enumerate(drafts):
             # Autograd stays on: a weight that autocast casts for the first time without it would be remembered without it.
             logits_CV = wide(fused.read(draft_MD, k, rows, places.given_M[rows])[1].detach())
-            found.append((logits_CV.gather(-1, place_C[:, None]).squeeze(-1) - logits_CV.logsumexp(-1)).exp() * has_place_C)
-        parts.append(torch.stack(found, 1))
-    return torch.cat(parts)
+            sure_MK[rows, k] = (logits_CV.gather(-1, place_C[:, None]).squeeze(-1) - logits_CV.logsumexp(-1)).exp() * has_place_C
+    return sure_MK
 
 
 def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int) -> Tensor:

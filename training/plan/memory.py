@@ -221,8 +221,7 @@ def _as_trained(recipe: Recipe, accelerator: bool) -> Iterator[None]:
     least, cached, chunks, upto = fused.LEAST_ROWS, causal.CACHED, fused.Fused.chunks, causal.Blocks.upto
 
     def some_chunks(self: fused.Fused, count: int) -> Iterator[slice]:
-        every = list(chunks(self, count))
-        yield from every if self.wanted.depth_weights == "expected" else _few(every)
+        yield from _few(list(chunks(self, count)))
 
     def some_blocks(self: causal.Blocks, positions: int) -> Iterator[tuple[int, int, int]]:
         yield from _few(list(upto(self, positions)))
