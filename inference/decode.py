@@ -117,7 +117,8 @@ class Decoder:
 
     def _draft(self) -> tuple[Draft, CandidateTree, list[list[int]], Tensor | None]:
         """What was drafted, the tree to read, the places of its nodes in the pools, and the noise of the positions ahead."""
-        draft = Draft([Pool(root) for root in self.roots], [self._room(text) for text in self.rows], calibrated=self.shape is None)
+        room = [self._room(text) for text in self.rows]
+        draft = Draft([Pool(root) for root in self.roots], room, queued=bool(self.waiting), calibrated=self.shape is None)
         if self.speculation is None:
             return draft, root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
         sources = self.speculation.sources(len(self.rows), self.shape)

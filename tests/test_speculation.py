@@ -125,10 +125,10 @@ def pools(*chances: float) -> list[Pool]:
     return [pool]
 
 
-def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]]) -> int:
+def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]], room: list[int] | None = None, queued: bool = False) -> int:
     speculation = Speculation([], [], "never")
     speculation.costs = Costs({len(draft_pools): curve})
-    return speculation.choose(Draft(draft_pools, [9] * len(draft_pools)), None)[0].size
+    return speculation.choose(Draft(draft_pools, room or [9] * len(draft_pools), queued=queued), None)[0].size
 
 
 def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:
@@ -138,6 +138,14 @@ def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:
     assert chosen(likely, [(1, 1.0), (2, 1.1), (3, 1.9)]) == 2
     assert chosen(unlikely, cheap) == 3 and chosen(unlikely, [(1, 1.0), (2, 1.1)]) == 1
     assert chosen([*likely, *unlikely], cheap) == 4, "rows share one size"
+
+
+def test_a_batch_is_as_fast_as_its_slowest_rows() -> None:
+    """What a row gains that others have to be waited for is worth little, unless another text waits for its place."""
+    fast, slow, curve = pools(0.99), pools(0.01), [(1, 1.0), (2, 1.3)]
+    assert chosen([*fast, *slow], curve) == 1 and chosen([*fast, *slow], curve, queued=True) == 2
+    assert chosen([*fast, *slow], curve, room=[90, 9]) == 2, "the row that has most to write"
+    assert chosen([*fast, *fast], curve) == 2 and chosen([*slow, *slow], curve, queued=True) == 1
 
 
 class Parrot(Proposer):

@@ -2,7 +2,8 @@
 
 Expected tokens of a pass over N nodes are ``rows + sum of the chances of the N likeliest nodes``; the size read is the one with the
 most expected tokens a second, 1 (plain decoding) among the choices. One more depth is drafted only if the tokens it may bring are
-worth the time it takes. All rows of a batch share one size. What is learned here stays with the heads from call to call.
+worth the time it takes. All rows of a batch share one size, and
+the slowest of them count most. What is learned here stays with the heads from call to call.
 
 Shape suffixes: B batch, P positions.
 """
@@ -13,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +32,8 @@ WIDTH = 8
 """Nodes of a depth that are followed, where no shape is given."""
 FAR = 12
 """Proposers may guess so many tokens ahead."""
+SLOWEST = 4
+"""The power mean by which the passes left of a batch are taken from those of its rows: 1 their mean, without end the slowest row's."""
 OFFERS = 24
 """Nodes a proposer may offer for a row."""
 
@@ -41,6 +45,8 @@ class Draft:
     pools: list[Pool]
     room: list[int]
     """How many tokens each row may still write beyond its root: no node lies deeper."""
+    queued: bool = False
+    """Whether other texts wait for the places of these."""
     calibrated: bool = True
     """Whether chances are what scores have been worth; else scores are taken at their word, the same each time."""
     seconds: dict[int, float] = field(default_factory=dict)
@@ -208,20 +214,14 @@ class Speculation:
         rows, most = len(draft.pools), max(len(pool.tokens) for pool in draft.pools)
         if most == 1:
             return 1
-        gains = [0.0] * most   # the last entry of which tree sizes may look at
-        for pool in draft.pools:
-            total = 0.0
-            for i, (chance, _) in enumerate(pool.ranked(), 1):
-                total += chance
-                gains[i] += total
-            for i in range(len(pool.tokens), most):
-                gains[i] += total
+        expected = [list(accumulate((chance for chance, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # by nodes
         spent = sum(draft.seconds.values()) + self.costs.part("host", rows)
-        best, best_rate = 1, 0.0
+        best, least = 1, math.inf
         for nodes in (*(n for n in SIZES if n < most), most):
-            rate = (rows + gains[nodes - 1]) / (spent + self.costs.of_pass(rows, nodes))
-            if rate > best_rate:
-                best, best_rate = nodes, rate
+            tokens = [own[min(nodes, len(own)) - 1] for own in expected]
+            time = (spent + self.costs.of_pass(rows, nodes)) * _left(draft, tokens)
+            if time < least:
+                best, least = nodes, time
         return best
 
     # Learning.
@@ -283,6 +283,14 @@ class Speculation:
         for source, loss in losses.items():
             if loss < 0:
                 self.learned.standings[source].prove()
+
+
+def _left(draft: Draft, tokens: list[float]) -> float:
+    """How many such passes are left, if each brings the rows so many tokens: while others wait for their places, by all tokens
+    together, else by what the rows have still to write, the slowest above all, since it is they that a batch waits for."""
+    if draft.queued or len(tokens) == 1:
+        return 1 / sum(tokens)
+    return sum((max(room, 1) / own) ** SLOWEST for room, own in zip(draft.room, tokens, strict=True)) ** (1 / SLOWEST)
 
 
 def _owed(source: int, owners: list[set[int]]) -> int:
