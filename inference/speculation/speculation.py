@@ -274,12 +274,10 @@ class Speculation:
         extra = self.costs.of_pass(rows, size) - step
         for source, seconds in draft.seconds.items():
             self.learned.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0), rate)
-        if not rate:
-            return
         losses = {source: self.learned.standings[source].loss(rate, step) for source in draft.seconds}
         worst = max(losses, key=lambda source: losses[source], default=None)
         if worst is not None and losses[worst] > 0:
-            self.learned.standings[worst].fail()
+            self.learned.standings[worst].fail(step)
         for source, loss in losses.items():
             if loss < 0:
                 self.learned.standings[source].prove()

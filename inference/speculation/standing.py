@@ -12,7 +12,9 @@ TRIAL, RETRIAL = 8, 3
 PATIENCE = 2.0
 """Plain steps' time that a trial may lose; with rests that double, useless heads cost little of even a short text."""
 REST, LONGEST_REST = 16, 1024
-"""Passes a source rests for, doubled each time it fails again."""
+"""Passes a source rests for, at least, doubled each time it fails again."""
+LITTLE = 0.02
+"""The share of the time that trials may take."""
 NEW = 0.08
 """The weight of the last pass in the running averages."""
 
@@ -57,9 +59,10 @@ class Standing:
         over = self.passes >= trial or self.lost > PATIENCE * step
         return self.seconds - self.credit / rate if over else 0.0
 
-    def fail(self) -> None:
-        """It does not pay: let it rest, longer than the last time."""
-        self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
+    def fail(self, step: float) -> None:
+        """It does not pay: let it rest, longer than the last time, and until what it has lost is `LITTLE` of plain steps of that time."""
+        self.resting = min(max(self.rest, round(self.lost / (LITTLE * step))), LONGEST_REST)
+        self.rest = min(2 * self.rest, LONGEST_REST)
 
     def prove(self) -> None:
         """It pays, and has for as long as a first trial: the next rest is a short one again."""
