@@ -1,6 +1,6 @@
 """How fast is training EAGLE-3 beside speculators, on the same rows of the same backbone?
 
-    pip install speculators==0.9.0
+    pip install speculators==0.9.0      (in an environment of its own: it brings a server's packages along)
     python benchmarks/beside_speculators.py [RECIPE] [section.key=value ...] [--steps 25] [--attention sdpa eager]
 
 Both take whole steps, in turns, in one process: the backbone's reading, the drafter's passes (as many as ``drafter.depth``), the loss
@@ -34,7 +34,8 @@ try:
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.train.optimizers import build_optimizers
 except ImportError as error:
-    sys.exit(f"error: {error}; this compares with speculators: pip install speculators==0.9.0")
+    print(f"error: {error}; this compares with speculators: pip install speculators==0.9.0", file=sys.stderr)
+    sys.exit(2)
 
 DECAY = 0.8
 """Weight of a pass over that of the one before, in their loss."""
