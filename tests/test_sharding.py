@@ -90,6 +90,9 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
         model = share_out(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
         own = {name: own_part(weight).numel() for name, weight in model.named_parameters()}
         wholes = {name: weight.numel() for name, weight in model.named_parameters()}
+        with torch.no_grad():
+            model(input_ids=torch.arange(5)[None])
+        assert {name: own_part(weight).numel() for name, weight in model.named_parameters()} == own, "gathered while it runs, not longer"
     finally:
         torch.distributed.destroy_process_group()
     layers = {name for name in wholes if ".layers." in name}

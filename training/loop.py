@@ -144,9 +144,8 @@ def _report(run: Run) -> None:
             run.log.line(step, {**pupil.meter.record(), "lr": rate, "tokens": run.tokens}, pupil.name)
             pupil.meter = type(pupil.meter)()
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
-            everywhere = is_shared_out(run.backbone)   # then it runs in all processes or in none
-            with pupil.shown(everywhere) as drafter:
-                if run.accelerator.is_main_process or everywhere:
+            with pupil.shown() as drafter:
+                if run.accelerator.is_main_process or is_shared_out(run.backbone):   # which runs in all processes or in none
                     measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
                     pupil.tau = measured["tau"]
                     run.log.line(step, measured, pupil.name)

@@ -29,7 +29,7 @@ from headstart.training.objective.visited import Moment
 from headstart.training.optimizer import build_optimizer
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.schedule import learning_rate
-from headstart.training.sharding import keep_whole, whole
+from headstart.training.sharding import is_shared_out, keep_whole, whole
 from headstart.training.step import TrainStep
 
 
@@ -114,22 +114,23 @@ class Pupil:
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
 
     @contextmanager
-    def shown(self, everywhere: bool = False) -> Iterator[Drafter]:
+    def shown(self) -> Iterator[Drafter]:
         """The drafter to decode with and to save, with the average's weights where there is one; all processes have to enter.
 
-        Of a sharded one it is an unsharded copy, whole in the first process, or ``everywhere``.
+        Of a sharded one it is an unsharded copy, whole in the first process; in all of them if the backbone is shared out, which making
+        a drafter reads.
         """
         if self.sharded:
-            yield self._gathered(everywhere)
+            yield self._gathered()
         else:
             with in_place_of_weights(self.average):
                 yield self.drafter
 
     @torch.no_grad()
-    def _gathered(self, everywhere: bool) -> Drafter:
+    def _gathered(self) -> Drafter:
         tensors = {name: whole(tensor) for name, tensor in self.drafter.tensors().items()}
         averaged = {name: whole(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
-        if not (everywhere or self.accelerator.is_main_process):
+        if not (self.accelerator.is_main_process or is_shared_out(self.drafter.backbone[0])):
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone[0])
         copy.load_tensors(tensors)

@@ -61,7 +61,7 @@ def share_out(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     model.requires_grad_(False)
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each is a root of its own, and roots stay gathered unless told
     return model.to(device)
 
 
