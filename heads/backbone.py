@@ -5,8 +5,8 @@ The only code that knows model classes. Shape suffixes: B batch, T positions, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from headstart.heads.base import Features
 from headstart.heads.errors import UserError
 from headstart.heads.frequencies import frequency_turn
+from headstart.heads.hooks import grouped, tapped
 from headstart.heads.quantization import quantization, quantizing
 from headstart.heads.recurrent import KIND, Branch, find_recurrent
 
@@ -101,11 +102,11 @@ class Backbone:
         if see is not None:
             masks = {kind: _additive(allowed, self.dtype) for kind, allowed in see.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        with _tapped(self.layers, taps) as tapped:
+        with tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
             out = self.base(
                 input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
             )
-        return Features(tokens_BT, out.last_hidden_state, {tap: tapped[tap] for tap in taps} or None)
+        return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     def fingerprint(self) -> list[float]:
         """32 values of the embedding and 32 of the readout, as seen in this dtype; compare with `checkpoint.same_weights`."""
@@ -237,31 +238,6 @@ def _require_masks(backbone: Backbone) -> None:
     if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():
         name = type(backbone.model).__name__
         raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
-
-
-@contextmanager
-def _tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Keeps the residual stream after each of ``taps`` layers while the model runs, and nothing else."""
-    kept: dict[int, Tensor] = {}
-
-    def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            kept[tap] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        kept[0] = args[0] if args else kwargs["hidden_states"]
-
-    handles = [
-        layers[tap - 1].register_forward_hook(after(tap)) if tap else layers[0].register_forward_pre_hook(before, with_kwargs=True)
-        for tap in taps
-    ]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _POSTPROCESS = {

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from headstart.heads.backbone import Backbone
 
 NOT_METHODS = {
-    "base", "backbone", "causal", "checkpoint", "errors", "frequencies", "kv", "layers", "quantization", "recurrent", "start", "store",
+    "base", "backbone", "causal", "checkpoint", "errors", "frequencies", "hooks", "kv", "layers", "quantization", "recurrent", "start",
+    "store",
 }  # fmt: skip
 """Files of this folder that are not drafters."""
 

@@ -66,6 +66,9 @@ class RaggedCache:
             assert self.added is not None
             self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
             self.added = None
+        if len(set(counts)) == 1:
+            self.lengths_B, self.longest = self.lengths_B + counts[0], self.longest + counts[0]
+            return
         self.lengths_B = self.lengths_B + torch.tensor(counts, device=self.lengths_B.device)
         self.longest = int(self.lengths_B.max())
 

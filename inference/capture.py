@@ -12,6 +12,7 @@ tensors, the same numbers to the same places each time it is called with the sam
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -22,7 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.linear import Turned, turned_up_to
+from headstart.inference.folding import folded
+from headstart.inference.linear import Turned, turned_up_to, way
 
 When = Literal["auto", "always", "never"]
 """auto: once a function has been called often enough for recording it to pay."""
@@ -40,12 +42,14 @@ def capturable(when: When, device: torch.device) -> bool:
 class Captured:
     """``function(held, *inputs)`` -> a nest of tensors; ``held`` and ``inputs`` are nests (see `flatten`).
 
-    ``module``: whose linear layers it runs through; on a CPU they are recorded the way round that is faster (see `linear`).
+    ``module``: whose linear layers it runs through; on a CPU they are recorded the way round that is faster (see `linear`) for as
+    many rows as the first of the ``inputs`` has numbers.
     """
 
     def __init__(self, function: Callable[..., Any], when: When, module: nn.Module | None = None) -> None:
         self.function, self.patience = function, 0 if when == "always" else PATIENCE
-        self.module = module
+        self.module, self.few = module, -1
+        """``few``: the number of rows up to which linear layers are turned round; -1: not timed yet."""
         self.off = when == "never"
         self.calls = self.recorded = 0
         self.recordings: dict[Any, _Recording] = {}
@@ -57,10 +61,9 @@ class Captured:
         if self.off or self.calls <= self.patience:
             return self.function(held, *inputs)
         leaves: list[Tensor] = []
-        shape = flatten((held, inputs), leaves)
+        shape = (flatten(held, leaves), first := len(leaves), flatten(inputs, leaves))
         shapes = tuple(leaf.shape for leaf in leaves)
-        ones = tuple(size == 1 for size in _sizes(shapes))   # broadcasting and copying branch on them
-        key = (shape, ones if leaves[0].device.type == "cpu" else shapes, leaves[0].device)
+        key = (shape, self._alike(shapes, leaves[first]), leaves[0].device)
         recording = self.recordings.get(key)
         self.steady = recording is not None and recording.follows(shapes)
         if self.steady:
@@ -73,7 +76,7 @@ class Captured:
         if recording is not None and (expected := recording.compare(self.function, held, inputs, leaves)) is not None:
             return expected
         try:
-            self.recordings[key] = recording = self._record(shape, leaves, len(flatten_tensors(held)))
+            self.recordings[key] = recording = self._record(shape, leaves)
         except RuntimeError:   # something in it can't be recorded
             self.off = True
             return self.function(held, *inputs)
@@ -81,10 +84,19 @@ class Captured:
         recording.compared(shapes)
         return recording(leaves)
 
-    def _record(self, shape: Any, leaves: list[Tensor], held: int) -> _Recording:
+    def _alike(self, shapes: tuple[torch.Size, ...], first: Tensor) -> Any:
+        """What calls of one recording have in common: on a CPU sizes of one, which broadcasting and copying branch on, and
+        how linear layers are taken; elsewhere all sizes."""
+        if first.device.type != "cpu":
+            return shapes
+        if self.few < 0:
+            self.few = 0 if self.module is None else turned_up_to(self.module)
+        return way(first.numel(), self.few), tuple(size == 1 for size in _sizes(shapes))
+
+    def _record(self, shape: Any, leaves: list[Tensor]) -> _Recording:
         if leaves[0].device.type != "cpu":
-            return _Graph(self.function, shape, leaves, held)
-        return _Trace(self.function, shape, leaves, 0 if self.module is None else turned_up_to(self.module))
+            return _Graph(self.function, shape, leaves)
+        return _Trace(self.function, shape, leaves, self.few)
 
 
 class _Recording(ABC):
@@ -121,20 +133,20 @@ class _Recording(ABC):
 
 
 class _Trace(_Recording):
-    """TorchScript, on a CPU; linear layers of at most ``few`` rows are turned round."""
+    """TorchScript, on a CPU; linear layers of at most ``few`` rows are turned round, and sizes are worked out beforehand."""
 
     def __init__(self, function: Callable[..., Any], shape: Any, leaves: list[Tensor], few: int) -> None:
         super().__init__()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            arguments, inputs = rebuild(shape, iter(tensors))
+            held, inputs = _arguments(shape, tensors)
             found: list[Tensor] = []
-            self.out = flatten(function(arguments, *inputs), found)
+            self.out = flatten(function(held, *inputs), found)
             return tuple(found)
 
         with warnings.catch_warnings(), Turned(few):
             warnings.simplefilter("ignore")   # of branches on shapes, which `compare` looks after
-            self.traced = torch.jit.trace(flat, tuple(leaves), check_trace=False)
+            self.traced = folded(torch.jit.trace(flat, tuple(leaves), check_trace=False))
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         # TorchScript's own optimisation costs half a second when a recording is first run, and makes it no faster.
@@ -145,8 +157,9 @@ class _Trace(_Recording):
 class _Graph(_Recording):
     """A CUDA graph: held tensors by their address, inputs copied in, results copied out."""
 
-    def __init__(self, function: Callable[..., Any], shape: Any, leaves: list[Tensor], held: int) -> None:
+    def __init__(self, function: Callable[..., Any], shape: Any, leaves: list[Tensor]) -> None:
         super().__init__()
+        _, held, _ = shape
         self.addresses = [leaf.data_ptr() for leaf in leaves[:held]]
         self.own = leaves[:held] + [leaf.clone() for leaf in leaves[held:]]
         self.held = held
@@ -154,25 +167,31 @@ class _Graph(_Recording):
         self._record()
 
     def _record(self) -> None:
-        arguments, inputs = rebuild(self.shape, iter(self.own))
+        held, inputs = _arguments(self.shape, self.own)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):   # libraries choose their kernels on first use, which a graph can't hold
-                self.function(arguments, *inputs)
+                self.function(held, *inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         self.found: list[Tensor] = []
         with torch.cuda.graph(self.graph):
-            self.out = flatten(self.function(arguments, *inputs), self.found)
+            self.out = flatten(self.function(held, *inputs), self.found)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         if [leaf.data_ptr() for leaf in leaves[: self.held]] != self.addresses:   # another text's cache
-            self.__init__(self.function, self.shape, leaves, self.held)   # type: ignore[misc]
+            self.__init__(self.function, self.shape, leaves)   # type: ignore[misc]
         for own, leaf in zip(self.own[self.held :], leaves[self.held :], strict=True):
             own.copy_(leaf)
         self.graph.replay()
         return rebuild(self.out, iter([found.clone() for found in self.found]))
+
+
+def _arguments(shape: Any, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+    """``held`` and ``inputs``, of whose nests ``shape`` is what `flatten` left."""
+    held, first, inputs = shape
+    return rebuild(held, iter(leaves[:first])), rebuild(inputs, iter(leaves[first:]))
 
 
 def _sizes(shapes: Sequence[torch.Size]) -> list[int]:
@@ -194,13 +213,19 @@ def flatten(nest: Any, leaves: list[Tensor]) -> Any:
     if isinstance(nest, Tensor):
         leaves.append(nest)
         return Tensor
-    if isinstance(nest, tuple | list):
-        return (type(nest), tuple(flatten(one, leaves) for one in nest))
-    if isinstance(nest, dict):
-        return (dict, tuple(nest), tuple(flatten(one, leaves) for one in nest.values()))
-    if is_dataclass(nest):
-        return (type(nest), tuple(flatten(getattr(nest, field.name), leaves) for field in fields(nest)))
+    kind = type(nest)
+    if kind in (tuple, list):
+        return (kind, tuple([flatten(one, leaves) for one in nest]))
+    if kind is dict:
+        return (kind, tuple(nest), tuple([flatten(one, leaves) for one in nest.values()]))
+    if (names := _fields(kind)) is not None:
+        return (kind, tuple([flatten(getattr(nest, name), leaves) for name in names]))
     return (None, nest)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...] | None:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 def rebuild(shape: Any, leaves: Any) -> Any:

@@ -171,8 +171,8 @@ class Decoder:
 
     def _noise_of(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
         """The noise each node's pick is made with: that of the position after it."""
-        if noise_BPV is None:
-            return None
+        if noise_BPV is None or tree.size == 1:
+            return noise_BPV if noise_BPV is None else noise_BPV[:, :1]
         depths_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.depths], device=self.device)
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], depths_BN]
 

@@ -1,14 +1,15 @@
 """Linear layers of few rows, turned round where this machine is faster at that: ``(W x^T)^T`` in place of ``x W^T``.
 
 A decoding pass multiplies every weight with the rows of a few nodes. On many CPUs the product takes up to twice as long one way round as
-the other, most of all for the single row of a plain step, which is best taken twice. The sums are the same, their rounding may differ
-in the last bit, as it does between one number of rows and another.
+the other, most of all for the single row of a plain step, which is best multiplied with both halves of the weight at once. The sums are
+the same, their rounding may differ in the last bit, as it does between one number of rows and another.
 """
 
-import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,45 +19,47 @@ from torch.overrides import TorchFunctionMode
 
 ROWS = (1, 2, 4, 8, 16)
 """Numbers of rows that are timed."""
-SAMPLE = 8 << 20
-"""Weights to time with, in numbers; and as many others are read before each time, since a pass finds its weights out of the caches."""
+SAMPLE, OTHERS = 2 << 20, 8 << 20
+"""Weights to time with, in numbers; and how many others are read before each time, since a pass finds its weights out of the caches."""
 ROUNDS = 5
 _KNOWN: dict[Any, int] = {}
 
 
 class Turned(TorchFunctionMode):
-    """While it is on, linear layers of at most ``most`` rows are turned round; in a `torch.jit.trace`, whatever rows come later."""
+    """While it is on, linear layers of at most ``most`` rows are turned round.
+
+    A `torch.jit.trace` keeps the way that was taken: right for any number of rows, fast for those of the same `way`.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is F.linear and len(args) >= 2 and not kwargs and args[1].dtype == torch.float32 and self.most:
-            return _scripted()(args[0], args[1], args[2] if len(args) > 2 else None, self.most)
+        if func is F.linear and len(args) >= 2 and not kwargs and args[1].dtype == torch.float32:
+            rows = math.prod(map(int, args[0].shape[:-1]))
+            if way(rows, self.most):
+                return turned(*args, single=rows == 1)
         return func(*args, **(kwargs or {}))
 
 
-def turned(x: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> Tensor:
-    """``F.linear(x, weight, bias)``: ``[..., K]``, ``[N, K]`` -> ``[..., N]``."""
-    rows = x.numel() // x.size(-1)
-    if rows > most:
-        return F.linear(x, weight, bias)
-    flat = x.reshape(rows, x.size(-1))
-    if rows == 1:   # products with vectors have kernels of their own, slower than those for two
-        out = torch.mm(weight, torch.cat([flat, flat]).t())[:, :1]
-    else:
-        out = torch.mm(weight, flat.t())
-    out = out.t().contiguous().view(list(x.shape[:-1]) + [weight.size(0)])
+def way(rows: int, most: int) -> int:
+    """Which way linear layers of so many rows are taken: 2 one row turned round, 1 a few, 0 as they are."""
+    return 0 if rows > most else 1 + (rows == 1)
+
+
+def turned(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, single: bool = False) -> Tensor:
+    """``F.linear(x, weight, bias)``: ``[..., K]``, ``[N, K]`` -> ``[..., N]``. ``single``: x has one row."""
+    N, K = map(int, weight.shape)
+    turned_KR = x.reshape(-1, K).t()
+    if not single:
+        out = torch.mm(weight, turned_KR).t().contiguous()
+    elif N % 2:   # products with one vector have kernels of their own, slower than those for two
+        out = torch.mm(weight, torch.cat([turned_KR, turned_KR], 1))[:, :1].contiguous()
+    else:         # and slower than two products at once
+        out = torch.bmm(weight.reshape(2, -1, K), turned_KR.expand(2, K, 1))
+    out = out.view(*x.shape[:-1], N)
     return out if bias is None else out + bias
-
-
-@functools.cache
-def _scripted() -> Any:
-    """With its branch on the number of rows, which a trace alone would not keep."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")   # that TorchScript will end: where it has, nothing is recorded (see `capture`)
-        return torch.jit.script(turned)
 
 
 def turned_up_to(module: nn.Module) -> int:
@@ -80,18 +83,31 @@ def _sample(module: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def _measure(weights: Sequence[Tensor]) -> int:
-    most, others = 0, torch.ones(SAMPLE)
+    most, others = 0, torch.ones(OTHERS)
     for rows in ROWS:
-        given = {width: torch.ones(rows, width) for width in {weight.shape[1] for weight in weights}}
+        given = [torch.ones(rows, weight.shape[1]) for weight in weights]
+        ways = [_recorded(function, given, weights) for function in (F.linear, partial(turned, single=rows == 1))]
         best = [float("inf")] * 2
         for _ in range(ROUNDS):   # in turns, so that a disturbance meets both
-            for i, most_turned in enumerate((0, ROWS[-1])):
+            for i, recorded in enumerate(ways):
                 others.sum()
                 start = time.perf_counter()
-                for weight in weights:
-                    _scripted()(given[weight.shape[1]], weight, None, most_turned)
+                recorded(given)
                 best[i] = min(best[i], time.perf_counter() - start)
         if best[1] > 0.97 * best[0]:
             break
         most = rows
     return most
+
+
+def _recorded(function: Callable[..., Tensor], given: list[Tensor], weights: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
+    """Products of all of them, as a recording takes them."""
+
+    def products(given: list[Tensor]) -> list[Tensor]:
+        return [function(x, weight) for x, weight in zip(given, weights, strict=True)]
+
+    with warnings.catch_warnings(), torch.jit.optimized_execution(False):
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(products, (given,), check_trace=False)
+        traced(given)
+    return traced

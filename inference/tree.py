@@ -144,7 +144,10 @@ class CandidateTree:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[B, N]``, depths ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes has its root again at the end."""
-        N = self.size
+        B, N = len(self.tokens), self.size
+        if N == 1:
+            alone_B1 = torch.tensor(self.tokens, device=device)
+            return alone_B1, torch.zeros_like(alone_B1), torch.ones(B, 1, 1, dtype=torch.bool, device=device)
         tokens = [row + row[:1] * (N - len(row)) for row in self.tokens]
         depths = [row + [0] * (N - len(row)) for row in self.depths]
         return (

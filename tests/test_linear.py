@@ -5,31 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from headstart.inference import linear
 from headstart.inference.capture import Captured
 from headstart.inference.linear import Turned, turned, turned_up_to
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 7), (5, 7), (1, 9, 7)])
-@pytest.mark.parametrize("bias", [None, torch.randn(11)])
-def test_turned_is_linear(shape: tuple[int, ...], bias: Tensor | None) -> None:
-    x, weight = torch.randn(shape), torch.randn(11, 7)
-    found = turned(x, weight, bias, 6)
+@pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 7), (5, 7), (1, 9, 7), (1, 7), (7,)])
+@pytest.mark.parametrize("outputs", [11, 12])
+@pytest.mark.parametrize("biased", [False, True])
+def test_turned_is_linear(shape: tuple[int, ...], outputs: int, biased: bool) -> None:
+    x, weight, bias = torch.randn(shape), torch.randn(outputs, 7), torch.randn(outputs) if biased else None
+    found = turned(x, weight, bias, single=x.numel() == 7)
     assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-6) and found.is_contiguous()
 
 
-def test_a_recording_turns_few_rows_and_leaves_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outputs", [11, 12])
+def test_one_row_few_and_many_are_recorded_apart(monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
     monkeypatch.setattr("headstart.inference.capture.turned_up_to", lambda module: 4)
-    layer = nn.Linear(7, 11).requires_grad_(False)
-    captured = Captured(lambda held, x: layer(x), "always", layer)
-    for rows in (2, 3, 9, 4):
+    layer = nn.Linear(7, outputs).requires_grad_(False)
+    captured = Captured(lambda held, tokens, x: layer(x), "always", layer)
+    for rows, recorded in ((2, 1), (3, 1), (9, 2), (4, 2), (1, 3), (2, 3), (8, 3)):
         x = torch.randn(rows, 7)
-        assert torch.allclose(captured(None, x), layer(x), atol=1e-6)
-    (recording,) = captured.recordings.values()
-    kinds = str(recording.traced.inlined_graph)   # type: ignore[attr-defined]
-    assert "aten::mm" in kinds and "aten::linear" in kinds and "prim::If" in kinds, "one recording for both ways"
+        assert torch.allclose(captured(None, torch.zeros(rows), x), layer(x), atol=1e-6) and captured.recorded == recorded, rows
+    few, many, single = (str(recording.traced.graph) for recording in captured.recordings.values())   # type: ignore[attr-defined]
+    assert "aten::mm" in few and "aten::linear" in many and ("aten::bmm" if outputs == 12 else "aten::cat") in single
 
 
 def test_it_is_timed_once_and_only_on_what_can_be_turned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""A folded trace gives what the function gives, for other sizes too, without the arithmetic of sizes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from families import prompts, tiny
+from torch import Tensor
+from transformers.integrations import sdpa_attention
+
+from headstart.heads.backbone import Backbone
+from headstart.heads.hooks import GROUPED
+from headstart.inference.folding import folded
+
+
+def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """As rotary embeddings and caches do: halves of a size, a size from another tensor, writing in place, twice the same."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1).view(x.shape[0], -1)
+    store[:, : turned.shape[1]] += 1
+    store[:, : turned.shape[1]] += 1
+    return turned * x.shape[1], store.clone()
+
+
+def traced(*example: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(halves, example, check_trace=False)
+
+
+def test_a_folded_trace_follows_sizes_and_writes_in_place() -> None:
+    found = folded(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
+    for rows, count, width in ((2, 3, 8), (5, 2, 12), (1, 4, 2)):
+        x, store, own = torch.randn(rows, count, width), torch.zeros(rows, 64), torch.zeros(rows, 64)
+        for one, other in zip(found(own, x), halves(store, x), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(own, store) and own.max() == 2
+
+
+def test_sizes_are_no_tensors_any_more() -> None:
+    before = traced(torch.zeros(2, 64), torch.randn(2, 3, 8))
+    after = folded(before)
+    count = {name: sum(1 for node in graph.nodes()) for name, graph in (("before", before.graph), ("after", after.graph))}
+    assert "aten::floor_divide" in str(before.graph) and "aten::floor_divide" not in str(after.graph)
+    assert count["after"] < 0.7 * count["before"]
+
+
+def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = Backbone(tiny("llama"))
+    assert on.config.num_key_value_heads < on.config.num_attention_heads
+    (ids,), see = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    expected = on.read(ids[None]).hidden_BTD
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *given: pytest.fail("repeated"))
+    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": see}).hidden_BTD, expected, atol=1e-5)
+    assert GROUPED not in os.environ
+    monkeypatch.setenv(GROUPED, "0")   # a user's own choice is left
+    with pytest.raises(pytest.fail.Exception, match="repeated"):
+        on.read(ids[None], None, None, {"full_attention": see})
+    assert os.environ[GROUPED] == "0"
