@@ -16,9 +16,9 @@ import functools
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,8 @@ class Captured:
         self.off = when == "never"
         self.calls = self.recorded = 0
         self.recordings: dict[Any, _Recording] = {}
-        self.steady = True
-        """False after a call that recorded or compared, whose time says nothing of the next one's."""
+        self.disturbed = 0
+        """Calls that recorded or compared, whose time says nothing of the next one's."""
 
     def __call__(self, held: Any, *inputs: Any) -> Any:
         self.calls += 1
@@ -65,14 +65,13 @@ class Captured:
         shapes = tuple(leaf.shape for leaf in leaves)
         key = (shape, self._alike(shapes, leaves[first]), leaves[0].device)
         recording = self.recordings.get(key)
-        self.steady = recording is not None and recording.follows(shapes)
-        if self.steady:
-            assert recording is not None
+        if recording is not None and recording.follows(shapes):
             try:
                 return recording(leaves)
             except RuntimeError:   # it branches on values after all, as a mixture of experts may: not to be recorded
                 self.off = True
                 return self.function(held, *inputs)
+        self.disturbed += 1
         if recording is not None and (expected := recording.compare(self.function, held, inputs, leaves)) is not None:
             return expected
         try:
@@ -218,13 +217,13 @@ def flatten(nest: Any, leaves: list[Tensor]) -> Any:
         return (kind, tuple([flatten(one, leaves) for one in nest]))
     if kind is dict:
         return (kind, tuple(nest), tuple([flatten(one, leaves) for one in nest.values()]))
-    if (names := _fields(kind)) is not None:
+    if (names := _fields(cast(Hashable, kind))) is not None:
         return (kind, tuple([flatten(getattr(nest, name), leaves) for name in names]))
     return (None, nest)
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[str, ...] | None:
+def _fields(kind: Hashable) -> tuple[str, ...] | None:
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 

@@ -22,8 +22,9 @@ from headstart.inference.noise import Ahead, gumbel
 from headstart.inference.processing import History
 from headstart.inference.reader import Reader
 from headstart.inference.request import Request, prompts_at_the_left
+from headstart.inference.speculation.draft import Draft
 from headstart.inference.speculation.growth import Ranking
-from headstart.inference.speculation.speculation import WIDTH, Draft, Speculation
+from headstart.inference.speculation.speculation import WIDTH, Speculation
 from headstart.inference.text import Text
 from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.verify import pick, walk
@@ -91,7 +92,7 @@ class Decoder:
         self._admit()
         clock = Clock(self.device, exact_times)
         while self.rows:
-            recordings = self.reader.read.recorded
+            before = (False, 0) if self.speculation is None else self.speculation.timing(self.reader.read)
             draft, tree, kept, noise_BPV = self._draft()
             drafted = clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
@@ -105,7 +106,7 @@ class Decoder:
             written = self._write(paths, picks, scores_BNV, logits_BNV)
             self._advance(paths, picks, features)
             if self.speculation is not None:
-                self._learn(draft, kept, paths, picks, (drafted, verified), recordings)
+                self._learn(draft, kept, paths, picks, (drafted, verified), before)
             host = clock.lap()
             if self.speculation is not None:
                 self.speculation.costs.add("host", rows, host)
@@ -121,6 +122,7 @@ class Decoder:
         draft = Draft([Pool(root) for root in self.roots], room, queued=bool(self.waiting), calibrated=self.shape is None)
         if self.speculation is None:
             return draft, root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
+        self.speculation.behind(self.cache.longest)
         sources = self.speculation.sources(len(self.rows), self.shape)
         self.speculation.propose(draft, sources, self.rows)
         growing = [source for source in sources if source < len(self.states)]
@@ -183,16 +185,14 @@ class Decoder:
         paths: list[list[int]],
         picks: list[list[int]],
         laps: tuple[float, float],
-        recordings: int,
+        before: tuple[bool, int],
     ) -> None:
         """What the pass took and what turned out of the drafts."""
         assert self.speculation is not None
-        if self.reader.read.recorded != recordings:   # from now on everything is faster
-            self.speculation.costs.forget()
-        if not self.reader.read.steady or not self.speculation.steady:
+        self.speculation.learn(draft, kept, paths, picks)
+        if not self.speculation.tells(before, self.reader.read):
             return
         self.speculation.costs.add_pass(len(paths), max(map(len, kept)), laps[1])
-        self.speculation.learn(draft, kept, paths, picks)
         if self.shape is None:
             self.speculation.judge(draft, kept, paths, sum(laps) + self.speculation.costs.part("host", len(paths)))
 

@@ -5,21 +5,21 @@ Of the nodes of a model's pass three quarters are such arithmetic, in which a si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 
 def folded(traced: Any) -> Any:
     """The same function of the same tensors, for any sizes the trace follows, by fewer nodes."""
-    graph = traced.graph.copy()
-    torch._C._jit_pass_inline(graph)
+    graph, passes = traced.graph.copy(), cast(Any, torch._C)
+    passes._jit_pass_inline(graph)
     _by_numbers(graph)
-    torch._C._jit_pass_dce(graph)
-    torch._C._jit_pass_constant_pooling(graph)
-    torch._C._jit_pass_constant_propagation(graph)
-    torch._C._jit_pass_cse(graph)
-    return torch._C._create_function_from_graph("pass", graph)
+    passes._jit_pass_dce(graph)
+    passes._jit_pass_constant_pooling(graph)
+    passes._jit_pass_constant_propagation(graph)
+    passes._jit_pass_cse(graph)
+    return passes._create_function_from_graph("pass", graph)
 
 
 def _by_numbers(graph: Any) -> None:

@@ -154,7 +154,8 @@ class Engine:
         drafters = heads.drafters if speculate else []
         self.speculation = Speculation(drafters, heads.proposers, heads.capture) if speculate else None
         if self.speculation is not None and heads.tuned is not None:
-            self.speculation.costs = heads.tuned.costs()
+            self.speculation.by_length = heads.tuned.costs()
+            self.speculation.behind(0)
             for sampled, calibration in heads.tuned.chances().items():
                 self.speculation.attend(sampled)
                 self.speculation.learned.calibration = calibration

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 ROWS = (1, 2, 4, 8, 16)
 """Numbers of rows that are timed."""
-SAMPLE, OTHERS = 2 << 20, 8 << 20
+SAMPLE, OTHERS = 4 << 20, 8 << 20
 """Weights to time with, in numbers; and how many others are read before each time, since a pass finds its weights out of the caches."""
-ROUNDS = 5
+ROUNDS = 6
 _KNOWN: dict[Any, int] = {}
 
 

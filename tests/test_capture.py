@@ -52,7 +52,7 @@ def test_a_function_is_recorded_after_some_calls_and_then_not_run_again() -> Non
         x = torch.randn(4, 3)
         out, pair = captured(held, x, 2.0)
         assert torch.equal(held[:4], x[:, 0]) and torch.equal(out, x * 2 + held.sum()) and torch.equal(pair.right["rows"], x.sum(0))
-        assert captured.steady == (call != PATIENCE)
+        assert captured.disturbed == (call >= PATIENCE)
     assert function.calls == PATIENCE + 1 and captured.recorded == 1
 
 
@@ -109,7 +109,7 @@ def test_never_is_never() -> None:
     captured = Captured(function, "never")
     for _ in range(PATIENCE + 3):
         captured(torch.zeros(9), torch.ones(2, 3), 1.0)
-    assert function.calls == PATIENCE + 3 and captured.steady and not captured.recorded
+    assert function.calls == PATIENCE + 3 and not captured.disturbed and not captured.recorded
     assert not capturable("never", torch.device("cpu")) and not capturable("always", torch.device("meta"))
 
 

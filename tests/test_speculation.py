@@ -13,7 +13,7 @@ from families import Scripted, backbone, left_padded, prompts, random_drafter, s
 from headstart.inference.heads import Heads
 from headstart.inference.proposers.base import Candidates, Proposer
 from headstart.inference.speculation.calibration import Calibration, Table
-from headstart.inference.speculation.costs import SIZES, Costs, Recent
+from headstart.inference.speculation.costs import SIZES, Costs, CostsByLength, Recent
 from headstart.inference.speculation.speculation import Draft, Speculation
 from headstart.inference.speculation.standing import LONGEST_REST, REST, TRIAL, Standing
 from headstart.inference.tree import Pool, TreeShape
@@ -72,8 +72,6 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     for _ in range(3):
         costs.add_pass(1, 11, 7.5e-3)
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
-    costs.forget()
-    assert not costs.knows(1)
 
 
 def test_what_one_number_of_rows_costs_tells_of_another() -> None:
@@ -86,10 +84,41 @@ def test_what_one_number_of_rows_costs_tells_of_another() -> None:
 
 
 def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:
-    costs = Costs.from_json(Costs({1: [(1, 4e-3), (16, 7e-3), (64, 19e-3)]}).to_json())
+    costs = CostsByLength.from_json({"300": {"1": [[1, 4e-3], [16, 7e-3], [64, 19e-3]]}}).at(400)
     assert costs.knows(1) and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
     costs.add_pass(1, 16, 14e-3)   # twice as slow today
     assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
+
+
+def test_texts_of_another_length_cost_what_the_nearest_do_until_they_are_timed() -> None:
+    known = CostsByLength()
+    short = known.at(100)
+    assert short is known.at(256) and short is not known.at(257) and not known.at(257).knows(1)
+    known.forget()
+    short = known.at(30)
+    for nodes, seconds in ((1, 4e-3), (12, 8e-3)):
+        short.add_pass(1, nodes, seconds)
+    short.add("host", 1, 1e-3)
+    long = known.at(5000)
+    assert long.knows(1) and long.of_pass(1, 12) == 8e-3 and long.part("host", 1) == 1e-3
+    long.add_pass(1, 1, 8e-3)   # plain steps behind a long text: trees are thought to take twice as long too
+    assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
+    for _ in range(3):
+        long.add_pass(1, 12, 60e-3)
+    assert long.of_pass(1, 12) == 60e-3 and known.at(6000).of_pass(1, 12) == 60e-3 and known.at(200).of_pass(1, 12) == 8e-3
+    known.forget("host")
+    assert known.at(5000).knows(1) and not known.at(5000).part("host", 1) and not known.at(30).part("host", 1)
+    known.forget()
+    assert not known.at(5000).knows(1)
+
+
+def test_measured_contexts_stand_for_the_lengths_near_them() -> None:
+    measured = {"256": {"1": [[1, 1.0], [8, 2.0]]}, "4096": {"1": [[1, 1.5], [8, 9.0]]}}
+    known = CostsByLength.from_json(measured)
+    assert [known.at(context).of_pass(1, 8) for context in (10, 400, 3000, 9000)] == [2.0, 2.0, 9.0, 9.0]
+    known.at(10).add_pass(1, 1, 3.0)
+    known.forget()
+    assert known.at(10).of_pass(1, 8) == 2.0, "what was measured stays"
 
 
 def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> None:

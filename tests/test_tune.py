@@ -28,8 +28,8 @@ def measured() -> tuple[Heads, Tuned]:
 
 def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[Heads, Tuned]) -> None:
     of, tuned = measured
-    assert set(tuned.curves) == {"1", "2"}
-    for curve in tuned.curves.values():
+    assert {context: set(curves) for context, curves in tuned.curves.items()} == {"20": {"1", "2"}, "40": {"1", "2"}}
+    for curve in (curve for curves in tuned.curves.values() for curve in curves.values()):
         assert [nodes for nodes, _ in curve] == [1, 4, 16] and all(seconds > 0 for _, seconds in curve)
     assert [(one["context"], one["rows"]) for one in tuned.details["by_context"]] == [(20, 1), (20, 2), (40, 1), (40, 2)]
     assert len(tuned.details["by_context"][0]["drafting_ms"][0]["depths"]) == of.drafter.depth
@@ -48,7 +48,7 @@ def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[Heads, Tuned]
     loaded = headstart.load(tmp_path / "heads", backbone=model)
     assert loaded.tuned == tuned
     speculation = loaded.engine(True).speculation
-    assert speculation is not None and speculation.costs.knows(1) and set(speculation.costs.curves) == {1, 2}
+    assert speculation is not None and speculation.costs.knows(1) and set(speculation.costs.curves) == {1, 2}, "at once"
     assert speculation.moods[True].calibration.tables
     rows = {"input_ids": prompts((9,))[0][None]}
     assert torch.equal(say(loaded, rows, max_new_tokens=20, do_sample=False), say(of, rows, max_new_tokens=20, do_sample=False))
@@ -61,7 +61,7 @@ def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[Heads, Tuned]
     assert set(json.loads(file.read_text())["entries"]) == {"another machine", key(of.backbone)}, "entries of other machines stay"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 9, "entries": {}}', '{"format": 1, "entries": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}', '{"format": 9, "entries": {}}', '{"format": 2, "entries": 3}'])
 def test_a_damaged_file_is_refused_by_name(measured: tuple[Heads, Tuned], tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=f"{FILE}.*headstart tune again"):
@@ -70,7 +70,7 @@ def test_a_damaged_file_is_refused_by_name(measured: tuple[Heads, Tuned], tmp_pa
 
 def test_an_entry_of_another_form_is_refused(measured: tuple[Heads, Tuned], tmp_path: Path) -> None:
     of, tuned = measured
-    write_tuned(tmp_path, of.backbone, Tuned({"1": "no curve"}, tuned.calibration, {}))
+    write_tuned(tmp_path, of.backbone, Tuned({"20": {"1": "no curve"}}, tuned.calibration, {}))
     with pytest.raises(UserError, match="damaged.*headstart tune again"):
         read_tuned(tmp_path, of.backbone)
 

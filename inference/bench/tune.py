@@ -37,7 +37,7 @@ WARM_UP = 30
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What is measured. Contexts in tokens; the first is the one that decisions go by."""
+    """What is measured. Contexts in tokens: a text's passes are thought to cost what was measured at the nearest."""
 
     rows: tuple[int, ...] = (1, 4)
     contexts: tuple[int, ...] = (256, 1024)
@@ -62,8 +62,7 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
             say(f"passes of {rows} rows behind {context} tokens")
             features, cache = _prompt(heads, engine, rows, context)
             curve = [[nodes, _pass(engine, cache, nodes, plan.repeats)] for nodes in plan.nodes]
-            if context == plan.contexts[0]:
-                curves[str(rows)] = curve
+            curves.setdefault(str(context), {})[str(rows)] = curve
             drafting = [_drafting(growth, features, cache, plan.repeats) for growth in _growths(engine)]
             others.append({"context": context, "rows": rows, "pass_ms": [[n, 1e3 * s] for n, s in curve], "drafting_ms": drafting})
     details = {

@@ -1,4 +1,4 @@
-"""What a pass costs on this machine, by how many rows and nodes it reads: measured beforehand or on the way.
+"""What a pass costs on this machine, by how many rows and nodes it reads behind texts of some length: measured beforehand or on the way.
 
 A curve is a table from `headstart tune`, or a line through what has been seen; either is corrected by what passes really take.
 Seconds throughout.
@@ -21,6 +21,10 @@ SLOPE = 0.03
 """What a position is thought to add, in passes, before two kinds of pass have been timed."""
 GUESS = 1e-3
 """Seconds of a plain step, before anything has been timed; only ratios count then."""
+SHORT = 256
+"""Texts up to this many tokens cost alike."""
+Curves = dict[int, list[tuple[int, float]]]
+"""For a number of rows, seconds of a pass by nodes, ascending."""
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """The sizes of trees that are chosen from: few, so that each is met often."""
 
@@ -42,10 +46,10 @@ class Recent:
 
 @dataclass
 class Costs:
-    """Times of the parts of a pass."""
+    """Times of the parts of a pass, behind texts of about one length."""
 
-    curves: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """For a number of rows, seconds of a pass by nodes, ascending: what `headstart tune` measured."""
+    curves: Curves = field(default_factory=dict)
+    """What `headstart tune` measured, or what texts of another length cost."""
     seen: dict[tuple[int, int], Recent] = field(default_factory=dict)
     """By rows and nodes."""
     parts: dict[tuple[str, int], Recent] = field(default_factory=dict)
@@ -96,18 +100,54 @@ class Costs:
         slope = SLOPE * mean_s if not spread else max(sum((p - mean_p) * (s - mean_s) for p, s in points) / spread, 0.0)
         return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # no less: a line may fall below nothing
 
-    def forget(self) -> None:
-        """All that was timed on the way: the functions timed have been recorded and are faster now."""
-        self.seen.clear()
-        self.parts.clear()
+    def elsewhere(self) -> Costs:
+        """What is thought of texts of another length at first: the same, until passes have been timed there."""
+        curves = dict(self.curves)
+        for rows in {rows for rows, _ in self.seen}:
+            nodes = {1, SIZES[-1], *(n for r, n in self.seen if r == rows)}
+            curves[rows] = [(n, self.of_pass(rows, n)) for n in sorted(nodes)]
+        found = Costs(curves)
+        for (part, rows), recent in self.parts.items():
+            found.add(part, rows, recent.median)
+        return found
 
-    def to_json(self) -> dict[str, Any]:
-        """The curves; `from_json` is the inverse."""
-        return {str(rows): [[nodes, seconds] for nodes, seconds in curve] for rows, curve in self.curves.items()}
+
+class CostsByLength:
+    """Costs among texts of about one length each, doubling from one to the next: attention costs by nodes times context."""
+
+    def __init__(self, measured: dict[int, Curves] | None = None) -> None:
+        """``measured``: by context, in tokens."""
+        self.measured = {_doublings(context): curves for context, curves in (measured or {}).items()}
+        self.known: dict[int, Costs] = {}
+
+    def at(self, context: int) -> Costs:
+        """Behind texts of so many tokens; at first what is known of the nearest length."""
+        place = _doublings(context)
+        if place not in self.known:
+            nearest = min({**self.measured, **self.known}, key=lambda other: (abs(other - place), other), default=None)
+            if nearest is None:
+                self.known[place] = Costs()
+            else:
+                self.known[place] = self.known[nearest].elsewhere() if nearest in self.known else Costs(dict(self.measured[nearest]))
+        return self.known[place]
+
+    def forget(self, part: str | None = None) -> None:
+        """What was timed on the way of that part, or of all: the functions timed have been recorded and are faster now."""
+        if part is None:
+            self.known.clear()
+        for costs in self.known.values():
+            costs.parts = {key: recent for key, recent in costs.parts.items() if key[0] != part}
 
     @staticmethod
-    def from_json(curves: dict[str, Any]) -> Costs:
-        return Costs({int(rows): [(int(nodes), float(seconds)) for nodes, seconds in curve] for rows, curve in curves.items()})
+    def from_json(measured: dict[str, Any]) -> CostsByLength:
+        """``{context: {rows: [[nodes, seconds], ...]}}``."""
+        curves = {context: {int(rows): [(int(n), float(s)) for n, s in curve] for rows, curve in found.items()}
+                  for context, found in measured.items()}   # fmt: skip
+        return CostsByLength({int(context): found for context, found in curves.items()})
+
+
+def _doublings(context: int) -> int:
+    return (max(context, SHORT) - 1).bit_length()
 
 
 def _on(curve: list[tuple[int, float]], nodes: int) -> float:

@@ -91,13 +91,15 @@ class Growth:
 
     def level(self, depth: int, state: Any, before: Level, width: int, ranking: Ranking) -> tuple[Level, Any]:
         """The ``width`` likeliest nodes of that depth, and the drafter's state that knows the nodes ``before``."""
+        if depth and self.levels[depth - 1].recorded:
+            self.levels[depth].patience = 0
         noise_BV = ranking.at(depth, self.drafter.vocabulary)
         return self.levels[depth](state, before, width, noise_BV, ranking.temperature_1, ranking.filters)
 
     @property
-    def steady(self) -> bool:
-        """False if one of the last steps was recorded, so that its time says nothing."""
-        return self.begin.steady and all(level.steady for level in self.levels if level.calls)
+    def disturbed(self) -> int:
+        """Steps so far whose time says nothing (see `Captured`)."""
+        return self.begin.disturbed + sum(level.disturbed for level in self.levels)
 
     def _first(self, features: Features) -> Any:
         return self.drafter.begin(features)

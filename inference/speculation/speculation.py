@@ -2,8 +2,8 @@
 
 Expected tokens of a pass over N nodes are ``rows + sum of the chances of the N likeliest nodes``; the size read is the one with the
 most expected tokens a second, 1 (plain decoding) among the choices. One more depth is drafted only if the tokens it may bring are
-worth the time it takes. All rows of a batch share one size, and
-the slowest of them count most. What is learned here stays with the heads from call to call.
+worth the time it takes. All rows of a batch share one size, and the slowest of them count most. What is learned here stays with the
+heads from call to call.
 
 Shape suffixes: B batch, P positions.
 """
@@ -13,17 +13,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.capture import When
+from headstart.inference.capture import Captured, When
 from headstart.inference.proposers.base import Proposer
 from headstart.inference.speculation.calibration import Calibration
-from headstart.inference.speculation.costs import SIZES, Costs
+from headstart.inference.speculation.costs import SIZES, CostsByLength
+from headstart.inference.speculation.draft import Draft
 from headstart.inference.speculation.growth import Growth, Level, Ranking, root_level
 from headstart.inference.speculation.standing import NEW, Standing
 from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
@@ -32,27 +33,10 @@ WIDTH = 8
 """Nodes of a depth that are followed, where no shape is given."""
 FAR = 12
 """Proposers may guess so many tokens ahead."""
-SLOWEST = 4
-"""The power mean by which the passes left of a batch are taken from those of its rows: 1 their mean, without end the slowest row's."""
+AGAIN = 0.002
+"""How much better a depth is thought of with each time it was left out: it is tried again after some hundred passes."""
 OFFERS = 24
 """Nodes a proposer may offer for a row."""
-
-
-@dataclass
-class Draft:
-    """What was drafted for a pass: a pool a row, and what it took."""
-
-    pools: list[Pool]
-    room: list[int]
-    """How many tokens each row may still write beyond its root: no node lies deeper."""
-    queued: bool = False
-    """Whether other texts wait for the places of these."""
-    calibrated: bool = True
-    """Whether chances are what scores have been worth; else scores are taken at their word, the same each time."""
-    seconds: dict[int, float] = field(default_factory=dict)
-    """By source."""
-    levels: dict[int, int] = field(default_factory=dict)
-    """Depths drafted, by drafter."""
 
 
 @dataclass
@@ -75,7 +59,8 @@ class Speculation:
         self.drafters, self.proposers = list(drafters), list(proposers)
         self.growths = [Growth(drafter, capture) for drafter in drafters]
         self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
-        self.costs = Costs()
+        self.by_length = CostsByLength()
+        self.behind(0)
         self.moods: dict[bool, Learned] = {}
         """What has been learned of greedy (False) and of sampled texts."""
         self.attend(False)
@@ -87,10 +72,21 @@ class Speculation:
             self.moods[sampled] = Learned(Calibration(), standings, [[0.7] * drafter.depth for drafter in self.drafters])
         self.learned = self.moods[sampled]
 
-    @property
-    def steady(self) -> bool:
-        """False if something was recorded in the last pass, whose times say nothing."""
-        return all(growth.steady for growth in self.growths)
+    def behind(self, context: int) -> None:
+        """From now on passes are read behind texts of so many tokens, the longest of the rows."""
+        self.context, self.costs = context, self.by_length.at(context)
+
+    def timing(self, read: Captured) -> tuple[bool, int]:
+        """Whether passes are recorded by now, and how many steps so far took a time that says nothing."""
+        return read.recorded > 0, read.disturbed + sum(growth.disturbed for growth in self.growths)
+
+    def tells(self, before: tuple[bool, int], read: Captured) -> bool:
+        """Whether the times since ``before`` say something of the next ones. Those of Python are forgotten once passes are recorded."""
+        recorded, disturbed = self.timing(read)
+        if recorded and not before[0]:
+            self.by_length.forget()
+            self.behind(self.context)
+        return disturbed == before[1]
 
     def open(self, row: int, tokens: list[int]) -> None:
         """A new text in that row: prompt and root."""
@@ -161,13 +157,15 @@ class Speculation:
         width = shape.width if shape is not None else WIDTH
         level, places = root_level([pool.tokens[0] for pool in draft.pools], drafter.backbone[0].device), [[0] for _ in draft.pools]
         for k in range(min(depth, max(draft.room, default=0))):
-            if shape is None and not self._deeper(draft, source, places, k):
+            if shape is None and k and not self._deeper(draft, source, places, k):
                 break
-            start = time.perf_counter()
+            start, recorded, disturbed = time.perf_counter(), growth.levels[0].recorded, growth.disturbed
             level, state = growth.level(k, state, level, width, ranking)
             places = self._hang(draft, source, level, places)
             draft.levels[source] = k + 1
-            if growth.levels[k].steady:
+            if growth.levels[0].recorded > recorded == 0:
+                self.by_length.forget(f"level of {self.names[source]}")
+            if growth.disturbed == disturbed:
                 self.costs.add(f"level of {self.names[source]}", len(draft.pools), time.perf_counter() - start)
         return state
 
@@ -188,7 +186,11 @@ class Speculation:
         return found
 
     def _deeper(self, draft: Draft, source: int, places: list[list[int]], k: int) -> bool:
-        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth and a node more to read take."""
+        """Whether depth k is worth drafting: what it may bring, at the speed of late, against what a depth and a node more to read take.
+
+        Left out, it is thought better of little by little, so that it is tried again.
+        """
+        expanding = self.learned.expanding[source]
         if not self.learned.rate:
             return True
         mass = 0.0
@@ -198,7 +200,10 @@ class Speculation:
         rows = len(draft.pools)
         node = (self.costs.of_pass(rows, WIDTH) - self.costs.of_pass(rows, 1)) / (WIDTH - 1)
         cost = self.costs.part(f"level of {self.names[source]}", rows) + node
-        return mass * self.learned.expanding[source][k] > self.learned.rate * cost
+        if mass * expanding[k] > self.learned.rate * cost:
+            return True
+        expanding[k] += AGAIN * (1 - expanding[k])
+        return False
 
     # Choosing.
 
@@ -219,7 +224,7 @@ class Speculation:
         best, least = 1, math.inf
         for nodes in (*(n for n in SIZES if n < most), most):
             tokens = [own[min(nodes, len(own)) - 1] for own in expected]
-            time = (spent + self.costs.of_pass(rows, nodes)) * _left(draft, tokens)
+            time = (spent + self.costs.of_pass(rows, nodes)) * draft.passes_left(tokens)
             if time < least:
                 best, least = nodes, time
         return best
@@ -281,14 +286,6 @@ class Speculation:
         for source, loss in losses.items():
             if loss < 0:
                 self.learned.standings[source].prove()
-
-
-def _left(draft: Draft, tokens: list[float]) -> float:
-    """How many such passes are left, if each brings the rows so many tokens: while others wait for their places, by all tokens
-    together, else by what the rows have still to write, the slowest above all, since it is they that a batch waits for."""
-    if draft.queued or len(tokens) == 1:
-        return 1 / sum(tokens)
-    return sum((max(room, 1) / own) ** SLOWEST for room, own in zip(draft.room, tokens, strict=True)) ** (1 / SLOWEST)
 
 
 def _owed(source: int, owners: list[set[int]]) -> int:

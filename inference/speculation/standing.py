@@ -43,9 +43,9 @@ class Standing:
         return False
 
     def note(self, credit: float, seconds: float, rate: float) -> None:
-        """A pass in which it drafted; ``rate``: tokens a second of late, 0 if not known yet."""
+        """A pass in which it drafted; ``rate``: tokens a second of late."""
         self.passes += 1
-        self.lost += seconds - credit / rate if rate else 0.0
+        self.lost += seconds - credit / rate
         new = max(NEW, 1 / self.passes)
         self.credit += new * (credit - self.credit)
         self.seconds += new * (seconds - self.seconds)

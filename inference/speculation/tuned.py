@@ -18,25 +18,25 @@ import torch
 from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
 from headstart.inference.speculation.calibration import Calibration
-from headstart.inference.speculation.costs import Costs
+from headstart.inference.speculation.costs import CostsByLength
 
 FILE = "tuned.json"
-FORMAT = 1
+FORMAT = 2
 GREEDY, SAMPLED = "greedy", "sampled"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One entry: seconds of a pass by rows and nodes, and what scores are worth."""
+    """One entry: seconds of a pass by context, rows and nodes, and what scores are worth."""
 
     curves: dict[str, Any]
     calibration: dict[str, list[dict[str, Any]]]
     """Of greedy and of sampled texts."""
     details: dict[str, Any]
-    """What else was measured, for people: drafting, other context lengths, versions."""
+    """What else was measured, for people: drafting, versions."""
 
-    def costs(self) -> Costs:
-        return Costs.from_json(self.curves)
+    def costs(self) -> CostsByLength:
+        return CostsByLength.from_json(self.curves)
 
     def chances(self) -> dict[bool, Calibration]:
         """By whether texts are sampled."""
