@@ -11,6 +11,19 @@ os.environ.update(
     OMP_NUM_THREADS="1",   # for the processes that tests start
 )
 
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
 import torch  # noqa: E402  (the libraries read these when imported)
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_way_of_linear_layers() -> Iterator[None]:
+    """Recordings of one row, of up to four and of more take their three ways, untimed: timing tiny weights says nothing."""
+    from headstart.inference import capture
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "turned_up_to", lambda module: 4)
+        yield

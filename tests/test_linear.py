@@ -22,8 +22,7 @@ def test_turned_is_linear(shape: tuple[int, ...], outputs: int, biased: bool) ->
 
 
 @pytest.mark.parametrize("outputs", [11, 12])
-def test_one_row_few_and_many_are_recorded_apart(monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
-    monkeypatch.setattr("headstart.inference.capture.turned_up_to", lambda module: 4)
+def test_one_row_few_and_many_are_recorded_apart(outputs: int) -> None:
     layer = nn.Linear(7, outputs).requires_grad_(False)
     captured = Captured(lambda held, tokens, x: layer(x), "always", layer)
     for rows, recorded in ((2, 1), (3, 1), (9, 2), (4, 2), (1, 3), (2, 3), (8, 3)):
