@@ -127,7 +127,7 @@ def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> Non
         if standing.active():
             standing.note(credit=0.1, seconds=1e-3, rate=200.0)
             if standing.loss(rate=200.0, step=5e-3) > 0:   # a tenth of a token is worth half a millisecond
-                standing.fail(step=5e-3)
+                standing.fail(step=5e-3, sources=1)
                 rests.append(standing.resting)
     assert rests[:4] == [40, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST, "8 passes lost 0.8 steps, 2 % of 40"
     good = Standing()
@@ -145,8 +145,10 @@ def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
         useless.note(credit=0.0, seconds=6e-3, rate=200.0)
         passes += 1
     assert passes == 2
-    useless.fail(step=5e-3)
+    useless.fail(step=5e-3, sources=1)
     assert useless.resting == 120, "12 ms, 2.4 steps"
+    useless.fail(step=5e-3, sources=3)
+    assert useless.resting == 360, "three sources share what trials may lose"
 
 
 def pools(*chances: float) -> list[Pool]:

@@ -162,6 +162,7 @@ def test_a_long_text_costs_a_few_steps_a_token(name: str) -> None:
 def test_a_proposal_costs_the_same_in_any_text(name: str) -> None:
     proposer = Suffix()
     proposer.open(0, texts_of(20_000)[name])
+    proposer.catch_up(0)
     automaton = proposer.texts[0]
     automaton.next = states = Counting(automaton.next)
     found = proposer.propose(0, 6, 12)
@@ -169,3 +170,16 @@ def test_a_proposal_costs_the_same_in_any_text(name: str) -> None:
     assert states.reads <= 12 * (CONTEXTS + 1)
     offered = list(following(automaton, automaton.match(), 0.0))
     assert len(offered) <= CONTEXTS * WIDEST
+
+
+def test_no_automaton_is_grown_until_something_is_proposed() -> None:
+    lazy, eager, text = Suffix(), Suffix(), texts_of(60)["periodic"]
+    lazy.open(0, text[:20])
+    eager.open(0, text[:20])
+    for token in text[20:]:
+        lazy.extend(0, [token])
+        eager.extend(0, [token])
+        eager.catch_up(0)
+    assert len(lazy.texts[0].link) == 1
+    assert lazy.propose(0, 6, 12) == eager.propose(0, 6, 12) and lazy.texts[0].link == eager.texts[0].link
+    assert lazy.propose(0, 6, 12).tokens and not lazy.unread[0]

@@ -40,6 +40,10 @@ class Proposer(ABC):
         """For each node just read, its token, the `watches` likeliest next tokens, and their log-probabilities, best first."""
         return None
 
+    def catch_up(self, row: int) -> None:
+        """Do what `open` and `extend` have put off: the row's drafts are wanted now. The time it takes is not counted as drafting."""
+        return None
+
     @abstractmethod
     def propose(self, row: int, depth: int, nodes: int) -> Candidates:
         """What may follow the row's text: at most ``nodes`` nodes, none deeper than ``depth`` below the root (its children: depth 1)."""

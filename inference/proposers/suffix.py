@@ -162,15 +162,21 @@ class SuffixProposer(Proposer):
         require_count("longest", longest, of="suffix")
         self.longest = longest
         self.texts: dict[int, Automaton] = {}
+        self.unread: dict[int, list[int]] = {}
+        """What the automaton of each row lacks: of rows for which nothing is proposed none is grown."""
 
     def open(self, row: int, tokens: list[int]) -> None:
-        self.texts[row] = Automaton(tokens[-self.longest :])
+        self.texts[row], self.unread[row] = Automaton([]), tokens[-self.longest :]
 
     def extend(self, row: int, tokens: list[int]) -> None:
-        text = self.texts[row]
-        for token in tokens:
-            text.add(token)
+        self.unread[row] += tokens
+
+    def catch_up(self, row: int) -> None:
+        for token in self.unread[row]:
+            self.texts[row].add(token)
+        self.unread[row] = []
 
     def propose(self, row: int, depth: int, nodes: int) -> Candidates:
+        self.catch_up(row)
         text = self.texts[row]
         return grow(text.match(), partial(following, text), depth, nodes)

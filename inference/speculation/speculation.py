@@ -133,6 +133,8 @@ class Speculation:
         for source in sources:
             if source < len(self.drafters):
                 continue
+            for row in rows:
+                self._proposer(source).catch_up(row)
             start = time.perf_counter()
             for pool, room, row in zip(draft.pools, draft.room, rows, strict=True):
                 if room > 0:
@@ -282,7 +284,7 @@ class Speculation:
         losses = {source: self.learned.standings[source].loss(rate, step) for source in draft.seconds}
         worst = max(losses, key=lambda source: losses[source], default=None)
         if worst is not None and losses[worst] > 0:
-            self.learned.standings[worst].fail(step)
+            self.learned.standings[worst].fail(step, len(losses))
         for source, loss in losses.items():
             if loss < 0:
                 self.learned.standings[source].prove()

@@ -14,7 +14,7 @@ PATIENCE = 2.0
 REST, LONGEST_REST = 16, 1024
 """Passes a source rests for, at least, doubled each time it fails again."""
 LITTLE = 0.02
-"""The share of the time that trials may take."""
+"""The share of the time that the trials of all sources may lose."""
 NEW = 0.08
 """The weight of the last pass in the running averages."""
 
@@ -59,9 +59,9 @@ class Standing:
         over = self.passes >= trial or self.lost > PATIENCE * step
         return self.seconds - self.credit / rate if over else 0.0
 
-    def fail(self, step: float) -> None:
-        """It does not pay: let it rest, longer than the last time, and until what it has lost is `LITTLE` of plain steps of that time."""
-        self.resting = min(max(self.rest, round(self.lost / (LITTLE * step))), LONGEST_REST)
+    def fail(self, step: float, sources: int) -> None:
+        """It does not pay: let it rest, longer than the last time, and until what it has lost is its part of `LITTLE` of that time."""
+        self.resting = min(max(self.rest, round(self.lost * sources / (LITTLE * step))), LONGEST_REST)
         self.rest = min(2 * self.rest, LONGEST_REST)
 
     def prove(self) -> None:
