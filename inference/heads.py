@@ -93,6 +93,11 @@ class Heads:
         self.drafter.limit(window, sink, offload)
         self.limits = {"window": window, "sink": sink, "offload": offload}
 
+    @property
+    def disturbed(self) -> int:
+        """Steps so far that took longer than the next ones will: something was recorded for replay."""
+        return sum(engine.disturbed for engine in self._engines.values())
+
     def engine(self, speculate: bool) -> Engine:
         """What decodes, with what it has learned and recorded; made anew if the weights have been moved or converted."""
         weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
@@ -161,6 +166,11 @@ class Engine:
                 self.speculation.learned.calibration = calibration
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), heads.capture)
         self.beams = Beams(self.reader, self.speculation, heads.capture)
+
+    @property
+    def disturbed(self) -> int:
+        """See `Heads.disturbed`."""
+        return self.speculation.timing(self.reader.read)[1] if self.speculation is not None else self.reader.read.disturbed
 
 
 def load(

@@ -8,12 +8,12 @@ from transformers import GenerationConfig
 from headstart.heads.backbone import Backbone
 from headstart.heads.errors import UserError
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
-from headstart.inference.bench.bench import Plan, compare
+from headstart.inference.bench.bench import LONGEST_WARM_UP, Plan, Race, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
-from headstart.inference.bench.systems import LOOKUP, Theirs, load_assistant
+from headstart.inference.bench.systems import LOOKUP, Theirs, Written, load_assistant
 from headstart.inference.bench.table import rows_at, table, verdict
 from headstart.inference.heads import Heads
-from headstart.inference.measure import Settings, continue_text
+from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.tree import TreeShape
 
 TREE = TreeShape(8, 3)
@@ -42,6 +42,33 @@ def test_batches_give_every_row_what_it_gets_alone(heads):
     plain[1] |= {"identical": False, "prompts_differing": 1}
     assert verdict(report) == (False, "NOT IDENTICAL to plain decoding: plain at temperature 0, batch 2, in 1 of 3 prompts."
                                       " In fp32 this is a fault; please report it.")
+
+
+def test_a_system_warms_up_until_nothing_is_recorded_any_more(heads):
+    class Recording(Theirs):
+        texts = 0
+
+        def write(self, prompts, settings, seeds):
+            self.texts += 1
+            return Written([], Tally(reads=30))
+
+        @property
+        def disturbed(self):
+            return min(self.texts, 4)
+
+    def texts(system, many):
+        Race(system, [system], asked(*[3] * many), Settings(4), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
+        return system.texts
+
+    assert texts(Recording("records four times", heads.backbone), 9) == 5
+    assert texts(Recording("few texts", heads.backbone), 3) == 3
+
+    class Restless(Recording):
+        @property
+        def disturbed(self):
+            return self.texts
+
+    assert texts(Restless("never done", heads.backbone), 20) == LONGEST_WARM_UP // 30
 
 
 def test_rows_that_end_early_are_counted_alike():

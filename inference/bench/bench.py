@@ -32,8 +32,8 @@ from headstart.inference.measure import Settings
 from headstart.inference.tree import TreeShape
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-WARM_UP = 40
-"""Passes of each system before it is measured: what is recorded for replay has been by then (see `capture`)."""
+WARM_UP, LONGEST_WARM_UP = 40, 240
+"""Passes of each system before it is measured, at least, and at most if what is recorded for replay has not been by then (see `capture`)."""
 TIMED = 4
 """Batches decoded once more, on an accelerator, for exact times of the parts of a pass (waiting for them costs speed)."""
 
@@ -125,11 +125,12 @@ class Race:
         self._time_parts()
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """No more texts than are measured, whatever it takes."""
+        """No more texts than are measured, whatever it takes; else until a text was written without anything being recorded."""
         for one in self.measured:
-            passes = 0
+            passes, before = 0, -1
             for _, group in self._groups(asked):
-                if passes < WARM_UP:
+                if passes < WARM_UP or (passes < LONGEST_WARM_UP and one.system.disturbed > before):
+                    before = one.system.disturbed
                     passes += one.system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
 
     def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:

@@ -43,6 +43,11 @@ class System(ABC):
     def __init__(self, name: str, backbone: Backbone) -> None:
         self.name, self.backbone = name, backbone
 
+    @property
+    def disturbed(self) -> int:
+        """Steps so far that took longer than the next ones will: something was recorded for replay."""
+        return 0
+
     @abstractmethod
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Written:
         """Continue prompts together. The time by the clock is the caller's to take."""
@@ -64,6 +69,10 @@ class Ours(System):
         """What drafts: the kinds of trained heads, and the names of proposers; none in plain decoding."""
         return [type(one).__name__.lower() for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
 
+    @property
+    def disturbed(self) -> int:
+        return self.heads.disturbed
+
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Written:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.runs is not None
@@ -73,7 +82,6 @@ class Ours(System):
         tally.add(output)
         texts = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
         return Written(texts, tally, output.runs)
-
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
         """Batches of prompts once more, waiting for the accelerator at every step; prompt ``i`` with seed ``seed + i``."""
