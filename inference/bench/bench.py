@@ -33,7 +33,7 @@ from headstart.inference.tree import TreeShape
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WARM_UP, LONGEST_WARM_UP = 40, 240
-"""Passes of each system before it is measured, at least, and at most if what is recorded for replay has not been by then (see `capture`)."""
+"""Passes of each system before it is measured: at least, and at most while something is still recorded for replay (see `capture`)."""
 TIMED = 4
 """Batches decoded once more, on an accelerator, for exact times of the parts of a pass (waiting for them costs speed)."""
 
