@@ -100,16 +100,14 @@ class Decoder:
             picks = pick(scores_BNV, self._noise_of(noise_BPV, tree)).tolist()
             verified = clock.lap()
             paths = walk(tree, picks)
-            rows = len(self.rows)
             if self.speculation is not None:
                 self.speculation.see(draft, tree, logits_BNV)
             written = self._write(paths, picks, scores_BNV, logits_BNV)
             self._advance(paths, picks, features)
             if self.speculation is not None:
-                self._learn(draft, kept, paths, picks, (drafted, verified), before)
+                self.speculation.learn(draft, kept, paths, picks)
             host = clock.lap()
-            if self.speculation is not None:
-                self.speculation.costs.add("host", rows, host)
+            self._time(draft, kept, paths, drafted + verified + host, before)
             self._admit()
             clock.lap()
             yield Pass([written.get(text, 0) for text in range(len(self.texts))], tree.size, drafted, verified, host)
@@ -178,23 +176,13 @@ class Decoder:
         depths_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.depths], device=self.device)
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], depths_BN]
 
-    def _learn(
-        self,
-        draft: Draft,
-        kept: list[list[int]],
-        paths: list[list[int]],
-        picks: list[list[int]],
-        laps: tuple[float, float],
-        before: tuple[bool, int],
-    ) -> None:
-        """What the pass took and what turned out of the drafts."""
-        assert self.speculation is not None
-        self.speculation.learn(draft, kept, paths, picks)
-        if not self.speculation.tells(before, self.reader.read):
+    def _time(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float, before: tuple[bool, int]) -> None:
+        """What the pass took; all but the drafting is counted as that of its size."""
+        if self.speculation is None or not self.speculation.tells(before, self.reader.read):
             return
-        self.speculation.costs.add_pass(len(paths), max(map(len, kept)), laps[1])
+        self.speculation.costs.add_pass(len(paths), max(map(len, kept)), seconds - sum(draft.seconds.values()))
         if self.shape is None:
-            self.speculation.judge(draft, kept, paths, sum(laps) + self.speculation.costs.part("host", len(paths)))
+            self.speculation.judge(draft, kept, paths, seconds)
 
     # Keeping.
 

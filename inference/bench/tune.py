@@ -70,7 +70,6 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
         "versions": {"headstart": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "by_context": others,
         "tau_of_wide_trees": _calibrate(heads, engine, prompts, plan, say),
-        "host_ms": 1e3 * engine.speculation.costs.part("host", 1) if engine.speculation is not None else None,
     }
     moods = engine.speculation.moods if engine.speculation is not None else {}
     calibration = {SAMPLED if sampled else GREEDY: learned.calibration.to_json() for sampled, learned in moods.items()}

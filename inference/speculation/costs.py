@@ -56,7 +56,7 @@ class Costs:
     """Other parts of a pass, by name and rows."""
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
-        """A pass over that many nodes a row took so long."""
+        """A pass over that many nodes a row took so long, the host's work on it included."""
         self.seen.setdefault((rows, nodes), Recent()).add(seconds)
 
     def add(self, part: str, rows: int, seconds: float) -> None:

@@ -222,7 +222,7 @@ class Speculation:
         if most == 1:
             return 1
         expected = [list(accumulate((chance for chance, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # by nodes
-        spent = sum(draft.seconds.values()) + self.costs.part("host", rows)
+        spent = sum(draft.seconds.values())
         best, least = 1, math.inf
         for nodes in (*(n for n in SIZES if n < most), most):
             tokens = [own[min(nodes, len(own)) - 1] for own in expected]
