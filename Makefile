@@ -22,14 +22,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Two processes of one thread: small matrices gain nothing from more. Each run trains afresh: an earlier one would be resumed.
+# Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
 demo: $(INSTALLED)
 	rm -rf out/demo
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
 	  --propose suffix recycling --beside-fixed --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 \
-	  --temperature 0 1 --max-new-tokens 44 --dtype fp32 --threads 1 \
+	  --temperature 0 1 --max-new-tokens 44 --dtype fp32 --threads 2 \
 	  --json out/demo/report.json --html out/demo/report.html
 
 test: $(INSTALLED)

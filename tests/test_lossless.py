@@ -57,7 +57,10 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> Heads:
-    return heads(family, manner) if manner in DRAFTERS else Heads(backbone(family), Scripted(backbone(family), truths, manner, depth))
+    """Trained kinds with their recordings, one for all tests; what is scripted is new each time, so recording it would not pay."""
+    if manner in DRAFTERS:
+        return heads(family, manner)
+    return Heads(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="never")
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:
