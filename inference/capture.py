@@ -16,7 +16,7 @@ import functools
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, cast
 
@@ -53,6 +53,8 @@ class Captured:
         self.off = when == "never"
         self.calls = self.recorded = 0
         self.recordings: dict[Any, _Recording] = {}
+        self.followed: dict[Any, _Recording] = {}
+        """By nests and sizes that were met before."""
         self.disturbed = 0
         """Calls that recorded or compared, whose time says nothing of the next one's."""
 
@@ -62,25 +64,33 @@ class Captured:
             return self.function(held, *inputs)
         leaves: list[Tensor] = []
         shape = (flatten(held, leaves), first := len(leaves), flatten(inputs, leaves))
-        shapes = tuple(leaf.shape for leaf in leaves)
-        key = (shape, self._alike(shapes, leaves[first]), leaves[0].device)
-        recording = self.recordings.get(key)
-        if recording is not None and recording.follows(shapes):
-            try:
-                return recording(leaves)
-            except RuntimeError:   # it branches on values after all, as a mixture of experts may: not to be recorded
-                self.off = True
-                return self.function(held, *inputs)
+        shapes = tuple([leaf.shape for leaf in leaves])
+        exactly = (shape, shapes, leaves[first].device)
+        recording = self.followed.get(exactly)
+        if recording is None:
+            key = (shape, self._alike(shapes, leaves[first]), leaves[first].device)
+            recording = self.recordings.get(key)
+            if recording is None or not recording.follows(shapes):
+                return self._anew(key, recording, leaves, held, inputs)
+            self.followed[exactly] = recording
+        try:
+            return recording(leaves)
+        except RuntimeError:   # it branches on values after all, as a mixture of experts may: not to be recorded
+            self.off = True
+            return self.function(held, *inputs)
+
+    def _anew(self, key: Any, recording: _Recording | None, leaves: list[Tensor], held: Any, inputs: tuple) -> Any:
+        """The result for sizes that no recording is known to follow: compare the one there is, or make one."""
         self.disturbed += 1
         if recording is not None and (expected := recording.compare(self.function, held, inputs, leaves)) is not None:
             return expected
         try:
-            self.recordings[key] = recording = self._record(shape, leaves)
+            self.recordings[key] = recording = self._record(key[0], leaves)
         except RuntimeError:   # something in it can't be recorded
             self.off = True
             return self.function(held, *inputs)
         self.recorded += 1
-        recording.compared(shapes)
+        recording.compared([leaf.shape for leaf in leaves])
         return recording(leaves)
 
     def _alike(self, shapes: tuple[torch.Size, ...], first: Tensor) -> Any:
@@ -146,11 +156,12 @@ class _Trace(_Recording):
         with warnings.catch_warnings(), Turned(few):
             warnings.simplefilter("ignore")   # of branches on shapes, which `compare` looks after
             self.traced = folded(torch.jit.trace(flat, tuple(leaves), check_trace=False))
+        self.build = builder(self.out)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         # TorchScript's own optimisation costs half a second when a recording is first run, and makes it no faster.
         with torch.jit.optimized_execution(False):
-            return rebuild(self.out, iter(self.traced(*leaves)))
+            return self.build(iter(self.traced(*leaves)))
 
 
 class _Graph(_Recording):
@@ -184,13 +195,13 @@ class _Graph(_Recording):
         for own, leaf in zip(self.own[self.held :], leaves[self.held :], strict=True):
             own.copy_(leaf)
         self.graph.replay()
-        return rebuild(self.out, iter([found.clone() for found in self.found]))
+        return builder(self.out)(iter([found.clone() for found in self.found]))
 
 
 def _arguments(shape: Any, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
     """``held`` and ``inputs``, of whose nests ``shape`` is what `flatten` left."""
     held, first, inputs = shape
-    return rebuild(held, iter(leaves[:first])), rebuild(inputs, iter(leaves[first:]))
+    return builder(held)(iter(leaves[:first])), builder(inputs)(iter(leaves[first:]))
 
 
 def _sizes(shapes: Sequence[torch.Size]) -> list[int]:
@@ -227,17 +238,19 @@ def _fields(kind: Hashable) -> tuple[str, ...] | None:
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
-def rebuild(shape: Any, leaves: Any) -> Any:
-    """The inverse of `flatten`: ``leaves`` is an iterator."""
+def builder(shape: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """The inverse of `flatten`, for nests of that shape."""
     if shape is Tensor:
-        return next(leaves)
+        return next
     kind = shape[0]
     if kind is None:
-        return shape[1]
+        return lambda leaves: shape[1]
+    parts = [builder(one) for one in shape[-1]]
     if kind is dict:
-        return dict(zip(shape[1], [rebuild(one, leaves) for one in shape[2]], strict=True))
-    parts = [rebuild(one, leaves) for one in shape[1]]
-    return kind(parts) if kind in (tuple, list) else kind(*parts)
+        return lambda leaves: dict(zip(shape[1], [part(leaves) for part in parts], strict=True))
+    if kind in (tuple, list):
+        return lambda leaves: kind([part(leaves) for part in parts])
+    return lambda leaves: kind(*[part(leaves) for part in parts])
 
 
 def flatten_tensors(nest: Any) -> list[Tensor]:

@@ -116,12 +116,12 @@ class Decoder:
 
     def _draft(self) -> tuple[Draft, CandidateTree, list[list[int]], Tensor | None]:
         """What was drafted, the tree to read, the places of its nodes in the pools, and the noise of the positions ahead."""
+        sources = self._sources()
+        if not sources:
+            return Draft([], []), root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
+        assert self.speculation is not None
         room = [self._room(text) for text in self.rows]
         draft = Draft([Pool(root) for root in self.roots], room, queued=bool(self.waiting), calibrated=self.shape is None)
-        if self.speculation is None:
-            return draft, root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
-        self.speculation.behind(self.cache.longest)
-        sources = self.speculation.sources(len(self.rows), self.shape)
         self.speculation.propose(draft, sources, self.rows)
         growing = [source for source in sources if source < len(self.states)]
         noise_BPV = self._noise(1, 1 + max([0, *(self.speculation.drafters[source].depth for source in growing)]))
@@ -131,6 +131,13 @@ class Decoder:
         if noise_BPV is not None and noise_BPV.shape[1] < tree.height + 1:
             noise_BPV = torch.cat([noise_BPV, self._noise(noise_BPV.shape[1] + 1, tree.height + 1)], 1)
         return draft, tree, kept, noise_BPV
+
+    def _sources(self) -> list[int]:
+        """What drafts in this pass."""
+        if self.speculation is None:
+            return []
+        self.speculation.behind(self.cache.longest)
+        return self.speculation.sources(len(self.rows), self.shape)
 
     def _grow(self, source: int, draft: Draft, noise_BPV: Tensor | None) -> None:
         """Let a drafter draft, once it knows all that is written."""

@@ -11,7 +11,7 @@ from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_
 from torch import Tensor
 
 from headstart.heads.backbone import Backbone
-from headstart.inference.capture import PATIENCE, Captured, capturable, flatten, rebuild
+from headstart.inference.capture import PATIENCE, Captured, capturable, builder, flatten
 from headstart.inference.heads import Heads
 from headstart.inference.tree import TreeShape
 
@@ -28,7 +28,7 @@ def test_nests_come_apart_and_together() -> None:
     leaves: list[Tensor] = []
     shape = flatten(nest, leaves)
     assert [id(leaf) for leaf in leaves] == [id(one) for one in (a, b, c, a)]
-    again = rebuild(shape, iter(leaves))
+    again = builder(shape)(iter(leaves))
     assert again == nest and again.right[0]["y"][0] is c
     assert flatten(nest, []) == shape and hash(shape) == hash(flatten(nest, [])) and flatten(Pair(a, 4), []) != shape
 

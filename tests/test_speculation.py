@@ -129,7 +129,7 @@ def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> Non
             if standing.loss(rate=200.0, step=5e-3) > 0:   # a tenth of a token is worth half a millisecond
                 standing.fail(step=5e-3, sources=1)
                 rests.append(standing.resting)
-    assert rests[:4] == [40, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST, "8 passes lost 0.8 steps, 2 % of 40"
+    assert rests[:4] == [80, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST, "8 passes lost 0.8 steps, 1 % of 80"
     good = Standing()
     for _ in range(200):
         assert good.active()
@@ -146,9 +146,9 @@ def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
         passes += 1
     assert passes == 2
     useless.fail(step=5e-3, sources=1)
-    assert useless.resting == 120, "12 ms, 2.4 steps"
+    assert useless.resting == 240, "12 ms, 2.4 steps"
     useless.fail(step=5e-3, sources=3)
-    assert useless.resting == 360, "three sources share what trials may lose"
+    assert useless.resting == 720, "three sources share what trials may lose"
 
 
 def pools(*chances: float) -> list[Pool]:

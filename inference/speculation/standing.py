@@ -13,7 +13,7 @@ PATIENCE = 2.0
 """Plain steps' time that a trial may lose; with rests that double, useless heads cost little of even a short text."""
 REST, LONGEST_REST = 16, 1024
 """Passes a source rests for, at least, doubled each time it fails again."""
-LITTLE = 0.02
+LITTLE = 0.01
 """The share of the time that the trials of all sources may lose."""
 NEW = 0.08
 """The weight of the last pass in the running averages."""
