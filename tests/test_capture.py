@@ -11,7 +11,7 @@ from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_
 from torch import Tensor
 
 from headstart.heads.backbone import Backbone
-from headstart.inference.capture import PATIENCE, Captured, capturable, builder, flatten
+from headstart.inference.capture import PATIENCE, Captured, builder, capturable, flatten
 from headstart.inference.heads import Heads
 from headstart.inference.tree import TreeShape
 
