@@ -28,7 +28,8 @@ _KNOWN: dict[Any, int] = {}
 class Turned(TorchFunctionMode):
     """While it is on, linear layers of at most ``most`` rows are turned round.
 
-    A `torch.jit.trace` keeps the way that was taken: right for any number of rows, fast for those of the same `way`.
+    A `torch.jit.trace` keeps the way that was taken: fast for rows of the same `way`, slower but right for others, or, taken for one row
+    and met by more, an error.
     """
 
     def __init__(self, most: int) -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
+from headstart.inference.capture import Captured
 from headstart.inference.heads import Heads
 from headstart.inference.proposers.base import Candidates, Proposer
 from headstart.inference.speculation.calibration import Calibration, Table
 from headstart.inference.speculation.costs import SIZES, Costs, CostsByLength, Recent
-from headstart.inference.speculation.speculation import Draft, Speculation
+from headstart.inference.speculation.draft import Draft
+from headstart.inference.speculation.growth import Ranking
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.standing import LONGEST_REST, REST, TRIAL, Standing
 from headstart.inference.tree import Pool, TreeShape
 
@@ -256,3 +259,40 @@ def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None
 
 def test_sizes_ascend() -> None:
     assert list(SIZES) == sorted(set(SIZES)) and SIZES[0] == 1
+
+
+def test_what_was_recorded_disturbs_that_pass_alone() -> None:
+    """A depth recorded in its last call must not keep later passes, which may never draft it again, from being timed."""
+    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
+    read = Captured(lambda held: held, "never")
+    deepest = speculation.growths[0].levels[2]
+    before = speculation.timing(read)
+    deepest.disturbed += 1
+    assert not speculation.tells(before, read)
+    before = speculation.timing(read)
+    assert speculation.tells(before, read)
+    speculation.costs.add_pass(1, 1, 9e-3)
+    read.recorded += 1
+    assert speculation.tells(before, read) and not speculation.costs.knows(1), "passes by Python say nothing of recorded ones"
+    speculation.costs.add_pass(1, 1, 4e-3)
+    before = speculation.timing(read)
+    read.recorded += 1
+    assert speculation.tells(before, read) and speculation.costs.knows(1), "what is recorded later was never timed by Python"
+
+
+def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again() -> None:
+    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
+    speculation.learned.rate = 200.0
+    speculation.costs.add_pass(1, 1, 5e-3)
+    speculation.costs.add(f"level of {speculation.names[0]}", 1, 2e-3)   # 0.4 tokens a depth
+    speculation.learned.expanding[0][:] = [0.01, 0.2, 0.2]
+    features = backbone("llama").read(torch.arange(1, 6)[None])
+
+    def depths() -> int:
+        draft, growth = Draft([Pool(3)], [9]), speculation.growths[0]
+        speculation.grow(draft, 0, growth.take_in(features, None, 40), Ranking(), None)
+        return draft.levels[0]
+
+    found = [depths() for _ in range(400)]
+    assert found[0] == 1 and min(found) == 1 and max(found) > 1
+    assert found.index(max(found)) > 20, "little by little"

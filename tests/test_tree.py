@@ -18,8 +18,9 @@ from torch import Tensor
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.noise import gumbel
+from headstart.inference.speculation.draft import Draft
 from headstart.inference.speculation.growth import Ranking
-from headstart.inference.speculation.speculation import Draft, Speculation
+from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.tree import SURE, CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.verify import pick, walk
 
