@@ -5,6 +5,7 @@ Shape suffixes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -57,10 +58,15 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> Heads:
-    """Trained kinds with their recordings, one for all tests; what is scripted is new each time, so recording it would not pay."""
+    """One family's trained kinds with recordings; test_capture.py holds those of the others to what is written without."""
     if manner in DRAFTERS:
-        return heads(family, manner)
+        return heads(family, manner) if family == "llama" else unrecorded(family, manner)
     return Heads(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="never")
+
+
+@functools.cache
+def unrecorded(family: str, kind: str) -> Heads:
+    return Heads(backbone(family), random_drafter(kind, backbone(family)), capture="never")
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:

@@ -280,11 +280,12 @@ def test_what_was_recorded_disturbs_that_pass_alone() -> None:
     assert speculation.tells(before, read) and speculation.costs.knows(1), "what is recorded later was never timed by Python"
 
 
-def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again() -> None:
+def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
     speculation.learned.rate = 200.0
     speculation.costs.add_pass(1, 1, 5e-3)
-    speculation.costs.add(f"level of {speculation.names[0]}", 1, 2e-3)   # 0.4 tokens a depth
+    speculation.costs.add(f"level of {speculation.names[0]}", 1, 5e-4)   # a tenth of a token a depth
+    monkeypatch.setattr(speculation.costs, "add", lambda *given: None)   # whatever it takes on this machine
     speculation.learned.expanding[0][:] = [0.01, 0.2, 0.2]
     features = backbone("llama").read(torch.arange(1, 6)[None])
 
