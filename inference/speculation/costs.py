@@ -143,9 +143,11 @@ class CostsByLength:
     @staticmethod
     def from_json(measured: dict[str, Any]) -> CostsByLength:
         """``{context: {rows: [[nodes, seconds], ...]}}``."""
-        curves = {context: {int(rows): [(int(n), float(s)) for n, s in curve] for rows, curve in found.items()}
-                  for context, found in measured.items()}   # fmt: skip
-        return CostsByLength({int(context): found for context, found in curves.items()})
+        return CostsByLength({int(context): _curves(found) for context, found in measured.items()})
+
+
+def _curves(found: dict[str, Any]) -> Curves:
+    return {int(rows): [(int(nodes), float(seconds)) for nodes, seconds in curve] for rows, curve in found.items()}
 
 
 def _doublings(context: int) -> int:
