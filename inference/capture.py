@@ -86,7 +86,7 @@ class Captured:
             return expected
         try:
             self.recordings[key] = recording = self._record(key[0], leaves)
-        except RuntimeError:   # something in it can't be recorded
+        except (RuntimeError, AttributeError):   # something in it can't be recorded, or not by this torch
             self.off = True
             return self.function(held, *inputs)
         self.recorded += 1

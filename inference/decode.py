@@ -92,7 +92,8 @@ class Decoder:
         self._admit()
         clock = Clock(self.device, exact_times)
         while self.rows:
-            before = (False, 0) if self.speculation is None else self.speculation.timing(self.reader.read)
+            if self.speculation is not None:
+                self.speculation.begin(self.reader.read, self.cache.longest)
             draft, tree, kept, noise_BPV = self._draft()
             drafted = clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
@@ -107,7 +108,7 @@ class Decoder:
             if self.speculation is not None:
                 self.speculation.learn(draft, kept, paths, picks)
             host = clock.lap()
-            self._time(draft, kept, paths, drafted + verified + host, before)
+            self._time(draft, kept, paths, drafted + verified + host)
             self._admit()
             clock.lap()
             yield Pass([written.get(text, 0) for text in range(len(self.texts))], tree.size, drafted, verified, host)
@@ -116,10 +117,9 @@ class Decoder:
 
     def _draft(self) -> tuple[Draft, CandidateTree, list[list[int]], Tensor | None]:
         """What was drafted, the tree to read, the places of its nodes in the pools, and the noise of the positions ahead."""
-        sources = self._sources()
-        if not sources:
+        sources = self.speculation.sources(len(self.rows), self.shape) if self.speculation is not None else []
+        if self.speculation is None or not sources:
             return Draft([], []), root_only(self.roots), [[0] for _ in self.rows], self._noise(1, 1)
-        assert self.speculation is not None
         room = [self._room(text) for text in self.rows]
         draft = Draft([Pool(root) for root in self.roots], room, queued=bool(self.waiting), calibrated=self.shape is None)
         self.speculation.propose(draft, sources, self.rows)
@@ -131,13 +131,6 @@ class Decoder:
         if noise_BPV is not None and noise_BPV.shape[1] < tree.height + 1:
             noise_BPV = torch.cat([noise_BPV, self._noise(noise_BPV.shape[1] + 1, tree.height + 1)], 1)
         return draft, tree, kept, noise_BPV
-
-    def _sources(self) -> list[int]:
-        """What drafts in this pass."""
-        if self.speculation is None:
-            return []
-        self.speculation.behind(self.cache.longest)
-        return self.speculation.sources(len(self.rows), self.shape)
 
     def _grow(self, source: int, draft: Draft, noise_BPV: Tensor | None) -> None:
         """Let a drafter draft, once it knows all that is written."""
@@ -178,14 +171,16 @@ class Decoder:
 
     def _noise_of(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
         """The noise each node's pick is made with: that of the position after it."""
-        if noise_BPV is None or tree.size == 1:
-            return noise_BPV if noise_BPV is None else noise_BPV[:, :1]
+        if noise_BPV is None:
+            return None
+        if tree.size == 1:
+            return noise_BPV[:, :1]
         depths_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.depths], device=self.device)
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], depths_BN]
 
-    def _time(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float, before: tuple[bool, int]) -> None:
+    def _time(self, draft: Draft, kept: list[list[int]], paths: list[list[int]], seconds: float) -> None:
         """What the pass took; all but the drafting is counted as that of its size."""
-        if self.speculation is None or not self.speculation.tells(before, self.reader.read):
+        if self.speculation is None or not self.speculation.tells(self.reader.read):
             return
         self.speculation.costs.add_pass(len(paths), max(map(len, kept)), seconds - sum(draft.seconds.values()))
         if self.shape is None:

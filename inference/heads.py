@@ -160,7 +160,6 @@ class Engine:
         self.speculation = Speculation(drafters, heads.proposers, heads.capture) if speculate else None
         if self.speculation is not None and heads.tuned is not None:
             self.speculation.by_length = heads.tuned.costs()
-            self.speculation.behind(0)
             for sampled, calibration in heads.tuned.chances().items():
                 self.speculation.attend(sampled)
                 self.speculation.learned.calibration = calibration
@@ -170,7 +169,8 @@ class Engine:
     @property
     def disturbed(self) -> int:
         """See `Heads.disturbed`."""
-        return self.speculation.timing(self.reader.read)[1] if self.speculation is not None else self.reader.read.disturbed
+        drafting = self.speculation.disturbed if self.speculation is not None else 0
+        return self.reader.read.disturbed + self.beams.forests.read.disturbed + drafting
 
 
 def load(

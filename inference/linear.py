@@ -9,7 +9,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +37,8 @@ class Turned(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.linear and len(args) >= 2 and not kwargs and args[1].dtype == torch.float32:
-            rows = math.prod(map(int, args[0].shape[:-1]))
-            if way(rows, self.most):
-                return turned(*args, single=rows == 1)
+            if way(_rows(args[0]), self.most):
+                return turned(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -49,11 +47,11 @@ def way(rows: int, most: int) -> int:
     return 0 if rows > most else 1 + (rows == 1)
 
 
-def turned(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, single: bool = False) -> Tensor:
-    """``F.linear(x, weight, bias)``: ``[..., K]``, ``[N, K]`` -> ``[..., N]``. ``single``: x has one row."""
+def turned(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)``: ``[..., K]``, ``[N, K]`` -> ``[..., N]``."""
     N, K = map(int, weight.shape)
     turned_KR = x.reshape(-1, K).t()
-    if not single:
+    if _rows(x) > 1:
         out = torch.mm(weight, turned_KR).t().contiguous()
     elif N % 2:   # products with one vector have kernels of their own, slower than those for two
         out = torch.mm(weight, torch.cat([turned_KR, turned_KR], 1))[:, :1].contiguous()
@@ -61,6 +59,10 @@ def turned(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, single: boo
         out = torch.bmm(weight.reshape(2, -1, K), turned_KR.expand(2, K, 1))
     out = out.view(*x.shape[:-1], N)
     return out if bias is None else out + bias
+
+
+def _rows(x: Tensor) -> int:
+    return math.prod(map(int, x.shape[:-1]))   # a number in a trace too
 
 
 def turned_up_to(module: nn.Module) -> int:
@@ -87,7 +89,7 @@ def _measure(weights: Sequence[Tensor]) -> int:
     most, others = 0, torch.ones(OTHERS)
     for rows in ROWS:
         given = [torch.ones(rows, weight.shape[1]) for weight in weights]
-        ways = [_recorded(function, given, weights) for function in (F.linear, partial(turned, single=rows == 1))]
+        ways = [_recorded(function, given, weights) for function in (F.linear, turned)]
         best = [float("inf")] * 2
         for _ in range(ROUNDS):   # in turns, so that a disturbance meets both
             for i, recorded in enumerate(ways):

@@ -92,10 +92,11 @@ def test_sizes_between_such_as_were_compared_are_followed_at_once() -> None:
         assert function.calls == runs, rows
 
 
-def test_what_cannot_be_recorded_is_run_as_it_is() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_what_cannot_be_recorded_is_run_as_it_is(error: type[Exception]) -> None:
     def awkward(held: None, x: Tensor) -> Tensor:
         if torch.jit.is_tracing():
-            raise RuntimeError("not here")
+            raise error("not here")
         return x + 1
 
     captured = Captured(awkward, "always")

@@ -17,7 +17,7 @@ from headstart.inference.linear import Turned, turned, turned_up_to
 @pytest.mark.parametrize("biased", [False, True])
 def test_turned_is_linear(shape: tuple[int, ...], outputs: int, biased: bool) -> None:
     x, weight, bias = torch.randn(shape), torch.randn(outputs, 7), torch.randn(outputs) if biased else None
-    found = turned(x, weight, bias, single=x.numel() == 7)
+    found = turned(x, weight, bias)
     assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-6) and found.is_contiguous()
 
 

@@ -266,18 +266,18 @@ def test_what_was_recorded_disturbs_that_pass_alone() -> None:
     speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
     read = Captured(lambda held: held, "never")
     deepest = speculation.growths[0].levels[2]
-    before = speculation.timing(read)
+    speculation.begin(read, 9)
     deepest.disturbed += 1
-    assert not speculation.tells(before, read)
-    before = speculation.timing(read)
-    assert speculation.tells(before, read)
+    assert not speculation.tells(read)
+    speculation.begin(read, 9)
+    assert speculation.tells(read)
     speculation.costs.add_pass(1, 1, 9e-3)
     read.recorded += 1
-    assert speculation.tells(before, read) and not speculation.costs.knows(1), "passes by Python say nothing of recorded ones"
+    assert speculation.tells(read) and not speculation.costs.knows(1), "passes by Python say nothing of recorded ones"
     speculation.costs.add_pass(1, 1, 4e-3)
-    before = speculation.timing(read)
+    speculation.begin(read, 9)
     read.recorded += 1
-    assert speculation.tells(before, read) and speculation.costs.knows(1), "what is recorded later was never timed by Python"
+    assert speculation.tells(read) and speculation.costs.knows(1), "what is recorded later was never timed by Python"
 
 
 def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

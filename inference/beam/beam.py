@@ -132,9 +132,8 @@ class BeamDecoder:
         self._leave()
 
     def _pass(self, clock: Clock) -> Pass:
-        before = (False, 0) if self.speculation is None else self.speculation.timing(self.forests.read)
         if self.speculation is not None:
-            self.speculation.behind(self.cache.longest)
+            self.speculation.begin(self.forests.read, self.cache.longest)
         rows, drafts = self.rows, self._draft()
         drafted = clock.lap()
         features, logits_BNV = self.forests.forests(self.cache, [row.forest for row in rows])
@@ -147,7 +146,7 @@ class BeamDecoder:
         self._advance(runs)
         host = clock.lap()
         if self.speculation is not None:
-            self._time(len(rows), logits_BNV.shape[1], (verified, host), before)
+            self._time(len(rows), logits_BNV.shape[1], (verified, host))
         written = {row.text: run.steps for row, run in zip(rows, runs, strict=True)}
         return Pass([written.get(text, 0) for text in range(len(self.searches))], nodes, drafted, verified, host)
 
@@ -255,9 +254,9 @@ class BeamDecoder:
                 self.drafting.follow([b * self.rules.beams + beam for b in going for beam in range(self.rules.beams)])
                 self.features.select(going)
 
-    def _time(self, rows: int, nodes: int, laps: tuple[float, float], before: tuple[bool, int]) -> None:
+    def _time(self, rows: int, nodes: int, laps: tuple[float, float]) -> None:
         assert self.speculation is not None
-        if self.speculation.tells(before, self.forests.read):
+        if self.speculation.tells(self.forests.read):
             self.speculation.costs.add_pass(rows, nodes, laps[0])
             self.speculation.costs.add("beams' host", rows, laps[1])
 

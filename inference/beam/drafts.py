@@ -107,7 +107,7 @@ class Drafting:
 
     def draft(self, rows: list[Wanted]) -> list[Drafts]:
         """For each row the drafts of its beams."""
-        start, disturbed = time.perf_counter(), self._disturbed
+        start, disturbed = time.perf_counter(), self.speculation.disturbed
         self._plan(rows)
         plans = [self.plans[not row.fresh] for row in rows]
         deepest = max(len(plan.widths) for plan in plans)
@@ -120,7 +120,7 @@ class Drafting:
             self._grow(source, rows, deepest, scores)
         K = self.beams
         drafts = [self._rank(row, scores[b * K : (b + 1) * K], plans[b]) for b, row in enumerate(rows)]
-        if self._disturbed == disturbed:
+        if self.speculation.disturbed == disturbed:
             self.speculation.costs.add("beams' draft", len(rows), (time.perf_counter() - start) / deepest)
         return drafts
 
@@ -128,10 +128,6 @@ class Drafting:
         """What the backbone has said of nodes: for each its token, and the likeliest next ones ``[N, M]``."""
         for proposer in self.watching:
             proposer.see(tokens, likeliest[:, : proposer.watches].tolist(), logprobs[:, : proposer.watches].tolist())
-
-    @property
-    def _disturbed(self) -> int:
-        return sum(growth.disturbed for growth in self.growths)
 
     @property
     def watches(self) -> int:

@@ -38,7 +38,7 @@ class Recent:
 
     def add(self, seconds: float) -> None:
         self.times.append(seconds)
-        self.median = sorted(self.times)[len(self.times) // 2]
+        self.median = statistics.median(self.times)
 
     def __bool__(self) -> bool:
         return bool(self.times)
@@ -57,9 +57,7 @@ class Costs:
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """A pass over that many nodes a row took so long, the host's work on it included."""
-        if (rows, nodes) not in self.seen:
-            self.seen[rows, nodes] = Recent()
-        self.seen[rows, nodes].add(seconds)
+        self.seen.setdefault((rows, nodes), Recent()).add(seconds)
 
     def add(self, part: str, rows: int, seconds: float) -> None:
         """Another part of a pass took so long."""

@@ -91,7 +91,7 @@ class Growth:
 
     def level(self, depth: int, state: Any, before: Level, width: int, ranking: Ranking) -> tuple[Level, Any]:
         """The ``width`` likeliest nodes of that depth, and the drafter's state that knows the nodes ``before``."""
-        if depth and self.levels[depth - 1].recorded:
+        if depth and self.levels[depth - 1].recorded:   # so that one cost holds for all depths
             self.levels[depth].patience = 0
         noise_BV = ranking.at(depth, self.drafter.vocabulary)
         return self.levels[depth](state, before, width, noise_BV, ranking.temperature_1, ranking.filters)

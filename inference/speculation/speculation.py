@@ -60,7 +60,7 @@ class Speculation:
         self.growths = [Growth(drafter, capture) for drafter in drafters]
         self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
         self.by_length = CostsByLength()
-        self.behind(0)
+        self.costs = self.by_length.at(0)
         self.moods: dict[bool, Learned] = {}
         """What has been learned of greedy (False) and of sampled texts."""
         self.attend(False)
@@ -72,21 +72,23 @@ class Speculation:
             self.moods[sampled] = Learned(Calibration(), standings, [[0.7] * drafter.depth for drafter in self.drafters])
         self.learned = self.moods[sampled]
 
-    def behind(self, context: int) -> None:
-        """From now on passes are read behind texts of so many tokens, the longest of the rows."""
-        self.context, self.costs = context, self.by_length.at(context)
+    @property
+    def disturbed(self) -> int:
+        """Steps of drafters so far whose time says nothing (see `Captured`)."""
+        return sum(growth.disturbed for growth in self.growths)
 
-    def timing(self, read: Captured) -> tuple[bool, int]:
-        """Whether passes are recorded by now, and how many steps so far took a time that says nothing."""
-        return read.recorded > 0, read.disturbed + sum(growth.disturbed for growth in self.growths)
+    def begin(self, read: Captured, context: int) -> None:
+        """A pass begins, by ``read``, behind texts of so many tokens, the longest of the rows."""
+        self.costs = self.by_length.at(context)
+        self.begun = (context, read.recorded, read.disturbed + self.disturbed)
 
-    def tells(self, before: tuple[bool, int], read: Captured) -> bool:
-        """Whether the times since ``before`` say something of the next ones. Those of Python are forgotten once passes are recorded."""
-        recorded, disturbed = self.timing(read)
-        if recorded and not before[0]:
+    def tells(self, read: Captured) -> bool:
+        """Whether the times of the pass say something of the next ones. Those of Python are forgotten once passes are recorded."""
+        context, recorded, disturbed = self.begun
+        if read.recorded > recorded == 0:
             self.by_length.forget()
-            self.behind(self.context)
-        return disturbed == before[1]
+            self.costs = self.by_length.at(context)
+        return read.disturbed + self.disturbed == disturbed
 
     def open(self, row: int, tokens: list[int]) -> None:
         """A new text in that row: prompt and root."""
