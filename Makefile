@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
 	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
-	  --propose suffix recycling --beside-fixed --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 \
+	  --propose suffix recycling --also-fixed-tree --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 \
 	  --temperature 0 1 --max-new-tokens 44 --dtype fp32 --threads 2 \
 	  --json out/demo/report.json --html out/demo/report.html
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from headstart.training.cli import main
+from headstart.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

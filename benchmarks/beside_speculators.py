@@ -4,7 +4,7 @@
     python benchmarks/beside_speculators.py [RECIPE] [section.key=value ...] [--steps 25] [--attention sdpa eager]
 
 Both take whole steps, in turns, in one process: the backbone's reading, the drafter's passes (as many as ``drafter.depth``), the loss
-and its gradient, clipping, and Muon beside AdamW. Theirs is speculators' own model, loss and optimizer, one row of all documents as its
+and its gradient, clipping, and Muon beside AdamW. The rival is speculators' own model, loss and optimizer, one row of all documents as its
 data loader makes it, with its unfused losses where there is no Triton. Prints JSON: the median of tokens a second of each, and ours over
 theirs. Only speed is compared: a step is the same work, not the same loss.
 """
@@ -26,8 +26,8 @@ from program import options, run
 
 from headstart.training.loop import take_step
 from headstart.training.recipe.recipe import load_recipe
+from headstart.training.run.signals import StopSignal
 from headstart.training.setup import Run, prepare
-from headstart.training.signals import StopSignal
 
 try:
     from speculators.losses import resolve_loss_config
@@ -69,13 +69,13 @@ def theirs(ours: Run, attention: str) -> Callable[[int], int]:
                 hidden_states=torch.cat([features.taps[tap] for tap in taps], -1)[before_BT][None],
                 input_ids=batch.tokens_BT[follows_BT][None],
                 document_ids=row_BT[follows_BT][None],
-                loss_mask=batch.learn_BT[follows_BT][None],
+                loss_mask=batch.loss_mask_BT[follows_BT][None],
                 position_ids=place_BT[follows_BT][None],
                 verifier_last_hidden_states=features.hidden_BTD[follows_BT][None],
                 ttt_steps=passes, ttt_step_loss_decay=DECAY, loss_config=loss,
             )[1]  # fmt: skip
             summed.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -86,7 +86,7 @@ def theirs(ours: Run, attention: str) -> Callable[[int], int]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, StopSignal() as signal:
-        given = [*args.overrides, f"save.dir={folder}/heads", "eval.prompts=1", "drafter.draft_vocab=null"]
+        given = [*args.overrides, f"save.dir={folder}/heads", "eval.prompts=1", "drafter.draft_vocab_size=null"]
         ours = prepare(load_recipe(args.recipe, given))
         ways: dict[str, Callable[[int], int]] = {"headstart": lambda number: take_step(ours, number, signal).tokens}
         ways |= {f"speculators, {attention}": theirs(ours, attention) for attention in args.attention}

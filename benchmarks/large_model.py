@@ -12,11 +12,11 @@ import torch
 from program import options, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import build_drafter
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.tune import TunePlan, tune
-from headstart.inference.heads import Heads
+from headstart.inference.generate import SpeculativeModel
 
 LARGE = {
     "hidden_size": 4096,
@@ -43,11 +43,13 @@ def measure(context: int) -> dict[str, Any]:
     with torch.device(device):
         torch.set_default_dtype(dtype)
         backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
-        drafter = build_drafter("eagle3", backbone, {"depth": 6, "draft_vocab": backbone.vocab // 4})
+        drafter = build_drafter("eagle3", backbone, {"depth": 6, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
     drafter = drafter.to(device, dtype).eval().requires_grad_(False)
     plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
-    eager, recorded = (tune(Heads(backbone, drafter, capture=when), [], plan).details["by_context"][0] for when in ("never", "always"))  # type: ignore[arg-type]
+    eager, recorded = (
+        tune(SpeculativeModel(backbone, drafter, capture=when), [], plan).details["by_context"][0] for when in ("never", "always")
+    )  # type: ignore[arg-type]
     plain = dict(recorded["pass_ms"])[1]
     draft = recorded["drafting_ms"][0]
     return {

@@ -1,6 +1,6 @@
 """Is decoding with drafts ever slower than plain decoding: with useless heads, on any batch?
 
-    python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch 1 8 32]
+    python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch-size 1 8 32]
 
 Prints JSON: for each batch size and temperature, tokens a second of heads with random weights, of proposers and of both, over those of
 plain decoding in the same process, alternating batch by batch; and whether every token was identical.
@@ -14,19 +14,19 @@ import torch
 from program import options, run
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
-from headstart.inference.heads import Heads
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.sources.recycling import RecyclingProposer
+from headstart.inference.sources.suffix import SuffixProposer
 
 
 def random_heads(backbone: Backbone) -> Drafter:
     """EAGLE-3 with weights that say nothing."""
     torch.manual_seed(0)
-    drafter = build_drafter("eagle3", backbone, {"depth": 4, "draft_vocab": backbone.vocab // 2})
+    drafter = build_drafter("eagle3", backbone, {"depth": 4, "draft_vocab_size": backbone.vocab // 2})
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.05)
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
@@ -39,10 +39,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for size in args.batch:
         for temperature in args.temperature:
             systems = {
-                "plain": Heads(backbone),
-                "random heads": Heads(backbone, drafter),
-                "proposers": Heads(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
-                "both": Heads(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
+                "plain": SpeculativeModel(backbone),
+                "random heads": SpeculativeModel(backbone, drafter),
+                "proposers": SpeculativeModel(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
+                "both": SpeculativeModel(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
             }
             found = alternate(systems, prompts, size, Settings(args.max_new_tokens, temperature), args.rounds)
             rows.append({"batch": size, "temperature": temperature, **found})
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {**asked, "prompts": len(prompts), "rows": rows}
 
 
-def alternate(systems: dict[str, Heads], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
+def alternate(systems: dict[str, SpeculativeModel], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
     """Tokens a second over those of plain decoding, by the best time of each batch, since other programs only make it worse.
 
     What is recorded and tried in the first round is so left out; it costs each system about a second, once.
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3, help="how often each batch is decoded; the best time of each system counts")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     run(parser, measure)

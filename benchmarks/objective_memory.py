@@ -9,7 +9,7 @@ apart from that, in alternating runs, best of ``--repeats``.
 The naive form does what its formula says under autograd: the backbone's and every depth's logits whole. Its memory grows with
 positions x vocabulary, so it is measured where it fits ``--limit`` GB and stated elsewhere as that many buffers of
 ``[positions, vocabulary]`` in fp32, the number of buffers being the one counted at the largest size that fits. On a CPU the
-fused form takes fewer rows at a time than ``--chunk`` allows; ``--rows`` makes it take that many, as an accelerator would.
+fused form takes fewer rows at a time than ``--chunk`` allows; ``--batch-size`` makes it take that many, as an accelerator would.
 Prints JSON.
 """
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter
 from headstart.training.objective import fused
 from headstart.training.objective.objective import objective
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--rows", action="store_true", help="take whole chunks on a CPU too")
+    parser.add_argument("--batch-size", action="store_true", help="take whole chunks on a CPU too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=8.0, help="gigabytes the naive form may take")
     run(parser, main)

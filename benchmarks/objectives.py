@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone import load_tokenizer
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.training.data.data import load_data
-from headstart.training.evaluate import evaluate
+from headstart.training.log.evaluate import evaluate
 from headstart.training.loop import train
 from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.setup import prepare

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from program import options, run
 
-from headstart.heads.backbone import Backbone, load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import build_drafter
 from headstart.inference.bench.tune import TunePlan, tune
-from headstart.inference.heads import Heads
+from headstart.inference.generate import SpeculativeModel
 
 TOKENS, REPEATS = 24, 5
 
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for rows in plan.rows
     ]
     for name, capture in (("eager", "never"), ("captured", "always")):
-        tuned = tune(Heads(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
+        tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
         for row, found in zip(rows, tuned.details["by_context"], strict=True):
             draft = found["drafting_ms"][0]
             drafting = draft["begin"] + sum(draft["depths"])
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--backbone", default="embedded")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)

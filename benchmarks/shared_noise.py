@@ -12,17 +12,17 @@ from unittest.mock import patch
 
 from program import options, run
 
-from headstart.heads.backbone import load_backbone, load_tokenizer
-from headstart.heads.checkpoint import read_card
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+from headstart.heads.checkpoint import read_metadata
 from headstart.inference.bench.prompts import Prompter, read_prompts
-from headstart.inference.heads import Heads, load
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import measure_tau
-from headstart.inference.speculation.growth import Ranking
-from headstart.inference.tree import TreeShape
+from headstart.inference.sources.expansion import DraftScoring
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    name = str(read_card(args.heads)[1]["backbone"])
+    name = str(read_metadata(args.heads)[1]["backbone"])
     backbone, tokenizer = load_backbone(name, dtype="fp32"), load_tokenizer(name)
     prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, args.prompt_tokens), args.limit)]
     drafter = load(args.heads, backbone).drafter
@@ -30,9 +30,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for temperature in args.temperature:
         for nodes, width in ((12, 4), (24, 8)):
             how = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "tree": TreeShape(nodes, width)}
-            shared = measure_tau(Heads(backbone, drafter), prompts, **how)
-            with patch.object(Ranking, "at", lambda self, depth, vocabulary: None):
-                apart = measure_tau(Heads(backbone, drafter), prompts, **how)
+            shared = measure_tau(SpeculativeModel(backbone, drafter), prompts, **how)
+            with patch.object(DraftScoring, "at", lambda self, depth, vocabulary: None):
+                apart = measure_tau(SpeculativeModel(backbone, drafter), prompts, **how)
             assert shared["tokens"] == apart["tokens"]
             rows.append({"temperature": temperature, "nodes": nodes, "tau_shared": shared["tau"], "tau_top_k": apart["tau"]})
     return {"heads": args.heads, "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "rows": rows}

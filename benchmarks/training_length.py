@@ -3,8 +3,8 @@
     python benchmarks/training_length.py [--lengths 2048 8192 32768] [--depth 3] [--width 32] [--document 512] [--json FILE]
 
 One row of that many positions, as one document and packed with documents of ``--document`` tokens; a tiny random head, forward and
-backward of its passes alone. ``blocks`` is what training does, ``checkpointing`` the same with ``train.checkpointing``, ``whole`` holds
-all scores of a pass at once, where they fit ``--limit`` GB. Memory is counted as in objective_memory.py: the most bytes that tensors
+backward of its passes alone. ``blocks`` is what training does, ``checkpointing`` the same with ``train.gradient_checkpointing``, ``whole``
+holds all scores of a pass at once, where they fit ``--limit`` GB. Memory is counted as in objective_memory.py: the most bytes that tensors
 made by the step took at a time. Time is taken apart from that, best of ``--repeats``. Prints JSON.
 """
 
@@ -23,10 +23,10 @@ from objective_memory import Live
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import layers
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter
-from headstart.heads.causal import Blocks, attend_past
+from headstart.heads.layers import decoder_layer as layers
+from headstart.heads.layers.causal_attention import Blocks, attend_past
 
 
 def attend_whole(query_BHTC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:

@@ -24,17 +24,17 @@ import torch
 from accelerate import Accelerator
 from program import options, run
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter, build_drafter
-from headstart.training.cache.folder import Manifest, contents_of, form_of, plan
-from headstart.training.cache.stored import open_source
-from headstart.training.cache.writer import fill, measured_errors
+from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, vocabulary_by_frequency
-from headstart.training.data.feed import Feed
+from headstart.training.features.manifest import Manifest, contents_of, form_of, plan
+from headstart.training.features.source import FeatureSource, Live
+from headstart.training.features.stored import open_source
+from headstart.training.features.writer import fill, measured_errors
 from headstart.training.objective.objective import count_learned, objective
-from headstart.training.optimizer import build_optimizer
 from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.source import FeatureSource, Live
+from headstart.training.run.optimizer import build_optimizer
 
 PARTS = ("data", "features", "drafter", "objective", "optimizer")
 
@@ -44,7 +44,7 @@ class Way:
     """One way of running, and what it took so far."""
 
     recipe: Recipe
-    feed: Feed
+    feed: BatchSampler
     source: FeatureSource
     seconds: dict[str, list[float]]
     tokens: list[int]
@@ -65,7 +65,7 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
     spent: dict[str, list[float]] = {part: [] for part in (*PARTS, "backbone alone")}
     with clock(spent["data"]):
         (batch,) = way.feed.share(step, backbone.device)
-        learned = count_learned(batch.learn_BT, batch.document_BT)
+        learned = count_learned(batch.loss_mask_BT, batch.document_BT)
     with clock(spent["features"]):
         features = way.source.read(batch)
     with clock(spent["drafter"]):
@@ -92,7 +92,7 @@ def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> 
     for packing in (False, True):
         data = replace(recipe.data, packing=packing)
         splits: Splits = load_data(data, tokenizer, backbone.max_positions or sys.maxsize, progress=False)
-        feed = Feed(splits.train, replace(recipe.train, micro_batch=None), recipe.seed, window=data.max_length if packing else None)
+        feed = BatchSampler(splits.train, replace(recipe.train, micro_batch=None), recipe.seed, window=data.max_length if packing else None)
         for store in (None, "int8", "bf16"):
             cache = replace(recipe.cache, dir=str(folder / f"{store}-{packing}") if store else None, store=store or "int8")
             settings = replace(recipe, data=data, cache=cache)

@@ -1,4 +1,4 @@
-"""What a drafter is: one module that is trained on known text and then guesses unknown text.
+"""What a drafter is: one module that is trained on known text and then proposals unknown text.
 
 Alignment, stated once and used everywhere. The backbone has read ``x_0 .. x_t``; its own output layer gives the root
 ``x_{t+1}``. Depth ``k`` (from 0) drafts ``x_{t+2+k}`` from the features up to ``t``, the root, and the ``k`` tokens
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
-    from headstart.heads.backbone import Backbone
+    from headstart.heads.backbone.backbone import Backbone
 
 NOT_METHODS = {
     "base", "backbone", "causal", "checkpoint", "errors", "frequencies", "hooks", "kv", "layers", "quantization", "recurrent", "start",
@@ -43,7 +43,7 @@ class Features:
     """The final hidden state, after the final norm."""
     taps: dict[int, Tensor] | None = None
     """Tap number -> [B, T, D]: the residual stream after that many layers (0 is the embedding), before the final norm."""
-    learn_BT: Tensor | None = None
+    loss_mask_BT: Tensor | None = None
     """True where ``x_j`` is a token to learn to draft."""
     document_BT: Tensor | None = None
     """Which document a position belongs to; -1 is padding, at the right end of a row. None: one document, no padding."""
@@ -121,7 +121,7 @@ class Drafter(nn.Module, ABC):
 
     def recompute(self) -> None:
         """Training: from now on keep little of the forward for the gradients, and compute it again there. Raises UserError if it cannot."""
-        raise UserError(f"train.checkpointing is not for {type(self).__name__}, which computes nothing again; set it to false")
+        raise UserError(f"train.gradient_checkpointing is not for {type(self).__name__}, which computes nothing again; set it to false")
 
     @abstractmethod
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
@@ -132,7 +132,7 @@ class Drafter(nn.Module, ABC):
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
         """Decoding: look back at the first ``sink`` and the last ``window`` positions alone and keep no more than those (None: all),
-        and with ``offload`` keep them in host memory between drafts; of texts begun from now on. Raises UserError if it cannot.
+        and with ``offload`` keep them in host memory between drafts; of texts prefill_at from now on. Raises UserError if it cannot.
         """
         raise UserError(f"{type(self).__name__} keeps nothing of earlier positions to be limited; leave out draft windows and offloading")
 
@@ -149,7 +149,7 @@ class Drafter(nn.Module, ABC):
         theirs = iter(list_tensors(other))
         return map_tensors(lambda mine: torch.cat([mine, next(theirs)]), state)
 
-    def watch(self, state: Any, cache: Any, nodes: int) -> Any:
+    def prepare_draft(self, state: Any, cache: Any, nodes: int) -> Any:
         """Decoding, before each drafting: the state with room for ``nodes`` drafted nodes behind each row.
 
         ``cache`` is the backbone's own (inference/cache.py), for a drafter that drafts on it.

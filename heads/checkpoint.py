@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, build_drafter, methods
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
-CARD = "headstart.json"
+METADATA = "headstart.json"
 FORMAT = 1
 HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weights": dict, "provenance": dict}
 
@@ -62,9 +62,9 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "weights": {"file": drafter.file_name, "sha256": _hash(work / drafter.file_name)},
             "provenance": extra,
         }
-        (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
-        (work / drafter.file_name).chmod((work / CARD).stat().st_mode)   # safetensors lets nobody else read it
-        for file in (drafter.file_name, "config.json", CARD):
+        (work / METADATA).write_text(json.dumps(card, indent=2) + "\n")
+        (work / drafter.file_name).chmod((work / METADATA).stat().st_mode)   # safetensors lets nobody else read it
+        for file in (drafter.file_name, "config.json", METADATA):
             os.replace(work / file, folder / file)
 
 
@@ -77,14 +77,14 @@ def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
         api.upload_folder(repo_id=repo_id, folder_path=name)
 
 
-def read_card(path: str | Path) -> tuple[Path, dict[str, Any]]:
+def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """The local folder of a checkpoint (fetched if ``path`` is a hub id) and its ``headstart.json``."""
     folder = Path(path)
     if not folder.is_dir():
         folder = _fetch(str(path))
-    card_file = folder / CARD
+    card_file = folder / METADATA
     if not card_file.is_file():
-        raise UserError(f"{path} has no {CARD}: not heads saved by Headstart (or the run that writes them has not saved yet)")
+        raise UserError(f"{path} has no {METADATA}: not heads saved by Headstart (or the run that writes them has not saved yet)")
     try:
         card = json.loads(card_file.read_text())
         if card["format"] != FORMAT:
@@ -100,24 +100,24 @@ def read_card(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def load_drafter(
-    path: str | Path, backbone: Backbone, *, tokenizer: PreTrainedTokenizerBase | None = None, other_backbone: bool = False
+    path: str | Path, backbone: Backbone, *, tokenizer: PreTrainedTokenizerBase | None = None, allow_finetuned: bool = False
 ) -> Drafter:
     """The trained drafter of a checkpoint, in the backbone's dtype and on its device.
 
     Raises UserError when the files are missing or damaged, or when the backbone is not the one the heads were trained on
-    (``other_backbone`` allows another one of the same shape; the text stays exact, only fewer tokens may be accepted).
+    (``allow_finetuned`` allows another one of the same shape; the text stays exact, only fewer tokens may be accepted).
     """
-    folder, card = read_card(path)
-    check_contract(str(path), card, backbone, other_backbone)
+    folder, card = read_metadata(path)
+    check_contract(str(path), card, backbone, allow_finetuned)
     stored = card["provenance"].get("chat_template")
-    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not other_backbone:
+    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
         found = template_hash(tokenizer)
         raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
     file = folder / card["weights"]["file"]
     if not file.is_file():
         raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
     if _hash(file) != card["weights"]["sha256"]:
-        raise UserError(f"{file} is truncated or changed (its hash is not the one in {CARD}); train or fetch the heads again")
+        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
         raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
     drafter = build_drafter(card["kind"], backbone, card["arguments"])
@@ -128,7 +128,7 @@ def load_drafter(
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
 
 
-def check_contract(path: str, card: dict[str, Any], backbone: Backbone, other_backbone: bool) -> None:
+def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
     """Refuse a backbone that the heads were not trained on, naming both sides."""
     trained, found = dict(card["contract"]), backbone.contract()
     weights, own_weights = trained.pop("weights", None), found.pop("weights")
@@ -139,10 +139,10 @@ def check_contract(path: str, card: dict[str, Any], backbone: Backbone, other_ba
                 f"{path} was trained on {on} ({key} {trained.get(key)}); this backbone is {here} ({key} {value}): "
                 "load the backbone it was trained on"
             )
-    if not other_backbone and not same_weights(weights, own_weights):
+    if not allow_finetuned and not same_weights(weights, own_weights):
         raise UserError(
             f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "
-            "or, if this is a fine-tune of it, pass other_backbone=True (--other-backbone)"
+            "or, if this is a fine-tune of it, pass allow_finetuned=True (--allow-finetuned)"
         )
 
 

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.last_layer import last_layer
 from headstart.heads.base import Drafter, Features, require_count
-from headstart.heads.causal import divide
-from headstart.heads.errors import UserError
-from headstart.heads.kv import put, visible
-from headstart.heads.layers import Norm, PairLayer, Rotary, llama_like
-from headstart.heads.start import last_layer
-from headstart.heads.store import Ring, Store
+from headstart.heads.layers.causal_attention import divide
+from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, llama_like
+from headstart.heads.layers.draft_cache import DraftCache, Ring
+from headstart.heads.layers.ragged import put, visible
+from headstart.support.errors import UserError
 
 
 @dataclass(frozen=True)
 class State:
     """What an EAGLE-3 head knows of each row: its pairs, the state that waits for its next token, the drafted nodes."""
 
-    store: Store
+    store: DraftCache
     pending_BD: Tensor
     hidden_BND: Tensor | None = None
     ancestors_BNM: Tensor | None = None
@@ -43,7 +43,7 @@ class State:
 class Eagle3(Drafter):
     """``depth`` passes of one layer.
 
-    ``taps``: three layers, by default ``(2, L//2, L-3)``. ``draft_vocab``: how many of the most frequent tokens are drafted
+    ``taps``: three layers, by default ``(2, L//2, L-3)``. ``draft_vocab_size``: how many of the most frequent tokens are drafted
     (None: all). ``intermediate_size``: width of the feed-forward part (None: the backbone's).
     """
 
@@ -60,38 +60,43 @@ class Eagle3(Drafter):
         *,
         depth: int = 5,
         taps: Sequence[int] | None = None,
-        draft_vocab: int | None = None,
+        draft_vocab_size: int | None = None,
         intermediate_size: int | None = None,
     ) -> None:
         super().__init__(backbone)
         require_count("depth", depth)
-        self.depth, self.draft_vocab = depth, draft_vocab
+        self.depth, self.draft_vocab_size = depth, draft_vocab_size
         self.taps = _taps(taps, backbone.num_layers)
-        self.arguments = {"depth": depth, "taps": list(self.taps), "draft_vocab": draft_vocab, "intermediate_size": intermediate_size}
-        for name in ("draft_vocab", "intermediate_size"):
+        self.arguments = {
+            "depth": depth,
+            "taps": list(self.taps),
+            "draft_vocab_size": draft_vocab_size,
+            "intermediate_size": intermediate_size,
+        }
+        for name in ("draft_vocab_size", "intermediate_size"):
             if self.arguments[name] is not None:
                 require_count(name, self.arguments[name])
-        if draft_vocab is not None and draft_vocab > backbone.vocab:
-            raise UserError(f"drafter.draft_vocab is at most the backbone's vocabulary of {backbone.vocab}; got {draft_vocab}")
+        if draft_vocab_size is not None and draft_vocab_size > backbone.vocab:
+            raise UserError(f"drafter.draft_vocab_size is at most the backbone's vocabulary of {backbone.vocab}; got {draft_vocab_size}")
         self.layer_config: LlamaConfig = llama_like(backbone, intermediate_size)
         D = backbone.dim
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = PairLayer(self.layer_config)
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
-        self.lm_head = nn.Linear(D, draft_vocab or backbone.vocab, bias=False)
+        self.lm_head = nn.Linear(D, draft_vocab_size or backbone.vocab, bias=False)
         self.rotary = Rotary(self.layer_config)
         self._start()
-        if draft_vocab is None:
+        if draft_vocab_size is None:
             self.lm_head.weight.data.copy_(backbone.unembed.weight)
         else:
-            self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(backbone.vocab, dtype=torch.bool))
-            self.use_vocabulary(torch.arange(draft_vocab))
+            self.use_vocabulary(torch.arange(draft_vocab_size))
 
     def use_vocabulary(self, tokens: Tensor) -> None:
         """Draft these backbone tokens (int64 ``[DV]``) and no others; the readout starts as the backbone's rows of them."""
         tokens = tokens.sort().values.to(self.d2t.device)
-        assert len(tokens) == self.draft_vocab and len(tokens.unique()) == len(tokens)
+        assert len(tokens) == self.draft_vocab_size and len(tokens.unique()) == len(tokens)
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
         self.t2d.zero_()
         self.t2d[tokens] = True
@@ -187,9 +192,9 @@ class Eagle3(Drafter):
             store = store.extend(*self.midlayer.keys_values(pair, store.positions(places_BT)), places_BT, new_B)
         return State(store, last_BD)
 
-    def _empty(self, features: Features) -> Store:
+    def _empty(self, features: Features) -> DraftCache:
         attn, like_B = self.midlayer.self_attn, features.hidden_BTD[:, 0, 0].to(self.fc.weight.dtype)
-        return Store.empty(like_B, (attn.num_kv, features.tokens_BT.shape[1], attn.head_dim), self.rotary, self.ring, self.offload)
+        return DraftCache.empty(like_B, (attn.num_kv, features.tokens_BT.shape[1], attn.head_dim), self.rotary, self.ring, self.offload)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         B, N = tokens_BN.shape
@@ -232,7 +237,7 @@ class Eagle3(Drafter):
             "rope_scaling": scaled,
             "dtype": dtype,
             "torch_dtype": dtype,
-            "draft_vocab_size": self.draft_vocab or self.backbone[0].vocab,
+            "draft_vocab_size": self.draft_vocab_size or self.backbone[0].vocab,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.taps),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
@@ -241,7 +246,7 @@ class Eagle3(Drafter):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_tensors(tensors)
-        if self.draft_vocab is not None:
+        if self.draft_vocab_size is not None:
             self.vocabulary = self.t2d.nonzero().flatten()
             offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
             if not torch.equal(offsets, self.d2t):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, require_count
 
 

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+    from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
     from headstart.heads.base import Drafter, Features
-    from headstart.inference.heads import Heads, load
-    from headstart.inference.tree import TreeShape
+    from headstart.inference.engine.tree import TreeShape
+    from headstart.inference.generate import SpeculativeModel, load
     from headstart.training.recipe.recipe import load_recipe
 
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __all__ = [
     "Backbone",
     "Drafter",
     "Features",
-    "Heads",
+    "SpeculativeModel",
     "TreeShape",
     "__version__",
     "load",
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "Backbone": "headstart.heads.backbone",
+    "Backbone": "headstart.heads.backbone.backbone",
     "Drafter": "headstart.heads.base",
     "Features": "headstart.heads.base",
-    "Heads": "headstart.inference.heads",
-    "TreeShape": "headstart.inference.tree",
-    "load": "headstart.inference.heads",
-    "load_backbone": "headstart.heads.backbone",
+    "SpeculativeModel": "headstart.inference.generate",
+    "TreeShape": "headstart.inference.engine.tree",
+    "load": "headstart.inference.generate",
+    "load_backbone": "headstart.heads.backbone.backbone",
     "load_recipe": "headstart.training.recipe.recipe",
-    "load_tokenizer": "headstart.heads.backbone",
+    "load_tokenizer": "headstart.heads.backbone.backbone",
 }
 """The module each public name lives in."""
 

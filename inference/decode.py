@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Features, join_features
-from headstart.inference.cache import RaggedCache
-from headstart.inference.noise import Ahead, gumbel
-from headstart.inference.processing import History
-from headstart.inference.reader import Reader
-from headstart.inference.request import Request, prompts_at_the_left
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.noise import NoiseBuffer, gumbel
+from headstart.inference.engine.processing import History
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.request import Request, prompts_at_the_left
+from headstart.inference.engine.sequence import Text
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.engine.verify import pick, walk
+from headstart.inference.sources.expansion import DraftScoring
 from headstart.inference.speculation.draft import Draft
-from headstart.inference.speculation.growth import Ranking
 from headstart.inference.speculation.speculation import WIDTH, Speculation
-from headstart.inference.text import Text
-from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
-from headstart.inference.verify import pick, walk
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Decoder:
         """The last token of each, which the backbone has not read yet."""
         self.cache: RaggedCache
         drafters = speculation.drafters if speculation is not None else []
-        self.ahead = Ahead(partial(reader.noise, None), reader.backbone.vocab)
+        self.ahead = NoiseBuffer(partial(reader.noise, None), reader.backbone.vocab)
         self.states: list[Any] = [None for _ in drafters]
         self.news: list[list[Features]] = [[] for _ in drafters]
         """What each drafter has not taken in yet."""
@@ -137,17 +137,17 @@ class Decoder:
         assert self.speculation is not None
         start = time.perf_counter()
         self._take_in(source)
-        self.states[source] = self.speculation.drafters[source].watch(self.states[source], self.cache, self._ahead(source))
+        self.states[source] = self.speculation.drafters[source].prepare_draft(self.states[source], self.cache, self._ahead(source))
         temperature_1 = None if noise_BPV is None else torch.full((1,), self.request.processing.temperature, device=self.device)
-        ranking = Ranking(temperature_1, noise_BPV, self.request.processing.filters if noise_BPV is not None else None)
-        self.states[source] = self.speculation.grow(draft, source, self.states[source], ranking, self.shape)
+        scoring = DraftScoring(temperature_1, noise_BPV, self.request.processing.filters if noise_BPV is not None else None)
+        self.states[source] = self.speculation.grow(draft, source, self.states[source], scoring, self.shape)
         draft.seconds[source] = time.perf_counter() - start
 
     def _take_in(self, source: int) -> None:
         assert self.speculation is not None
         if self.news[source]:
             room = self.cache.longest + self._ahead(source)
-            self.states[source] = self.speculation.growths[source].take_in(join_features(self.news[source]), self.states[source], room)
+            self.states[source] = self.speculation.growths[source].extend_state(join_features(self.news[source]), self.states[source], room)
             self.news[source] = []
 
     def _ahead(self, source: int) -> int:
@@ -271,7 +271,7 @@ class Decoder:
         for source in range(len(self.states)):
             assert self.speculation is not None
             self._take_in(source)
-            joining = self.speculation.growths[source].take_in(features, None, 0)
+            joining = self.speculation.growths[source].extend_state(features, None, 0)
             self.states[source] = self.speculation.drafters[source].join(self.states[source], joining)
         self.rows, self.roots = self.rows + new, self.roots + roots
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads, HeadsOutput
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import GenerateOutput, SpeculativeModel
+from headstart.support.errors import UserError
 
 PARTS = ("draft", "verify", "host")
 
@@ -71,7 +71,7 @@ class Tally:
     wall: float = 0.0
     """Seconds by the clock, reading the prompts included."""
 
-    def add(self, output: HeadsOutput) -> None:
+    def add(self, output: GenerateOutput) -> None:
         """Count one call's texts in."""
         assert output.passes is not None and output.acceptance_per_depth is not None
         assert output.seconds is not None and output.runs is not None and output.nodes is not None
@@ -137,10 +137,12 @@ def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = own
 
 
-def continue_texts(heads: Heads, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], **own: Any) -> HeadsOutput:
+def continue_texts(
+    heads: SpeculativeModel, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], **own: Any
+) -> GenerateOutput:
     """Prompts continued together by the heads, each with its seed, padded on the left.
 
-    ``own``: other arguments of `Heads.generate` (speculate, timed, streamer, tokenizer).
+    ``own``: other arguments of `SpeculativeModel.generate` (speculate, timed, streamer, tokenizer).
     """
     model = heads.backbone.model
     with only_given_settings(model):
@@ -154,7 +156,7 @@ def continue_texts(heads: Heads, prompts: Sequence[Tensor], settings: Settings, 
         )
 
 
-def continue_text(heads: Heads, prompt_T: Tensor, settings: Settings, seed: int, **own: Any) -> HeadsOutput:
+def continue_text(heads: SpeculativeModel, prompt_T: Tensor, settings: Settings, seed: int, **own: Any) -> GenerateOutput:
     """One prompt continued by the heads; ``own`` as for `continue_texts`."""
     return continue_texts(heads, [prompt_T], settings, [seed], **own)
 
@@ -175,7 +177,7 @@ def padded(prompts: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tenso
 
 
 def measure_tau(
-    heads: Heads,
+    heads: SpeculativeModel,
     prompts: Sequence[Tensor],
     *,
     max_new_tokens: int,

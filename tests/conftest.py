@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True, scope="session")
 def every_way_of_linear_layers() -> Iterator[None]:
     """Recordings of one row, of up to four and of more take their three ways, untimed: timing tiny weights says nothing."""
-    from headstart.inference import capture
+    from headstart.inference.capture import capture
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "turned_up_to", lambda module: 4)
+        patch.setattr(capture, "max_transposed_rows", lambda module: 4)
         yield

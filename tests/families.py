@@ -15,9 +15,9 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, methods
-from headstart.inference.heads import Heads
+from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
 """Every file of heads/ that is a method: a new one is tested by being there."""
@@ -87,8 +87,8 @@ def random_drafter(kind: str, on: Backbone, seed: int = 1, **arguments: Any) -> 
 
 
 @functools.cache
-def heads(family: str, kind: str) -> Heads:
-    return Heads(backbone(family), random_drafter(kind, backbone(family)))
+def heads(family: str, kind: str) -> SpeculativeModel:
+    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)))
 
 
 def texts(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -161,7 +161,7 @@ def unpadded(sequences: Tensor, rows: dict[str, Tensor]) -> list[list[int]]:
     return [text[pad:] for text, pad in zip(sequences.tolist(), pads, strict=True)]
 
 
-def say(of: Heads, rows: dict[str, Tensor], **options: Any) -> Any:
+def say(of: SpeculativeModel, rows: dict[str, Tensor], **options: Any) -> Any:
     """One call of transformers' own front door with these heads."""
     return of.backbone.model.generate(**rows, custom_generate=of.generate, **options)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState
 
-from headstart.training.cli import main
+from headstart.cli.train import main
 
 
 class Forked:

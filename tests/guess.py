@@ -14,7 +14,7 @@ from by_the_book import dpace, mixture, smooth_l1
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features
 from headstart.training.objective.objective import Sums, count_learned
 from headstart.training.recipe.recipe import Objective
@@ -22,7 +22,7 @@ from headstart.training.recipe.recipe import Objective
 V, B, T = 53, 3, 19
 
 
-class Guess(Drafter):
+class Proposal(Drafter):
     """The least that is a drafter, with a hidden state of its own width; it corrects by the parent token as some heads do."""
 
     def __init__(self, backbone: Backbone, depth: int, vocabulary: Tensor | None) -> None:
@@ -67,19 +67,19 @@ def batch(backbone: Backbone) -> Features:
     document[0, 8:] = 1
     document[1, 11:] = -1
     learn = torch.rand(B, T, generator=generator) < 0.7
-    return replace(features, learn_BT=learn, document_BT=document)
+    return replace(features, loss_mask_BT=learn, document_BT=document)
 
 
 def learned(features: Features) -> int:
-    assert features.learn_BT is not None and features.document_BT is not None
-    return int(count_learned(features.learn_BT, features.document_BT))
+    assert features.loss_mask_BT is not None and features.document_BT is not None
+    return int(count_learned(features.loss_mask_BT, features.document_BT))
 
 
 def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
     """By the book: a loop over rows, draft positions and depths, with whole distributions. The slow reference."""
     loss = torch.zeros((), dtype=torch.float64)
     count, correct, overlap = (torch.zeros(drafter.depth, dtype=torch.float64) for _ in range(3))
-    tokens, learn, document = features.tokens_BT, features.learn_BT, features.document_BT
+    tokens, learn, document = features.tokens_BT, features.loss_mask_BT, features.document_BT
     assert learn is not None and document is not None
     ids = torch.arange(V) if drafter.vocabulary is None else drafter.vocabulary
     for b, t in [(b, t) for b in range(len(tokens)) for t in range(tokens.shape[1])]:

@@ -7,16 +7,16 @@ import functools
 from chat_templates import CHATML, make_tokenizer
 from families import build, random_drafter
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.prompts import Prompter
-from headstart.inference.heads import Heads
+from headstart.inference.generate import SpeculativeModel
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 96}
 
 
 @functools.cache
-def talker() -> tuple[Heads, Prompter]:
+def talker() -> tuple[SpeculativeModel, Prompter]:
     """One a session: nothing a test does may change it."""
     tokenizer = make_tokenizer(CHATML)
     on = Backbone(build("Llama", SIZES | {"vocab_size": len(tokenizer)}))
-    return Heads(on, random_drafter("medusa", on, depth=3)), Prompter(tokenizer)
+    return SpeculativeModel(on, random_drafter("medusa", on, depth=3)), Prompter(tokenizer)

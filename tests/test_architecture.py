@@ -22,7 +22,7 @@ PUBLIC = {
     "Backbone",
     "Drafter",
     "Features",
-    "Heads",
+    "SpeculativeModel",
     "TreeShape",
     "__version__",
     "load",
@@ -83,7 +83,7 @@ def test_scripts_and_tests_use_the_one_import_root() -> None:
     [
         ("heads", "torch.nn", True),
         ("heads", "headstart.heads.base.Drafter", True),
-        ("heads", "headstart.inference.tree", False),
+        ("heads", "headstart.inference.engine.tree", False),
         ("heads", "heads.base", False),
         ("heads", "headstart.recipes", True),
         ("inference", "headstart.heads.base", True),

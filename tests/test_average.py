@@ -10,12 +10,12 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 
-from headstart.training.average import Average, in_place_of_weights
-from headstart.training.checkpoint import find_state, read_state
-from headstart.training.cli import main
+from headstart.cli.train import main
+from headstart.training.run.average import Average, in_place_of_weights
+from headstart.training.run.checkpoint import find_state, read_state
 
 STEPS = 8
-CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup": 0.0, "ema": 0.5}
+CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema": 0.5}
 
 
 @pytest.fixture(autouse=True)

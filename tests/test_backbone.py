@@ -13,11 +13,11 @@ import transformers
 from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.checkpoint import same_weights
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}
 NARROW = WIDE | {"head_dim": 8, "sliding_window": 5}
@@ -53,7 +53,7 @@ def test_other_families_are_exact_or_refused(name: str) -> None:
     model, rows, length = build(name, OTHERS[name]), left_padded(prompts((9, 3, 14))), 24
     if name in REFUSED:
         with pytest.raises(UserError, match=type(model).__name__):
-            say(Heads(Backbone(model)), rows, max_new_tokens=length, do_sample=False)
+            say(SpeculativeModel(Backbone(model)), rows, max_new_tokens=length, do_sample=False)
         return
     alone = [
         model.generate(row[None], attention_mask=torch.ones_like(row)[None], max_new_tokens=length)[0].tolist()
@@ -61,7 +61,7 @@ def test_other_families_are_exact_or_refused(name: str) -> None:
     ]
     on = Backbone(model)
     for drafter in (None, Scripted(on, alone, "nearly"), random_drafter("eagle3", on)):
-        found = say(Heads(on, drafter), rows, max_new_tokens=length, do_sample=False, tree=TreeShape(16, 6))
+        found = say(SpeculativeModel(on, drafter), rows, max_new_tokens=length, do_sample=False, tree=TreeShape(16, 6))
         assert unpadded(found, rows) == alone
 
 

@@ -17,15 +17,15 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
-from headstart.inference.proposers.draft_model import DraftModel
-from headstart.inference.proposers.early_exit import EarlyExit
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.draft_model import DraftModel
+from headstart.inference.sources.early_exit import EarlyExit
+from headstart.inference.sources.recycling import RecyclingProposer
+from headstart.inference.sources.suffix import SuffixProposer
+from headstart.support.errors import UserError
 
 WIDE = TreeShape(32, 5)
 TRUTHS: dict[str, Any] = {}
@@ -59,13 +59,13 @@ class Knowing(Drafter):
         return hidden
 
 
-def drafting(family: str, kind: str) -> Heads:
+def drafting(family: str, kind: str) -> SpeculativeModel:
     if kind in DRAFTERS:
         return heads(family, kind)
-    return Heads(backbone(family), Knowing(backbone(family)) if kind == "knowing" else None)
+    return SpeculativeModel(backbone(family), Knowing(backbone(family)) if kind == "knowing" else None)
 
 
-def same(of: Heads, rows: dict[str, Tensor], ours: dict[str, Any] | None = None, **options: Any) -> Any:
+def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | None = None, **options: Any) -> Any:
     """What came out, once it is known to be what transformers gives."""
     options = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True} | options
     asked = f"{type(of.backbone.model).__name__} {rows} {options}"
@@ -213,17 +213,20 @@ def test_scores_and_logits() -> None:
 def test_ids_alone_rows_in_turn_and_recorded_passes() -> None:
     rows, options = left_padded(prompts((9, 4, 59))), {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
     truth = own(drafting("llama", "none"), rows, **options)
-    for of in (heads("llama", "eagle3"), Heads(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="always")):
+    for of in (
+        heads("llama", "eagle3"),
+        SpeculativeModel(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="always"),
+    ):
         for ours in ({}, {"batch": 1}, {"batch": 2, "tree": WIDE}, {"tree": TreeShape(12, 3), "timed": True}, {"speculate": False}):
             assert torch.equal(say(of, rows, **ours, **options), truth), ours
-    assert of.engine(True).beams.forests.read.recorded
+    assert of.engine(True).beams.tries.read.recorded
 
 
 def test_proposers() -> None:
     """What the backbone has said of a token is a draft of some breadth; a continuation of the text is not."""
     rows = {"input_ids": texts(1, 3).repeat(1, 6)}
     for proposers in ([RecyclingProposer()], [SuffixProposer()], [SuffixProposer(), RecyclingProposer()]):
-        of = Heads(backbone("llama"), proposers=proposers)
+        of = SpeculativeModel(backbone("llama"), proposers=proposers)
         for tree in (WIDE, None):
             out = same(of, rows, {"tree": tree}, num_beams=3)
             assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree is None
@@ -234,7 +237,7 @@ def test_draft_models_and_early_exits() -> None:
     on = backbone("llama")
     for drafter, drafts in ((DraftModel(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
         for rows, new in ((row(), 14), (left_padded(prompts((62, 9))), 8)):
-            out = same(Heads(on, drafter), rows, {"tree": TreeShape(40, 8)}, num_beams=3, max_new_tokens=new)
+            out = same(SpeculativeModel(on, drafter), rows, {"tree": TreeShape(40, 8)}, num_beams=3, max_new_tokens=new)
             assert out.passes < new - 3 if drafts else out.nodes == [3] * (new - 1)
 
 
@@ -271,4 +274,4 @@ def test_recurrent_layers_are_refused() -> None:
     hybrid = copy.copy(backbone("llama"))
     hybrid.recurrent = "layers"
     with pytest.raises(UserError, match="recurrent layers of LlamaForCausalLM"):
-        say(Heads(hybrid), row(), num_beams=3, max_new_tokens=5)
+        say(SpeculativeModel(hybrid), row(), num_beams=3, max_new_tokens=5)

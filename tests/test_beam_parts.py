@@ -13,11 +13,11 @@ from headstart.heads.base import Features
 from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
 from headstart.inference.beam.drafts import _corrected
 from headstart.inference.beam.features import NodeFeatures
-from headstart.inference.beam.forest import Forest, ForestReader, Said
-from headstart.inference.reader import Reader
-from headstart.inference.speculation.growth import Level
+from headstart.inference.beam.trie import BeamTrie, TopK, TrieReader
+from headstart.inference.engine.reader import Reader
+from headstart.inference.sources.expansion import Level
 
-SAID = Said(np.zeros(1), np.zeros(1))
+SAID = TopK(np.zeros(1), np.zeros(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -27,23 +27,23 @@ def test_nodes_read_as_their_texts_do(family: str) -> None:
     texts = prompts((30, 3))
     reader, lengths_B = Reader(on, (), "never"), torch.tensor([30, 3])
     _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
-    forests, read = [Forest(30), Forest(3)], ForestReader(reader, "never")
+    tries, read = [BeamTrie(30), BeamTrie(3)], TrieReader(reader, "never")
     ends = [[-1], [-1] * 6]   # six texts in the second row
     for steps in (3, 2, 1, 2):
-        for forest, last in zip(forests, ends, strict=True):
-            forest.add(last[-1], VOCAB - 1)   # goes nowhere
+        for trie, last in zip(tries, ends, strict=True):
+            trie.add(last[-1], VOCAB - 1)   # goes nowhere
             for _ in range(steps):
-                last[:] = [forest.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
-        features, _ = read.forests(cache, forests)
-        for row, forest in enumerate(forests):
-            for i, node in enumerate(range(forest.read, len(forest.tokens))):
-                text = texts[row].tolist() + forest.told + [forest.tokens[above] for above in forest.path(node)]
+                last[:] = [trie.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
+        features, _ = read.tries(cache, tries)
+        for row, trie in enumerate(tries):
+            for i, node in enumerate(range(trie.read, len(trie.tokens))):
+                text = texts[row].tolist() + trie.told + [trie.tokens[above] for above in trie.path(node)]
                 alone = on.read(torch.tensor([text])).hidden_BTD[0, -1]
                 torch.testing.assert_close(features.hidden_BTD[row, i], alone, atol=1e-4, rtol=1e-4)
-            forest.said += [SAID] * forest.new
-        shared, paths = [forest.shared for forest in forests], []
-        for row, forest in enumerate(forests):
-            kept, ends[row] = forest.keep(ends[row], [-1 for _ in ends[row]])
+            trie.said += [SAID] * trie.new
+        shared, paths = [trie.shared for trie in tries], []
+        for row, trie in enumerate(tries):
+            kept, ends[row] = trie.keep(ends[row], [-1 for _ in ends[row]])
             paths.append(kept)
         cache.lengths_B = torch.tensor(shared)
         cache.keep(paths, [len(path) for path in paths])
@@ -53,26 +53,26 @@ def test_what_was_said_stands_in_for_drafts() -> None:
     tokens_BW, scores_BW = torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4)
     level = Level(tokens_BW, torch.zeros_like(tokens_BW), scores_BW, scores_BW - 1)
     assert _corrected(level, [None, None]) is level
-    found = _corrected(level, [None, Said(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]))])
+    found = _corrected(level, [None, TopK(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]))])
     assert torch.equal(found.tokens_BW[0], tokens_BW[0]) and torch.equal(found.totals_BW[0], scores_BW[0] - 1)
     assert found.tokens_BW[1, :3].tolist() == [50, 51, 52] and found.scores_BW[1, :3].tolist() == pytest.approx([-0.1, -0.2, -0.3])
     assert torch.equal(found.totals_BW[1], found.scores_BW[1]) and found.totals_BW[1, 3] < -1e8, "nothing else is drafted"
 
 
 def test_a_forest_keeps_what_its_beams_descend_from() -> None:
-    forest = Forest(5)
-    a = forest.add(-1, 7)
-    b, c = forest.add(a, 1), forest.add(a, 2)
-    d, e, f = forest.add(b, 3), forest.add(b, 4), forest.add(c, 3)
-    assert forest.add(b, 3) == d and forest.find(c, 4) is None and forest.path(f) == [a, c, f]
-    forest.said = [SAID] * 6
-    assert forest.keep([e, d, e], [9, 9, 8]) == ([a, b, d, e], [1, 0, 1])
-    assert (forest.shared, forest.told, forest.tokens, forest.parents, forest.read) == (7, [7, 1], [3, 4], [-1, -1], 2)
-    new = [forest.add(1, 8), forest.add(0, 8)]
-    assert forest.new == 2 and forest.ancestors()[new[0]].tolist() == [False, True, True, False]
-    forest.said = [SAID] * 4
-    assert forest.keep([1, 1], [8, 5]) == ([1, 2], [-1, -1]), "what was read ahead stays"
-    assert (forest.shared, forest.tokens, forest.parents, forest.below([0])) == (8, [8], [-1], {0: 0})
+    trie = BeamTrie(5)
+    a = trie.add(-1, 7)
+    b, c = trie.add(a, 1), trie.add(a, 2)
+    d, e, f = trie.add(b, 3), trie.add(b, 4), trie.add(c, 3)
+    assert trie.add(b, 3) == d and trie.find(c, 4) is None and trie.path(f) == [a, c, f]
+    trie.said = [SAID] * 6
+    assert trie.keep([e, d, e], [9, 9, 8]) == ([a, b, d, e], [1, 0, 1])
+    assert (trie.shared, trie.told, trie.tokens, trie.parents, trie.read) == (7, [7, 1], [3, 4], [-1, -1], 2)
+    new = [trie.add(1, 8), trie.add(0, 8)]
+    assert trie.new == 2 and trie.ancestors()[new[0]].tolist() == [False, True, True, False]
+    trie.said = [SAID] * 4
+    assert trie.keep([1, 1], [8, 5]) == ([1, 2], [-1, -1]), "what was read ahead stays"
+    assert (trie.shared, trie.tokens, trie.parents, trie.below([0])) == (8, [8], [-1], {0: 0})
 
 
 def test_breadth_is_learned() -> None:

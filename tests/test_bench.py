@@ -5,24 +5,24 @@ from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
 from talker import talker
 from transformers import GenerationConfig
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.errors import UserError
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.bench import LONGEST_WARM_UP, Plan, Race, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
-from headstart.inference.bench.systems import LOOKUP, Theirs, Written, load_assistant
+from headstart.inference.bench.systems import LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import rows_at, table, verdict
-from headstart.inference.heads import Heads
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.tree import TreeShape
+from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
 
 
 @pytest.fixture(scope="module")
-def heads() -> Heads:
+def heads() -> SpeculativeModel:
     on = backbone("llama")
-    return Heads(on, random_drafter("medusa", on, depth=3))
+    return SpeculativeModel(on, random_drafter("medusa", on, depth=3))
 
 
 def asked(*lengths: int, task: str = "") -> list[Prompt]:
@@ -45,12 +45,12 @@ def test_batches_give_every_row_what_it_gets_alone(heads):
 
 
 def test_a_system_warms_up_until_nothing_is_recorded_any_more(heads):
-    class Recording(Theirs):
+    class Recording(TransformersSystem):
         texts = 0
 
         def write(self, prompts, settings, seeds):
             self.texts += 1
-            return Written([], Tally(reads=30))
+            return Continuations([], Tally(reads=30))
 
         @property
         def disturbed(self):
@@ -73,7 +73,7 @@ def test_a_system_warms_up_until_nothing_is_recorded_any_more(heads):
 
 def test_rows_that_end_early_are_counted_alike():
     on = Backbone(tiny("llama"))
-    of = Heads(on, random_drafter("medusa", on, depth=3))
+    of = SpeculativeModel(on, random_drafter("medusa", on, depth=3))
     first = continue_text(of, asked(5, 9)[0].ids_T, Settings(12), 0).sequences[0, 5:].tolist()
     on.model.generation_config = GenerationConfig(eos_token_id=first[4], pad_token_id=0)
     report = compare([("m", of)], asked(5, 9), Plan(12, tree=TREE, batches=(2,)))
@@ -84,7 +84,10 @@ def test_rows_that_end_early_are_counted_alike():
 
 def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
     on = heads.backbone
-    others = [Theirs(LOOKUP, on, {"prompt_lookup_num_tokens": 10}), Theirs("same", on, {"assistant_model": tiny("llama")})]
+    others = [
+        TransformersSystem(LOOKUP, on, {"prompt_lookup_num_tokens": 10}),
+        TransformersSystem("same", on, {"assistant_model": tiny("llama")}),
+    ]
     report = compare([("m", heads)], asked(14, 20), Plan(16, (0.0, 1.0), tree=TREE, batches=(1, 2)), others=others)
     names = {place: [row.get("name", "m") for row in rows_at(report, *place)] for place in ((0.0, 1), (0.0, 2), (1.0, 1))}
     assert names[0.0, 1] == names[1.0, 1] == ["transformers", "plain", LOOKUP, "same", "m"]
@@ -126,7 +129,7 @@ def test_later_turns_follow_what_plain_decoding_answered():
     answers = []
     following = prompt
     for _ in range(2):
-        text_T = continue_text(Heads(heads.backbone), following.ids_T, Settings(6, 0.9), 3).sequences[0, len(following.ids_T) :]
+        text_T = continue_text(SpeculativeModel(heads.backbone), following.ids_T, Settings(6, 0.9), 3).sequences[0, len(following.ids_T) :]
         answers.append(text_T)
         following = prompter.follow(following, text_T) if following.later else following
     report = compare([("m", heads)], [prompt], Plan(6, (0.9,), seed=3, tree=TREE), prompter)
@@ -169,7 +172,7 @@ def test_weights_that_a_pass_reads():
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_kind_of_heads_can_be_compared(kind):
     on = backbone("llama")
-    report = compare([(kind, Heads(on, random_drafter(kind, on)))], asked(5, 9), Plan(8, batches=(2,)))
+    report = compare([(kind, SpeculativeModel(on, random_drafter(kind, on)))], asked(5, 9), Plan(8, batches=(2,)))
     row = report["results"][0]
     assert row["identical"] and row["kind"] == kind and sum(row["tree_sizes"].values()) == row["passes"]
     assert (row["nodes"], row["width"]) == (None, None)   # no shape was asked for

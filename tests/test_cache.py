@@ -10,13 +10,13 @@ import torch
 from families import FAMILIES, Scripted, backbone, heads, left_padded, prompts, say, unpadded
 from test_tree import random_tree
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.kv import STEP, grown, put, visible
-from headstart.inference.cache import RaggedCache
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.layers.ragged import STEP, grown, put, visible
 from headstart.inference.decode import Decoder
-from headstart.inference.heads import Heads
-from headstart.inference.reader import masks
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.reader import masks
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 
 def audit(decoder: Decoder, on: Backbone) -> None:
@@ -34,7 +34,7 @@ def audit(decoder: Decoder, on: Backbone) -> None:
             torch.testing.assert_close(values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
 
 
-def audited(of: Heads, monkeypatch: pytest.MonkeyPatch, every: int, **arguments: object) -> list[list[int]]:
+def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, **arguments: object) -> list[list[int]]:
     """What generate writes, the cache having been audited after every so many passes."""
     run, passes = Decoder._advance, []
 
@@ -56,8 +56,8 @@ def audited(of: Heads, monkeypatch: pytest.MonkeyPatch, every: int, **arguments:
 def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on, rows = backbone(family), left_padded(prompts())
     options = {"max_new_tokens": 30, "do_sample": True, "seed": 7, "tree": TreeShape(20, 6)}
-    plain = say(Heads(on), rows, **options)
-    scripted = Heads(on, Scripted(on, unpadded(plain, rows), manner))
+    plain = say(SpeculativeModel(on), rows, **options)
+    scripted = SpeculativeModel(on, Scripted(on, unpadded(plain, rows), manner))
     assert audited(scripted, monkeypatch, 7, **rows, **options) == plain.tolist()
 
 

@@ -10,10 +10,10 @@ import torch
 from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
-from headstart.inference.capture import PATIENCE, Captured, builder, capturable, flatten
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture.capture import PATIENCE, Captured, builder, capturable, flatten
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_recorded_passes_write_the_same_texts(family: str, kind: str) -> None:
     """Greedy and sampled, one row and five, past the first 64 slots, with fixed and chosen trees."""
     on = backbone(family)
     drafter = random_drafter(kind, on)
-    eager, recorded = Heads(on, drafter, capture="never"), Heads(on, drafter, capture="always")
+    eager, recorded = SpeculativeModel(on, drafter, capture="never"), SpeculativeModel(on, drafter, capture="always")
     for lengths, new in (((59,), 20), ((9, 1, 14), 12)):
         rows = left_padded(prompts(lengths))
         for sample in (False, True):
@@ -135,7 +135,7 @@ def test_recorded_passes_write_the_same_texts(family: str, kind: str) -> None:
 
 def test_moved_weights_are_read_anew() -> None:
     model = tiny("llama")
-    of, row = Heads(Backbone(model), capture="always"), {"input_ids": prompts((9,))[0][None]}
+    of, row = SpeculativeModel(Backbone(model), capture="always"), {"input_ids": prompts((9,))[0][None]}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     first = say(of, row, **options)
     engine = of.engine(False)

@@ -9,12 +9,12 @@ import pytest
 from chat_templates import VICUNA
 from talker import talker
 
-from headstart.cli import main
-from headstart.heads.backbone import load_tokenizer
-from headstart.heads.errors import UserError
-from headstart.inference.cli import chat as module
-from headstart.inference.cli.chat import BURST, Chat, Painter
+from headstart.cli import chat as module
+from headstart.cli.chat import BURST, Chat, Painter
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text
+from headstart.support.errors import UserError
 
 
 @pytest.fixture(scope="module")

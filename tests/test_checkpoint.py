@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 import headstart
 from headstart.heads import checkpoint
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, build_drafter
-from headstart.heads.checkpoint import load_drafter, read_card, template_hash
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
+from headstart.heads.checkpoint import load_drafter, read_metadata, template_hash
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 D, FF, HC, KVC, DV = 32, 48, 32, 16, 23
 """Widths of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and a draft vocabulary."""
-CARD = "headstart.json"
+METADATA = "headstart.json"
 
 
 def tensors_of(file: Path) -> dict[str, tuple[list[int], str]]:
@@ -40,11 +40,11 @@ def saved(kind: str, folder: Path, **arguments: Any) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("draft_vocab", [None, DV])
-def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab: int | None) -> None:
-    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab=draft_vocab)
+@pytest.mark.parametrize("draft_vocab_size", [None, DV])
+def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab_size: int | None) -> None:
+    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab_size=draft_vocab_size)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV]
-    if draft_vocab is not None:
+    if draft_vocab_size is not None:
         drafter.use_vocabulary(ids)
     drafter.save_pretrained(tmp_path)
     expected = {
@@ -60,11 +60,11 @@ def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab: int | Non
         "midlayer.hidden_norm.weight": [D],
         "midlayer.post_attention_layernorm.weight": [D],
         "norm.weight": [D],
-        "lm_head.weight": [draft_vocab or VOCAB, D],
+        "lm_head.weight": [draft_vocab_size or VOCAB, D],
     }
     found, vocabulary = tensors_of(tmp_path / "model.safetensors"), {}
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "whoever may read the card may read the weights"
-    if draft_vocab is not None:
+    if draft_vocab_size is not None:
         vocabulary |= {"d2t": ([DV], "I64"), "t2d": ([VOCAB], "BOOL")}
         with safe_open(tmp_path / "model.safetensors", "pt") as opened:
             d2t, t2d = opened.get_tensor("d2t"), opened.get_tensor("t2d")
@@ -73,7 +73,7 @@ def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab: int | Non
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["norm_before_residual"] is False and config["attention_bias"] is False and config["tie_word_embeddings"] is False
-    assert config["draft_vocab_size"] == (draft_vocab or VOCAB) and config["vocab_size"] == VOCAB
+    assert config["draft_vocab_size"] == (draft_vocab_size or VOCAB) and config["vocab_size"] == VOCAB
     assert config["eagle_aux_hidden_state_layer_ids"] == list(drafter.taps)
     assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in drafter.taps]}
     sizes = {
@@ -126,8 +126,8 @@ def test_medusa_is_the_directory_of_three_engines(tmp_path: Path) -> None:
 def test_the_folder_holds_three_files_and_no_traces(tmp_path: Path, kind: str) -> None:
     drafter = saved(kind, tmp_path / "a" / "b")
     drafter.save_pretrained(tmp_path / "a" / "b", {"recipe": "another"})  # over the first
-    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(["config.json", CARD, drafter.file_name])
-    folder, card = read_card(tmp_path / "a" / "b")
+    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(["config.json", METADATA, drafter.file_name])
+    folder, card = read_metadata(tmp_path / "a" / "b")
     assert card["kind"] == kind and card["provenance"] == {"recipe": "another"} and card["arguments"] == drafter.arguments
     assert card["contract"]["taps"] == list(drafter.taps)
 
@@ -154,14 +154,14 @@ def test_damaged_files(tmp_path: Path, kind: str) -> None:
     assert f"lacks its weights {drafter.file_name}" in refused(tmp_path / "heads")
     weights.write_bytes(whole)
     load_drafter(tmp_path / "heads", backbone("llama"))
-    (tmp_path / "heads" / CARD).unlink()
-    assert CARD in refused(tmp_path / "heads")
+    (tmp_path / "heads" / METADATA).unlink()
+    assert METADATA in refused(tmp_path / "heads")
     assert "no such folder" in refused(tmp_path / "nowhere") and "no such folder" in refused("nobody/nothing")
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    card = json.loads((folder / CARD).read_text())
-    (folder / CARD).write_text(json.dumps(card | changes))
+    card = json.loads((folder / METADATA).read_text())
+    (folder / METADATA).write_text(json.dumps(card | changes))
 
 
 WEIGHTS = {"file": "model.safetensors", "sha256": "0"}
@@ -194,14 +194,14 @@ def test_damaged_cards(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_cards_that_are_no_cards(tmp_path: Path) -> None:
     saved("eagle3", tmp_path / "heads")
     for found in (b"", b"{", b"[1]", b"5", b"null", b"\xff\xfe\x00", b'{"format": 1}'):
-        (tmp_path / "heads" / CARD).write_bytes(found)
-        assert "damaged" in refused(tmp_path / "heads") and CARD in refused(tmp_path / "heads")
+        (tmp_path / "heads" / METADATA).write_bytes(found)
+        assert "damaged" in refused(tmp_path / "heads") and METADATA in refused(tmp_path / "heads")
 
 
 def test_tensors_of_another_drafter(tmp_path: Path) -> None:
     """Whole files, but not of the drafter the card names."""
     saved("eagle3", tmp_path / "heads")
-    for arguments in ({"depth": 5, "draft_vocab": 20}, {"depth": 5, "taps": [1, 2]}, {"depth": 5, "intermediate_size": 20}):
+    for arguments in ({"depth": 5, "draft_vocab_size": 20}, {"depth": 5, "taps": [1, 2]}, {"depth": 5, "intermediate_size": 20}):
         rewrite(tmp_path / "heads", arguments=arguments)
         assert "does not hold the tensors of eagle3" in refused(tmp_path / "heads")
 
@@ -239,17 +239,17 @@ def test_another_backbone(tmp_path: Path, kind: str) -> None:
         (twin, "weights"),
     ):
         assert named in refused(tmp_path / "heads", on) and "this backbone is" in refused(tmp_path / "heads", on)
-        assert on is twin or named in refused(tmp_path / "heads", on, other_backbone=True)
-    assert "other_backbone=True" in refused(tmp_path / "heads", twin)
-    of = headstart.load(tmp_path / "heads", backbone=twin.model, other_backbone=True)
+        assert on is twin or named in refused(tmp_path / "heads", on, allow_finetuned=True)
+    assert "allow_finetuned=True" in refused(tmp_path / "heads", twin)
+    of = headstart.load(tmp_path / "heads", backbone=twin.model, allow_finetuned=True)
     rows = left_padded(prompts())
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
-        plain = say(Heads(twin), rows, max_new_tokens=15, **options)
-        assert torch.equal(say(Heads(twin, of.drafter), rows, max_new_tokens=15, **options), plain)
+        plain = say(SpeculativeModel(twin), rows, max_new_tokens=15, **options)
+        assert torch.equal(say(SpeculativeModel(twin, of.drafter), rows, max_new_tokens=15, **options), plain)
 
 
 def test_load_gives_heads_in_the_backbones_type(tmp_path: Path) -> None:
-    saved("eagle3", tmp_path / "heads", draft_vocab=DV)
+    saved("eagle3", tmp_path / "heads", draft_vocab_size=DV)
     of = headstart.load(tmp_path / "heads", backbone=tiny("llama").to(torch.bfloat16))
     assert of.drafter is not None and {p.dtype for p in of.drafter.parameters()} == {torch.bfloat16}
     assert say(of, {"input_ids": texts(1, 6)}, max_new_tokens=8).shape == (1, 14)
@@ -266,7 +266,7 @@ def test_the_chat_template(tmp_path: Path) -> None:
     load_drafter(tmp_path, backbone("llama"))
     for other in ("{{ messages }} ", None):
         assert "chat template" in refused(tmp_path, tokenizer=tokenizer(other))
-        load_drafter(tmp_path, backbone("llama"), tokenizer=tokenizer(other), other_backbone=True)
+        load_drafter(tmp_path, backbone("llama"), tokenizer=tokenizer(other), allow_finetuned=True)
     assert template_hash(tokenizer(None)) is None
 
 

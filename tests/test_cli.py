@@ -14,14 +14,14 @@ from chat_templates import CHATML, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
-from headstart import cli
-from headstart.cli import main
-from headstart.heads.backbone import load_backbone, load_tokenizer
+from headstart.cli.main import main
+from headstart.cli.main import main as cli
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
-from headstart.inference.heads import load
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import load
 from headstart.inference.measure import Settings, continue_text, measure_tau
-from headstart.inference.tree import TreeShape
 
 ROOT = Path(__file__).parent.parent
 ROW_KEYS = {
@@ -102,7 +102,7 @@ def test_bench_with_everything(house, tmp_path, capsys):
     (tmp_path / "set.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["What is two?", "And three?"]}\n' * 2)
     json_file, html = tmp_path / "report.json", tmp_path / "made" / "report.html"
     files = ["--prompts", "prompts.jsonl", str(tmp_path / "set.jsonl")]
-    more = ["--prompt-lookup", "--assistant", "backbone", "--batch", "1", "2", "--per-task", "1", "--max-new-tokens", "6"]
+    more = ["--prompt-lookup", "--assistant", "backbone", "--batch-size", "1", "2", "--per-task", "1", "--max-new-tokens", "6"]
     assert main(["bench", "--heads", "medusa", *files, *more, "--json", str(json_file), "--html", str(html)]) == 0
     report, printed = json.loads(json_file.read_text()), capsys.readouterr().out
     assert report["tasks"] == {"prompts": 1, "qa": 1} and report["prompts_files"] == files[1:]
@@ -114,7 +114,7 @@ def test_bench_with_everything(house, tmp_path, capsys):
 
 
 def test_bench_fails_if_a_token_differs(house, monkeypatch, capsys):
-    monkeypatch.setattr("headstart.inference.bench.systems.Measured.differing", lambda self, other: int(self is not other))
+    monkeypatch.setattr("headstart.inference.bench.systems.SystemResult.differing", lambda self, other: int(self is not other))
     assert main(["bench", "--heads", "medusa", "--prompts", "prompts.jsonl", "--limit", "1", "--max-new-tokens", "4"]) == 1
     assert "NOT IDENTICAL" in capsys.readouterr().out
 
@@ -222,8 +222,11 @@ MISTAKES = {
     "no template": (["generate", "--heads", "medusa", "--chat", "hi"], "no chat template"),
     "chat and raw": (["generate", "--heads", "medusa", "--chat", "--raw", "hi"], "not allowed with"),
     "over the context": (["generate", "--heads", "medusa", "hi", "--max-new-tokens", "95"], "3 tokens, which with max_new_tokens 95"),
-    "a batch of none": ([*BENCH, "--heads", "medusa", "--batch", "0"], "a whole number of at least 1"),
-    "assisted in batches": ([*BENCH, "--heads", "medusa", "--prompt-lookup", "--batch", "2", "4"], "one text at a time, .* --batch is 2 4"),
+    "a batch of none": ([*BENCH, "--heads", "medusa", "--batch-size", "0"], "a whole number of at least 1"),
+    "assisted in batches": (
+        [*BENCH, "--heads", "medusa", "--prompt-lookup", "--batch-size", "2", "4"],
+        "one text at a time, .* --batch-size is 2 4",
+    ),
     "no such assistant": ([*BENCH, "--heads", "medusa", "--assistant", "./gone"], "--assistant: no backbone at './gone'"),
     "a page in a folder": ([*BENCH, "--heads", "medusa", "--html", "."], "--html . is a folder"),
     "none of a task": ([*BENCH, "--heads", "medusa", "--per-task", "0"], "a whole number of at least 1"),
@@ -255,7 +258,7 @@ def test_heads_on_another_backbone(house, tmp_path, capsys):
     command = ["generate", "--heads", "medusa", "--backbone", str(tmp_path / "other"), "hi", "--max-new-tokens", "4"]
     assert main(command) == 2
     assert "was trained on" in capsys.readouterr().err
-    assert main([*command, "--other-backbone"]) == 0
+    assert main([*command, "--allow-finetuned"]) == 0
 
 
 def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):

@@ -14,16 +14,16 @@ from families import FAMILIES, backbone, random_drafter, texts
 from safetensors.torch import save
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Features
-from headstart.heads.errors import UserError
-from headstart.training.cache.codec import Form, TopTeacher, join, row_of, taught
-from headstart.training.cache.folder import size_of
+from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
+from headstart.training.features.codec import CacheFormat, TopTeacher, join, row_of, taught
+from headstart.training.features.manifest import size_of
+from headstart.training.features.source import Live
 from headstart.training.objective.objective import Sums, count_learned, objective
 from headstart.training.recipe.recipe import Objective
-from headstart.training.source import Live
 
 STORES = ("int8", "bf16", "exact")
 ROWS = [[0, 1], [2], [3, 4, 5]]
@@ -36,11 +36,11 @@ def make_samples() -> list[Sample]:
     return [Sample(texts(1, length, seed=i)[0], learn[i]) for i, length in enumerate(lengths)]
 
 
-def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8", top: int | None = None) -> Form:
-    return Form(taps, on.dim, on.vocab, on.dtype, store, top)   # type: ignore[arg-type]
+def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8", top: int | None = None) -> CacheFormat:
+    return CacheFormat(taps, on.dim, on.vocab, on.dtype, store, top)   # type: ignore[arg-type]
 
 
-def keep(form: Form, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
+def keep(form: CacheFormat, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
     """What a cache gives back of a batch: each sample read alone, kept, joined."""
     live = Live(on, form.taps)
     kept = [form.encode(live.read(collate(samples, [[index]])), on.readout) for row in batch.members for index in row]
@@ -53,7 +53,7 @@ def test_no_entry_is_off_by_more_than_half_a_step(huge: bool) -> None:
     x_TD = torch.randn(40, 64) * torch.rand(64).add(0.05) * torch.rand(40, 1).add(0.1)
     if huge:
         x_TD[0, 5], x_TD[0, 17] = 3000.0, -800.0
-    form = Form((0,), 64, 10, torch.float32)
+    form = CacheFormat((0,), 64, 10, torch.float32)
     tokens_BT = torch.zeros(1, 40, dtype=torch.int64)
     read = Features(tokens_BT, x_TD[None], {0: x_TD[None]}, tokens_BT == 0, tokens_BT)
     kept = form.encode(read, lambda hidden: hidden)
@@ -76,7 +76,7 @@ def test_the_size_is_known_beforehand(store: str, top: int | None) -> None:
         kept = form.encode(live.read(collate([sample], [[0]])), on.readout)
         assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == size_of(sample, form)
         header = len(save(kept)) - size_of(sample, form)
-        assert 0 < header < 1100 and int(kept["learned"]) == len(taught(sample.learn))
+        assert 0 < header < 1100 and int(kept["learned"]) == len(taught(sample.loss_mask))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,8 +95,8 @@ def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective, teac
     """Loss per learned token, all sums, and the gradient."""
     drafter = random_drafter(kind, on).requires_grad_(True)
     sums = objective(wanted, teacher or on, drafter, features, drafter(features))
-    assert features.learn_BT is not None and features.document_BT is not None
-    loss = sums.loss / count_learned(features.learn_BT, features.document_BT)
+    assert features.loss_mask_BT is not None and features.document_BT is not None
+    loss = sums.loss / count_learned(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), sums, torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
 
@@ -131,8 +131,8 @@ def test_likeliest_tokens_teach_what_the_hidden_state_does() -> None:
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=0)
     torch.testing.assert_close(mine[2], theirs[2], rtol=0, atol=2e-3 * theirs[2].abs().max().item())
     assert torch.equal(mine[1].correct_K, theirs[1].correct_K)
-    taught_BT = torch.zeros_like(batch.learn_BT)
-    taught_BT[:, :-1] = batch.learn_BT[:, 1:] & (batch.document_BT[:, 1:] == batch.document_BT[:, :-1])
+    taught_BT = torch.zeros_like(batch.loss_mask_BT)
+    taught_BT[:, :-1] = batch.loss_mask_BT[:, 1:] & (batch.document_BT[:, 1:] == batch.document_BT[:, :-1])
     p_CV, kept_CV = on.readout(live.hidden_BTD[taught_BT]).softmax(-1), teacher.readout(kept.hidden_BTD[taught_BT]).exp()
     torch.testing.assert_close(kept_CV.sum(-1), torch.ones(len(kept_CV)), atol=2e-3, rtol=0)
     top = p_CV.topk(8, -1).indices
@@ -145,7 +145,7 @@ def test_all_tokens_kept_leave_no_rest() -> None:
     on, samples = backbone("llama"), make_samples()
     batch = collate(samples, ROWS)
     kept = keep(form_for(on, (), "exact", top=on.vocab), on, samples, batch)
-    place = (0, int(taught(samples[0].learn)[0]))
+    place = (0, int(taught(samples[0].loss_mask)[0]))
     found = TopTeacher(torch.ones(on.vocab)).readout(kept.hidden_BTD[place]).softmax(-1)
     torch.testing.assert_close(found, on.readout(Live(on, ()).read(batch).hidden_BTD[place]).softmax(-1), rtol=5e-3, atol=1e-6)
 

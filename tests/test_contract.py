@@ -13,14 +13,14 @@ import torch
 from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, find_drafter
 from headstart.heads.checkpoint import load_drafter
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS] + [
-    ("eagle3", {"draft_vocab": 23}),
+    ("eagle3", {"draft_vocab_size": 23}),
     ("eagle3", {"taps": [0, 1, 4, LAYERS], "depth": 3, "intermediate_size": 20}),
     ("eagle3", {"taps": [5]}),
     ("medusa", {"layers": 3, "depth": 2}),
@@ -261,8 +261,8 @@ def test_an_untrained_medusa_repeats_the_backbone() -> None:
         ("eagle3", {"taps": []}, "taps"),
         ("eagle3", {"taps": [1, LAYERS + 1]}, "taps"),
         ("eagle3", {"taps": [-1]}, "taps"),
-        ("eagle3", {"draft_vocab": VOCAB + 1}, "draft_vocab"),
-        ("eagle3", {"draft_vocab": 0}, "draft_vocab"),
+        ("eagle3", {"draft_vocab_size": VOCAB + 1}, "draft_vocab_size"),
+        ("eagle3", {"draft_vocab_size": 0}, "draft_vocab_size"),
         ("eagle3", {"intermediate_size": 1.5}, "intermediate_size"),
         ("medusa", {"layers": 0}, "layers"),
         ("medusa", {"dept": 3}, "did you mean depth"),

@@ -2,7 +2,7 @@
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data.conversation import Chat, as_messages, encode
 from headstart.training.data.data import Sample, tokenise
 from headstart.training.recipe.recipe import Data
@@ -10,8 +10,8 @@ from headstart.training.recipe.recipe import Data
 
 def learned(tokenizer, sample: Sample) -> list[str]:
     """The runs of learned tokens, decoded."""
-    edges = [0, *(i for i in range(1, len(sample.learn)) if sample.learn[i] != sample.learn[i - 1]), len(sample.learn)]
-    runs = [sample.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if sample.learn[a]]
+    edges = [0, *(i for i in range(1, len(sample.loss_mask)) if sample.loss_mask[i] != sample.loss_mask[i - 1]), len(sample.loss_mask)]
+    runs = [sample.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if sample.loss_mask[a]]
     return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
 
 
@@ -64,9 +64,9 @@ def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
 
 def test_an_answer_that_does_not_continue_its_prompt_is_refused():
     tokenizer = make_tokenizer(OPENING)
-    with pytest.raises(UserError, match=r"x.jsonl, row 2, turn 1: the chat template does not write .* data.learn=all"):
+    with pytest.raises(UserError, match=r"x.jsonl, row 2, turn 1: the chat template does not write .* data.loss_on=all"):
         samples_of(tokenizer, chat(("user", "Hi"), ("assistant", "<think>\nso</think>")), chat(*TURNS))
-    assert samples_of(tokenizer, chat(*TURNS), learn="all")[0].learn.all()
+    assert samples_of(tokenizer, chat(*TURNS), loss_on="all")[0].loss_mask.all()
 
 
 def test_what_is_not_an_answer_is_not_learned():
@@ -75,8 +75,8 @@ def test_what_is_not_an_answer_is_not_learned():
     (sample,) = samples_of(tokenizer, chat(*opening))
     assert learned(tokenizer, sample) == ["Six<|im_end|>"]          # not the greeting, which answers nothing
     assert "three" not in tokenizer.decode(sample.tokens)           # nor is what nobody answered read
-    (everything,) = samples_of(tokenizer, chat(*opening), learn="all")
-    assert everything.learn.all() and "three" in tokenizer.decode(everything.tokens)
+    (everything,) = samples_of(tokenizer, chat(*opening), loss_on="all")
+    assert everything.loss_mask.all() and "three" in tokenizer.decode(everything.tokens)
 
 
 def test_sharegpt_turns_are_the_same_conversation():
@@ -84,7 +84,7 @@ def test_sharegpt_turns_are_the_same_conversation():
     speaker = {"user": "human", "assistant": "gpt"}
     rows = [{"id": 7, "conversations": [{"from": speaker[role], "value": text} for role, text in TURNS]}]
     ((sample,), _), (expected,) = tokenise(rows, tokenizer, Data(train="x"), source="x"), samples_of(tokenizer, chat(*TURNS))
-    assert sample.tokens.equal(expected.tokens) and sample.learn.equal(expected.learn)
+    assert sample.tokens.equal(expected.tokens) and sample.loss_mask.equal(expected.loss_mask)
 
 
 def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
@@ -101,7 +101,7 @@ def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
 def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens():
     tokenizer = make_tokenizer()
     (sample,), stats = tokenise([{"text": "It is four."}], tokenizer, Data(train="x"), source="x")
-    assert tokenizer.decode(sample.tokens) == "<s>It is four." and sample.learn.all()
+    assert tokenizer.decode(sample.tokens) == "<s>It is four." and sample.loss_mask.all()
     assert (stats.rows, stats.samples, stats.tokens, stats.learned) == (1, 1, len(sample.tokens), len(sample.tokens))
     assert str(stats) == f"1 rows, 1 samples, {stats.tokens} tokens, {stats.tokens} to learn"
 
@@ -136,12 +136,12 @@ def test_long_samples():
     rows = [{"messages": chat(*TURNS)}]
     length = len(whole.tokens)
     (cut,), stats = tokenise(rows, tokenizer, Data(train="x", max_length=length - 1), source="x")
-    assert cut.tokens.equal(whole.tokens[:-1]) and cut.learn.equal(whole.learn[:-1]) and stats.truncated == 1
+    assert cut.tokens.equal(whole.tokens[:-1]) and cut.loss_mask.equal(whole.loss_mask[:-1]) and stats.truncated == 1
     assert not tokenise(rows, tokenizer, Data(train="x", max_length=length), source="x")[1].truncated
     with pytest.raises(UserError, match=f"row 1 has {length} tokens, over data.max_length={length - 1}"):
-        tokenise(rows, tokenizer, Data(train="x", max_length=length - 1, long="error"), source="x")
+        tokenise(rows, tokenizer, Data(train="x", max_length=length - 1, overlong="error"), source="x")
     short = {"messages": chat(("user", "a"), ("assistant", "b"))}
-    kept, stats = tokenise([*rows, short], tokenizer, Data(train="x", max_length=length - 1, long="skip"), source="x")
+    kept, stats = tokenise([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
     assert len(kept) == 1 and stats.too_long == 1
     with pytest.raises(UserError, match="nothing to learn in x: .*1 samples with nothing to learn"):
         tokenise(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the answer is cut off altogether

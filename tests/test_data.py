@@ -10,10 +10,10 @@ import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
+from headstart.training.data.batch_sampler import order
 from headstart.training.data.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
-from headstart.training.data.feed import order
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data, Eval
@@ -149,21 +149,21 @@ def test_what_a_recipe_names(tmp_path):
 def test_long_samples_are_cut_or_split_and_counted():
     rows = [{"text": " ".join(map(str, range(count)))} for count in (3, 40, 90)]
     tokenizer = make_tokenizer()
-    whole, _ = tokenise(rows, tokenizer, Data(train="x", long="error"), source="x")
+    whole, _ = tokenise(rows, tokenizer, Data(train="x", overlong="error"), source="x")
     lengths = [len(one.tokens) for one in whole]
     assert lengths[0] < 30 < lengths[1] < lengths[2]
     cut, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30), source="x")
     lost = sum(max(length - 30, 0) for length in lengths)
     assert [len(one.tokens) for one in cut] == [min(length, 30) for length in lengths] and stats.cut_off == lost > 0
     assert f"2 samples truncated ({lost:,} tokens cut off)" in str(stats)
-    for data in (Data(train="x", max_length=30, long="split"), Data(train="x", max_length=30, packing=True)):
+    for data in (Data(train="x", max_length=30, overlong="split"), Data(train="x", max_length=30, packing=True)):
         pieces, stats = tokenise(rows, tokenizer, data, source="x")
         joined = torch.cat([piece.tokens for piece in pieces])
         assert joined.equal(torch.cat([one.tokens for one in whole])) and max(len(piece.tokens) for piece in pieces) <= 30
         counts = [-(-length // 30) for length in lengths]
         assert (stats.cut, stats.pieces, stats.samples, stats.truncated) == (2, sum(counts[1:]), sum(counts), 0)
         assert f"2 samples cut into {sum(counts[1:])} pieces" in str(stats)
-    skipped, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30, packing=True, long="skip"), source="x")
+    skipped, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30, packing=True, overlong="skip"), source="x")
     assert len(skipped) == 1 and stats.too_long == 2
 
 
@@ -171,7 +171,7 @@ def test_pieces_with_nothing_to_learn_are_counted_and_prompts_are_never_pieces(t
     talk = [{"messages": chat(("user", "word " * 60), ("assistant", "Four."))}] * 3
     tokenizer = make_tokenizer(CHATML)
     pieces, stats = tokenise(talk[:1], tokenizer, Data(train="x", max_length=20, packing=True), source="x")
-    assert len(pieces) == 1 and stats.nothing == stats.pieces - 1 > 0 and pieces[0].learn.any()
+    assert len(pieces) == 1 and stats.nothing == stats.pieces - 1 > 0 and pieces[0].loss_mask.any()
     held = write(tmp_path / "held.jsonl", [{"text": "one two three four five six seven eight nine ten"}])
     train = write(tmp_path / "train.jsonl", ROWS)
     splits = load_data(Data(train=train, eval=held, eval_rows=1, max_length=8, packing=True), tokenizer, 64, progress=False)
@@ -181,9 +181,9 @@ def test_pieces_with_nothing_to_learn_are_counted_and_prompts_are_never_pieces(t
 def test_collate_pads_on_the_right():
     batch = collate([sample([5, 6, 7], ".xx"), sample([8], "x")], [[0], [1]])
     assert batch.tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert batch.learn_BT.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.loss_mask_BT.tolist() == [[False, True, True], [True, False, False]]
     assert batch.document_BT.tolist() == [[0, 0, 0], [0, -1, -1]]
-    assert (batch.tokens_BT.dtype, batch.learn_BT.dtype, batch.document_BT.dtype) == (torch.int64, torch.bool, torch.int64)
+    assert (batch.tokens_BT.dtype, batch.loss_mask_BT.dtype, batch.document_BT.dtype) == (torch.int64, torch.bool, torch.int64)
 
 
 def test_the_order_depends_on_epoch_and_seed_alone():

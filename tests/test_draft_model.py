@@ -18,14 +18,14 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, join_features
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
-from headstart.inference.proposers.draft_model import DraftModel, load_draft_model
-from headstart.inference.proposers.early_exit import EarlyExit
-from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.draft_model import DraftModel, load_draft_model
+from headstart.inference.sources.early_exit import EarlyExit
+from headstart.inference.sources.suffix import SuffixProposer
+from headstart.support.errors import UserError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -54,10 +54,10 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
     on, row, rows = backbone(family), left_padded(prompts((59,))), left_padded(prompts())
     options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 20, "return_dict_in_generate": True}
     ending = options | {"eos_token_id": [4, 5, 15, 20]}
-    alone, truth = say(Heads(on), row, **options).sequences, say(Heads(on), rows, **ending).sequences
+    alone, truth = say(SpeculativeModel(on), row, **options).sequences, say(SpeculativeModel(on), rows, **ending).sequences
     model, early = drafters(family)
     for given in ([model], [early], [model, early, random_drafter("eagle3", on), SuffixProposer()]):
-        of = Heads(on, proposers=given, capture="never")
+        of = SpeculativeModel(on, proposers=given, capture="never")
         out = say(of, row, tree=TreeShape(14, 4), **options)
         assert torch.equal(out.sequences, alone) and out.tau > 1.2
         others = [(TreeShape(5, 1), None), (None, 2)] if len(given) > 1 else []
@@ -72,10 +72,10 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     on, rows = backbone(family), left_padded(prompts((59, 3, 20)))
     model, early = DraftModel(on, on.model, depth=4), EarlyExit(on, layers=LAYERS)
     options: dict[str, Any] = {"do_sample": sample, "seed": 8, "top_k": 0, "max_new_tokens": 26, "return_dict_in_generate": True}
-    truth = say(Heads(on), rows, **options).sequences
+    truth = say(SpeculativeModel(on), rows, **options).sequences
     found = []
     for drafter in (model, early):
-        of = Heads(on, proposers=[drafter], capture="never")
+        of = SpeculativeModel(on, proposers=[drafter], capture="never")
         for batch in (None, 2):
             out = say(of, rows, tree=TreeShape(5, 1), batch=batch, **options)
             assert torch.equal(out.sequences, truth) and out.runs == [[5] * 5] * 3, (type(drafter), batch)
@@ -86,7 +86,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_what_is_recorded_writes_the_same(family: str) -> None:
     on = backbone(family)
-    of = Heads(on, proposers=drafters(family), capture="always")
+    of = SpeculativeModel(on, proposers=drafters(family), capture="always")
     for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), None])):
         rows = left_padded(prompts(lengths))
         options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": new}
@@ -153,23 +153,23 @@ def test_a_draft_model_that_has_rested_reads_all_it_missed() -> None:
 def test_a_long_text_may_join_right_after_one_that_ended_at_once() -> None:
     on, rows = backbone("llama"), left_padded(prompts((9, 5, 3, 125), seed=3))
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "seed": [2, 1002, 2002, 3002]}
-    first = say(Heads(on), rows, **options)[:, -12:]
+    first = say(SpeculativeModel(on), rows, **options)[:, -12:]
     options["eos_token_id"] = [int(first[2, 0]), int(first[1, 2])]
-    truth = say(Heads(on), rows, **options)
+    truth = say(SpeculativeModel(on), rows, **options)
     lengths = [text.index(0) if 0 in text else 12 for text in truth[:, -12:].tolist()]
     assert lengths == [12, 3, 1, 12], "the third text ends with its first token"
     for drafter in (random_drafter("eagle3", on), *drafters("llama")):
-        assert torch.equal(say(Heads(on, proposers=[drafter]), rows, batch=2, tree=TreeShape(24, 4), **options), truth)
+        assert torch.equal(say(SpeculativeModel(on, proposers=[drafter]), rows, batch=2, tree=TreeShape(24, 4), **options), truth)
 
 
 @each_family
 def test_early_exit_leaves_the_model_and_its_cache_as_they_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on, rows = backbone(family), left_padded(prompts())
     before = on.model(texts(1, 9)).logits
-    of = Heads(on, proposers=[EarlyExit(on, layers=2)])
+    of = SpeculativeModel(on, proposers=[EarlyExit(on, layers=2)])
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 7}
     wrote = audited(of, monkeypatch, 4, **rows, tree=TreeShape(20, 6), **options)
-    assert unpadded(torch.tensor(wrote), rows) == unpadded(say(Heads(on), rows, **options), rows)
+    assert unpadded(torch.tensor(wrote), rows) == unpadded(say(SpeculativeModel(on), rows, **options), rows)
     assert len(on.layers) == LAYERS and torch.equal(on.model(texts(1, 9)).logits, before)
     assert not list(of.drafters[0].parameters())
 
@@ -178,8 +178,8 @@ def test_a_draft_model_may_know_fewer_positions() -> None:
     on, rows = backbone("llama"), left_padded(prompts((30, 3)))
     small = tiny("gpt2", n_positions=24, n_layer=2)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    out = say(Heads(on, proposers=[DraftModel(on, small)]), rows, tree=TreeShape(12, 3), **options)
-    assert torch.equal(out, say(Heads(on), rows, **options))
+    out = say(SpeculativeModel(on, proposers=[DraftModel(on, small)]), rows, tree=TreeShape(12, 3), **options)
+    assert torch.equal(out, say(SpeculativeModel(on), rows, **options))
 
 
 def words(*changed: int) -> PreTrainedTokenizerFast:
@@ -197,8 +197,8 @@ def test_sizes_may_differ_where_tokenizers_show_that_it_is_padding(size: int) ->
     drafter = DraftModel(on, small, tokenizers=(words(), words()))
     for sample in (False, True):
         options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample, "seed": 1}
-        out = say(Heads(on, proposers=[drafter]), rows, tree=TreeShape(12, 3), **options)
-        assert torch.equal(out, say(Heads(on), rows, **options))
+        out = say(SpeculativeModel(on, proposers=[drafter]), rows, tree=TreeShape(12, 3), **options)
+        assert torch.equal(out, say(SpeculativeModel(on), rows, **options))
 
 
 def test_a_draft_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_draft_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
     words(5, 8).save_pretrained(folder)
     row, options = left_padded(prompts((9,))), {"max_new_tokens": 12, "do_sample": False, "tree": TreeShape(12, 3)}
     loaded = load_draft_model(str(folder), on, depth=3)
-    assert loaded.depth == 3 and say(Heads(on, proposers=[loaded]), row, return_dict_in_generate=True, **options).tau > 1.2
+    assert loaded.depth == 3 and say(SpeculativeModel(on, proposers=[loaded]), row, return_dict_in_generate=True, **options).tau > 1.2
     assert load_draft_model(str(folder), on, tokenizer=words(5, 8)).small.name == str(folder)
     with pytest.raises(UserError, match=r"token 5 is 'other5' to draft model .*small and 'word5' to backbone .*\(2 tokens differ\)"):
         load_draft_model(str(folder), on, tokenizer=words())
@@ -254,5 +254,11 @@ def test_what_does_not_work_is_refused() -> None:
 def test_layers_may_lie_deeper_in_the_model() -> None:
     model = build("OPT", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 32})
     on, row = Backbone(model), left_padded(prompts((9,)))
-    out = say(Heads(on, proposers=[EarlyExit(on, layers=4)]), row, tree=TreeShape(5, 1), max_new_tokens=21, return_dict_in_generate=True)
+    out = say(
+        SpeculativeModel(on, proposers=[EarlyExit(on, layers=4)]),
+        row,
+        tree=TreeShape(5, 1),
+        max_new_tokens=21,
+        return_dict_in_generate=True,
+    )
     assert out.tau == 5 and len(on.layers) == 4

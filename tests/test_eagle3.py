@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Features
 from headstart.heads.eagle3 import Eagle3, _taps
-from headstart.heads.layers import EMBEDDED
+from headstart.heads.layers.decoder_layer import EMBEDDED
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
@@ -115,7 +115,7 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
 
 
 def test_draft_vocabulary_follows_the_device() -> None:
-    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab=23)
+    drafter = random_drafter("eagle3", backbone("llama"), draft_vocab_size=23)
     moved = copy.deepcopy(drafter).to("meta")
     assert moved.vocabulary is not None and moved.vocabulary.device == moved.lm_head.weight.device
 

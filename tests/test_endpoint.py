@@ -14,7 +14,7 @@ import yaml
 from chat_templates import make_tokenizer
 from server import Reply, said, serving
 
-from headstart.cli import main
+from headstart.cli.main import main
 from headstart.training.regenerate import endpoint
 
 CALL = {"id": "new", "type": "function", "function": {"name": "add", "arguments": "{}"}}

@@ -21,15 +21,15 @@ from families import DRAFTERS, backbone, random_drafter
 from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 
-from headstart.cli import main
-from headstart.heads.backbone import Backbone
-from headstart.training.cache import caching
-from headstart.training.cache import writer as cache_writer
-from headstart.training.cache.codec import Form
-from headstart.training.cache.folder import plan, read_manifest
-from headstart.training.cache.stored import Recent, reads_hidden
-from headstart.training.cli import main as train
+from headstart.cli.main import main
+from headstart.cli.train import main as train
+from headstart.heads.backbone.backbone import Backbone
 from headstart.training.data.data import Sample
+from headstart.training.features import caching
+from headstart.training.features import writer as cache_writer
+from headstart.training.features.codec import CacheFormat
+from headstart.training.features.manifest import plan, read_manifest
+from headstart.training.features.stored import Recent, reads_hidden
 from headstart.training.loop import train as go_on
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
@@ -94,7 +94,7 @@ def test_trained_from_a_cache_the_losses_are_the_live_ones(
 
 def test_shards_have_about_the_size_asked_for() -> None:
     samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in (300, 200, 700, 50, 900, 100)]
-    form = Form((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB a token
+    form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB a token
     assert plan(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
     assert plan(samples, form, 1000) == ((0, 6),)
 
@@ -102,7 +102,7 @@ def test_shards_have_about_the_size_asked_for() -> None:
 def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     content = json.loads((whole / "cache" / "manifest.json").read_text())["contents"]
     assert content["reading"]["backbone hidden_size"] == 16 and len(content["reading"]["backbone weights"]) == 64
-    assert content["reading"]["taps"] == [1, 3, 5] and content["reading"]["cache.store"] == "int8"
+    assert content["reading"]["taps"] == [1, 3, 5] and content["reading"]["cache.dtype"] == "int8"
     assert content["samples"]["count"] == 36 and content["made"]["data.max_length"] == 64 and "tokenizer" in content["made"]
     assert not list((whole / "cache").glob(".*"))   # neither locks nor anything half-written
     found = read_manifest(whole / "cache")
@@ -113,7 +113,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     ("change", "message"),
     [
         ("drafter.taps=[1, 4]", "taps: found [1, 3, 5], expected [1, 4]"),
-        ("cache.store=bf16", "cache.store: found 'int8', expected 'bf16'"),
+        ("cache.dtype=bf16", "cache.dtype: found 'int8', expected 'bf16'"),
         ("cache.teacher=topk", "cache.teacher: found 'hidden', expected 'topk 64'"),
         ("cache.mode=lru", "cache.mode: found 'full', expected 'lru'"),
         ("backbone.dtype=bf16", "backbone.dtype: found 'float32', expected 'bfloat16'"),
@@ -158,7 +158,7 @@ def test_half_a_cache_and_shards_of_others_are_refused_by_name(copy: Path, capsy
     assert train(options(copy)) == 2
     assert f"{third} is damaged" in said(capsys)
     third.write_bytes(content)
-    (cache / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"cache.store": "int8"', '"cache.store": "bf16"'))
+    (cache / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"cache.dtype": "int8"', '"cache.dtype": "bf16"'))
     assert train(options(copy)) == 2
     assert "manifest.json is damaged (ValueError: its id does not fit its contents)" in said(capsys)
     (cache / "manifest.json").unlink()
@@ -221,7 +221,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
         assert message in said(capsys)
 
 
-@pytest.mark.parametrize("change", ["cache.dir=''", "cache.store=int4", "cache.top=0", "cache.shard_mb=0", "cache.disk_gb=0"])
+@pytest.mark.parametrize("change", ["cache.dir=''", "cache.dtype=int4", "cache.top_k=0", "cache.shard_mb=0", "cache.disk_gb=0"])
 def test_settings_that_cannot_be_are_refused(whole: Path, change: str, capsys: Any) -> None:
     assert main(["cache", *options(whole), change]) == 2
     assert change.split("=")[0] in said(capsys)
@@ -231,7 +231,7 @@ def test_likeliest_tokens_are_for_heads_that_read_taps_alone(whole: Path, tmp_pa
     on = backbone("llama")
     found = {kind: reads_hidden(random_drafter(kind, on)) for kind in DRAFTERS}
     assert found["medusa"] and not found["eagle3"]
-    new = [str(whole / "recipe.yaml"), f"cache.dir={tmp_path}/top", "cache.teacher=topk", "cache.top=16"]
+    new = [str(whole / "recipe.yaml"), f"cache.dir={tmp_path}/top", "cache.teacher=topk", "cache.top_k=16"]
     assert main(["cache", *new, "drafter.kind=medusa"]) == 2
     assert "cache.teacher=topk keeps no final hidden state, which medusa reads; set cache.teacher=hidden" in said(capsys)
     assert main(["cache", *new, "objective.terms={features: 1}"]) == 2

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from forked import Forked
 from small_run import make_recipe, read_log
 
-from headstart.training.cli import main
+from headstart.cli.train import main
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 

@@ -12,9 +12,9 @@ from families import prompts, tiny
 from torch import Tensor
 from transformers.integrations import sdpa_attention
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.hooks import GROUPED
-from headstart.inference.folding import folded
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.hooks import GROUPED
+from headstart.inference.capture.folding import folded
 
 
 def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,14 +28,14 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from headstart.heads.backbone import Backbone
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 LENGTH = 25
 
 
-def own(of: Heads, rows: dict[str, Tensor], **options: Any) -> Any:
+def own(of: SpeculativeModel, rows: dict[str, Tensor], **options: Any) -> Any:
     """transformers' own generate."""
     rows = {"attention_mask": torch.ones_like(rows["input_ids"])} | rows
     return of.backbone.model.generate(**rows, **options)
@@ -53,18 +53,18 @@ def truth(row: dict[str, Tensor]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def oracle(truth: list[int]) -> Heads:
+def oracle(truth: list[int]) -> SpeculativeModel:
     """Heads that accept runs of five, so that every way to stop is met in the middle of one."""
-    return Heads(backbone("llama"), Scripted(backbone("llama"), [truth], "oracle"))
+    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), [truth], "oracle"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 24])
-def test_lengths(oracle: Heads, row: dict[str, Tensor], truth: list[int], count: int) -> None:
+def test_lengths(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], count: int) -> None:
     assert say(oracle, row, max_new_tokens=count)[0].tolist() == truth[: 9 + count]
     assert say(oracle, row, max_length=9 + count)[0].tolist() == truth[: 9 + count]
 
 
-def test_eos(oracle: Heads, row: dict[str, Tensor], truth: list[int]) -> None:
+def test_eos(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
     for place in range(10, 24):
         for eos in (truth[place], [60, truth[place], truth[place + 1]]):
             found = say(oracle, row, max_new_tokens=30, eos_token_id=eos)
@@ -75,7 +75,7 @@ def test_eos(oracle: Heads, row: dict[str, Tensor], truth: list[int]) -> None:
 def test_eos_of_the_generation_config(row: dict[str, Tensor], truth: list[int]) -> None:
     model = tiny("llama")
     model.generation_config.eos_token_id = [truth[14], 3]
-    of = Heads(Backbone(model), None)
+    of = SpeculativeModel(Backbone(model), None)
     assert torch.equal(say(of, row, max_new_tokens=30), own(of, row, max_new_tokens=30))
 
 
@@ -99,7 +99,9 @@ class After(StoppingCriteria):
 
 
 @pytest.mark.parametrize("length", range(10, 18))
-def test_a_criterion_may_stop_in_the_middle_of_a_run(oracle: Heads, row: dict[str, Tensor], truth: list[int], length: int) -> None:
+def test_a_criterion_may_stop_in_the_middle_of_a_run(
+    oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], length: int
+) -> None:
     criterion = After(length)
     out = say(oracle, row, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([criterion]), return_dict_in_generate=True)
     assert out.sequences[0].tolist() == truth[:length]
@@ -123,19 +125,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("place", range(10, 18))
-def test_stop_strings(oracle: Heads, row: dict[str, Tensor], truth: list[int], tokenizer: PreTrainedTokenizerFast, place: int) -> None:
+def test_stop_strings(
+    oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], tokenizer: PreTrainedTokenizerFast, place: int
+) -> None:
     stop = [tokenizer.decode(truth[place : place + 2]), tokenizer.decode(truth[place + 3 : place + 6])]
     options: dict[str, Any] = {"max_new_tokens": 30, "stop_strings": stop, "tokenizer": tokenizer}
     found = say(oracle, row, **options)
     assert torch.equal(found, own(oracle, row, **options)) and found.shape[1] <= place + 2
 
 
-def test_stop_strings_want_a_tokenizer(oracle: Heads, row: dict[str, Tensor]) -> None:
+def test_stop_strings_want_a_tokenizer(oracle: SpeculativeModel, row: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         say(oracle, row, max_new_tokens=30, stop_strings=["."])
 
 
-def test_a_streamer_gets_each_token_once(oracle: Heads, row: dict[str, Tensor], truth: list[int]) -> None:
+def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
     ours, theirs = Noted(), Noted()
     for options in ({}, {"eos_token_id": truth[20]}):
         ours, theirs = Noted(), Noted()
@@ -146,7 +150,11 @@ def test_a_streamer_gets_each_token_once(oracle: Heads, row: dict[str, Tensor], 
 
 
 def test_text_streams(
-    oracle: Heads, row: dict[str, Tensor], truth: list[int], tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    oracle: SpeculativeModel,
+    row: dict[str, Tensor],
+    truth: list[int],
+    tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     say(oracle, row, max_new_tokens=LENGTH, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.strip() == tokenizer.decode(truth[9 : 9 + LENGTH])
@@ -159,8 +167,8 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
     batch = left_padded(prompts((9, 4, 6)[:rows]))
     how: dict[str, Any] = {"do_sample": True, "top_k": 9, "temperature": 0.8} if sample else {"do_sample": False, "repetition_penalty": 1.4}
     options = how | {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
-    plain = say(Heads(backbone("llama")), batch, seed=1, max_new_tokens=12, **how)
-    of = Heads(backbone("llama"), Scripted(backbone("llama"), unpadded(plain, batch), "nearly"))
+    plain = say(SpeculativeModel(backbone("llama")), batch, seed=1, max_new_tokens=12, **how)
+    of = SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(plain, batch), "nearly"))
     out = say(of, batch, seed=1, **options)
     assert torch.equal(out.sequences, plain) and len(out.scores) == len(out.logits) == 12
     if not sample:
@@ -183,7 +191,7 @@ def test_tau_is_what_it_says(kind: str) -> None:
     """Tokens after the first, by passes; and one more than the sum of the acceptances. One row, so that every pass is the row's."""
     family, row = "llama", {"input_ids": prompts((9,))[0][None]}
     first = say(heads(family, kind), row, max_new_tokens=40, do_sample=False)
-    scripted = Heads(backbone(family), Scripted(backbone(family), first.tolist(), "nearly"))
+    scripted = SpeculativeModel(backbone(family), Scripted(backbone(family), first.tolist(), "nearly"))
     for of in (heads(family, kind), scripted):
         out = say(of, row, tree=TreeShape(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
         assert out.tau == pytest.approx(39 / out.passes) and out.tau == pytest.approx(1 + sum(out.acceptance_per_depth))
@@ -229,7 +237,7 @@ def test_gpt2_near_its_last_position() -> None:
     on, row = backbone("gpt2"), {"input_ids": texts(1, 80)}
     truth = on.model.generate(**row, max_length=96, do_sample=False)
     for kind in (*DRAFTERS, "oracle"):
-        of = heads("gpt2", kind) if kind in DRAFTERS else Heads(on, Scripted(on, truth.tolist(), "oracle"))
+        of = heads("gpt2", kind) if kind in DRAFTERS else SpeculativeModel(on, Scripted(on, truth.tolist(), "oracle"))
         for length in (94, 95, 96):
             assert torch.equal(say(of, row, max_length=length, do_sample=False), truth[:, :length])
             stop = StoppingCriteriaList([After(length)])
@@ -241,7 +249,7 @@ def test_past_the_stated_context() -> None:
     model = tiny("llama", max_position_embeddings=24)
     row = {"input_ids": texts(1, 12)}
     truth = model.generate(**row, max_new_tokens=30, do_sample=False)
-    of = Heads(Backbone(model), Scripted(Backbone(model), truth.tolist(), "nearly"))
+    of = SpeculativeModel(Backbone(model), Scripted(Backbone(model), truth.tolist(), "nearly"))
     assert torch.equal(say(of, row, max_new_tokens=30, do_sample=False), truth)
 
 
@@ -256,7 +264,9 @@ def test_past_the_stated_context() -> None:
         ({"timed": True, "tree": TreeShape()}, 5),
     ],
 )
-def test_trees_and_plain_decoding(oracle: Heads, row: dict[str, Tensor], truth: list[int], options: dict[str, Any], tau: int) -> None:
+def test_trees_and_plain_decoding(
+    oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], options: dict[str, Any], tau: int
+) -> None:
     """30 tokens after the first are whole passes of 1, 3 and 5."""
     out = say(oracle, row, max_new_tokens=31, return_dict_in_generate=True, **options)
     assert out.sequences[0].tolist() == truth[:40] and out.tau == tau and out.passes == 30 // tau

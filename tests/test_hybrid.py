@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 from transformers import DynamicCache
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.recurrent import Added, Branch, Nodes, States, convolution_places, delta_rule
 from headstart.heads.base import list_tensors
-from headstart.heads.errors import UserError
-from headstart.heads.recurrent import Added, Branch, Nodes, States, convolution_places, delta_rule
 from headstart.inference.decode import Decoder
-from headstart.inference.heads import Heads
-from headstart.inference.reader import Reader
-from headstart.inference.tree import CandidateTree, TreeShape
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.tree import CandidateTree, TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 L, A = "linear_attention", "full_attention"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -54,8 +54,8 @@ def alone(family: str) -> list[list[int]]:
     return [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0].tolist() for row in prompts()]
 
 
-def drafting(manner: str, on: Backbone, truths: list[list[int]]) -> Heads:
-    return Heads(on, Scripted(on, truths, manner) if manner in ("oracle", "nearly") else random_drafter(manner, on))
+def drafting(manner: str, on: Backbone, truths: list[list[int]]) -> SpeculativeModel:
+    return SpeculativeModel(on, Scripted(on, truths, manner) if manner in ("oracle", "nearly") else random_drafter(manner, on))
 
 
 def lines(tree: CandidateTree, row: int, node: int) -> list[int]:
@@ -166,7 +166,7 @@ def test_greedy_text_is_transformers_own(family: str) -> None:
 
 def test_recorded_passes_write_the_same() -> None:
     on, truths, rows = hybrid("qwen3_next_moe"), alone("qwen3_next_moe"), left_padded(prompts())
-    of = Heads(on, Scripted(on, truths, "nearly"), capture="always")
+    of = SpeculativeModel(on, Scripted(on, truths, "nearly"), capture="always")
     assert unpadded(say(of, rows, tree=TreeShape(12, 4), max_new_tokens=LENGTH, do_sample=False), rows) == truths
     row = {"input_ids": prompts()[0][None]}
     assert say(of, row, tree=TreeShape(5, 2), max_new_tokens=LENGTH, do_sample=False).tolist() == truths[:1]
@@ -178,7 +178,7 @@ def test_sampled_text_is_the_plain_one(manner: str) -> None:
     """Batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""
     on, rows = hybrid("qwen3_next"), left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "eos_token_id": [4, 5, 15]}
-    plain = unpadded(say(Heads(on), rows, seed=SEEDS, **options), rows)
+    plain = unpadded(say(SpeculativeModel(on), rows, seed=SEEDS, **options), rows)
     assert len({tuple(text).index(0) if 0 in text[-LENGTH:] else len(text) for text in plain}) > 1, "rows leave"
     of = drafting(manner, on, plain)
     for extra in ({"tree": TreeShape(24, 6)}, {"tree": TreeShape(9, 1)}, {"batch": 2}):
@@ -190,7 +190,7 @@ def test_sampled_text_is_the_plain_one(manner: str) -> None:
 def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) -> None:
     on, rows, advance = hybrid("qwen3_next"), left_padded(prompts()), Decoder._advance
     options = {"max_new_tokens": 30, "do_sample": True, "seed": 7, "tree": TreeShape(20, 6)}
-    plain = say(Heads(on), rows, **options)
+    plain = say(SpeculativeModel(on), rows, **options)
     audited = []
 
     def audit(self: Decoder, *given: Any) -> None:
@@ -203,7 +203,7 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
         audited.append(len(self.rows))
 
     monkeypatch.setattr(Decoder, "_advance", audit)
-    found = say(Heads(on, Scripted(on, unpadded(plain, rows), "nearly")), rows, **options)
+    found = say(SpeculativeModel(on, Scripted(on, unpadded(plain, rows), "nearly")), rows, **options)
     assert torch.equal(found, plain) and len(audited) > 6
 
 

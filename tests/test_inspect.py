@@ -15,7 +15,7 @@ from families import VOCAB, backbone
 from small_run import make_recipe
 from transformers import LlamaConfig
 
-from headstart.cli import main
+from headstart.cli.main import main
 from headstart.heads.base import build_drafter
 from headstart.heads.checkpoint import template_hash
 from headstart.training.inspect.inspection import layer_name, norm_name
@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections: dict[str, Any] = {
         "backbone": {"path": str(folder / "backbone")},
-        "drafter": {"kind": "eagle3", "depth": 2, "draft_vocab": 8},
+        "drafter": {"kind": "eagle3", "depth": 2, "draft_vocab_size": 8},
         "data": {"train": str(folder / "chats.jsonl"), "eval_rows": 2, "max_length": 96},
         "save": {"dir": str(folder / "out")},
     }

@@ -1,4 +1,4 @@
-"""Killed at any moment, reading, training or saving, a run goes on to the weights of one that was not; a full disk costs one line."""
+"""Killed at any step_key, reading, training or saving, a run goes on to the weights of one that was not; a full disk costs one line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from forked import Forked
 from safetensors import SafetensorError
 from small_run import make_recipe, read_log
 
-from headstart.heads.backbone import load_backbone
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.heads.errors import UserError
-from headstart.training import checkpoint
-from headstart.training.cli import main
+from headstart.support.errors import UserError
+from headstart.training.run import checkpoint
 
 STEPS, MOMENTS = 30, 5
 WEIGHTS = "model.safetensors"
@@ -36,7 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(tmp_path: Path) -> Path:
     return make_recipe(
         tmp_path,
-        drafter={"kind": "eagle3", "depth": 2, "draft_vocab": 40},
+        drafter={"kind": "eagle3", "depth": 2, "draft_vocab_size": 40},
         train={"steps": STEPS, "micro_batch": 2, "ema": 0.5, "optimizer": "muon"},
         save={"every": 1},
         eval={"every": 10, "prompts": 1},
@@ -46,7 +46,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
     """Five on one process, five on two. Every step is saved, and what is read is kept, so most fall into the writing of some file."""
-    given = [str(recipe), "cache.mode=lru", "cache.store=exact"]
+    given = [str(recipe), "cache.mode=lru", "cache.dtype=exact"]
     start = time.monotonic()
     assert Forked(processes, [*given, f"save.dir={tmp_path}/whole", f"cache.dir={tmp_path}/c-whole"], tmp_path / "said").wait() == 0
     seconds, draw, round, killed = time.monotonic() - start, random.Random(processes), 0, 0
@@ -75,7 +75,7 @@ def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
 
 def test_between_two_samples_of_a_batch(recipe: Path, tmp_path: Path) -> None:
     """One of them is kept, the other is not: read by itself, in a batch of another shape, it would be rounded otherwise."""
-    given = [str(recipe), "cache.mode=lru", "cache.store=exact", "train.micro_batch=null", "train.schedule=constant", "eval.prompts=1"]
+    given = [str(recipe), "cache.mode=lru", "cache.dtype=exact", "train.micro_batch=null", "train.schedule=constant", "eval.prompts=1"]
     assert main([*given, f"save.dir={tmp_path}/whole", f"cache.dir={tmp_path}/c1"]) == 0
     assert main([*given, f"save.dir={tmp_path}/out", f"cache.dir={tmp_path}/c2", "train.steps=2"]) == 0
     shutil.rmtree(tmp_path / "out" / "state" / "step-00000002")
@@ -118,7 +118,7 @@ def test_a_full_disk(
 
 def test_a_log_that_cannot_be_written(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(recipe), "train.steps=1"]) == 0
-    from headstart.training.log import Log
+    from headstart.training.log.log import Log
     from headstart.training.recipe.recipe import load_recipe
 
     log = Log(load_recipe(recipe), 9, 1, True)

@@ -16,10 +16,10 @@ import torch
 from families import build, random_drafter, say
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
-from headstart.inference.heads import Heads
-from headstart.inference.noise import AHEAD, BLOCK, GOLDEN, Ahead, gumbel, row_seeds
-from headstart.inference.tree import TreeShape
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.noise import AHEAD, BLOCK, GOLDEN, NoiseBuffer, gumbel, row_seeds
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 FEW = 7
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -35,12 +35,12 @@ WARPERS: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.85}, {"temp
 
 
 @pytest.fixture(scope="module")
-def small() -> Heads:
+def small() -> SpeculativeModel:
     on = Backbone(build("Llama", SETTINGS, seed=3, loud=1.3))
-    return Heads(on, random_drafter("eagle3", on, depth=3))
+    return SpeculativeModel(on, random_drafter("eagle3", on, depth=3))
 
 
-def law(of: Heads, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """The exact chance of every text, by transformers' own scores."""
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -78,7 +78,7 @@ def chi_square(found: Counter, chances: dict[tuple[int, ...], float], n: int) ->
     )
 
 
-def drawn(of: Heads, n: int, length: int, **options: Any) -> Counter:
+def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:
     rows = {"input_ids": PROMPT.expand(n, -1), "attention_mask": torch.ones(n, PROMPT.shape[1], dtype=torch.int64)}
     texts = say(of, rows, max_new_tokens=length, do_sample=True, **options)[:, PROMPT.shape[1] :]
     return Counter(map(tuple, texts.tolist()))
@@ -86,16 +86,16 @@ def drawn(of: Heads, n: int, length: int, **options: Any) -> Counter:
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
-def test_texts_follow_the_law(small: Heads, length: int, warpers: dict[str, Any]) -> None:
+def test_texts_follow_the_law(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:
     n = 1000 if "repetition_penalty" in warpers else 4000  # a penalty is a function of each text: slower
     assert chi_square(drawn(small, n, length, seed=1, tree=TreeShape(12, 5), **warpers), law(small, length, warpers), n) > 1e-3
 
 
-def test_the_test_can_tell(small: Heads) -> None:
+def test_the_test_can_tell(small: SpeculativeModel) -> None:
     assert chi_square(drawn(small, 4000, 2, seed=1), law(small, 2, {"temperature": 1.15}), 4000) < 1e-4
 
 
-def test_transformers_draws_by_the_same_law(small: Heads) -> None:
+def test_transformers_draws_by_the_same_law(small: SpeculativeModel) -> None:
     """Two-sample: ours and generate(do_sample=True)'s own counts of three tokens."""
     n = 4000
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_transformers_draws_by_the_same_law(small: Heads) -> None:
     assert p > 1e-3
 
 
-def test_seeds_drawn_by_torch_follow_the_law(small: Heads) -> None:
+def test_seeds_drawn_by_torch_follow_the_law(small: SpeculativeModel) -> None:
     torch.manual_seed(4)
     assert chi_square(drawn(small, 4000, 2), law(small, 2, {}), 4000) > 1e-3
 
@@ -168,7 +168,7 @@ def test_noise_made_ahead_is_that_of_each_position() -> None:
         calls.append(positions_BP.shape[1])
         return gumbel(seeds_B, positions_BP, 61)
 
-    ahead, seeds = Ahead(make, 61), torch.tensor([5, 6, 7])
+    ahead, seeds = NoiseBuffer(make, 61), torch.tensor([5, 6, 7])
     rows, at = [0, 1, 2], [3, 9, 4]
     for turn in range(12):
         if turn == 8:
@@ -179,7 +179,7 @@ def test_noise_made_ahead_is_that_of_each_position() -> None:
         at = [place + 1 + (turn + row) % 2 for row, place in zip(rows, at, strict=True)]
     assert len(calls) <= 4 and set(calls) == {AHEAD}
     assert ahead.of(rows, seeds, [0, 0], AHEAD + 4).shape[1] == AHEAD + 4 == calls[-1]
-    wide = Ahead(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), BLOCK)   # as if of so many tokens
+    wide = NoiseBuffer(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), BLOCK)   # as if of so many tokens
     wide.of([0], seeds, [0], 2)
     assert wide.block_BPV is not None and wide.block_BPV.shape[1] == 2
 

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headstart.inference import linear
-from headstart.inference.capture import Captured
-from headstart.inference.linear import Turned, turned, turned_up_to
+from headstart.inference.capture.capture import Captured, linear
+from headstart.inference.capture.linear import TransposedLinear, max_transposed_rows, turned
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 7), (5, 7), (1, 9, 7), (1, 7), (7,)])
@@ -35,14 +34,14 @@ def test_one_row_few_and_many_are_recorded_apart(outputs: int) -> None:
 def test_it_is_timed_once_and_only_on_what_can_be_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_KNOWN", {})
     model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(5, 64), nn.Linear(64, 32))
-    assert turned_up_to(model) in (0, *linear.ROWS) and len(linear._KNOWN) == 1
+    assert max_transposed_rows(model) in (0, *linear.ROWS) and len(linear._KNOWN) == 1
     monkeypatch.setattr(linear, "_measure", lambda weights: pytest.fail("timed twice"))
-    turned_up_to(model)
-    assert turned_up_to(nn.Linear(8, 8).to(torch.bfloat16)) == 0
+    max_transposed_rows(model)
+    assert max_transposed_rows(nn.Linear(8, 8).to(torch.bfloat16)) == 0
 
 
 def test_other_functions_and_dtypes_are_left_alone() -> None:
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
-    with Turned(16):
+    with TransposedLinear(16):
         assert torch.equal(F.silu(x), torch.nn.functional.silu(x))
         assert F.linear(x.double(), weight.double()).dtype == torch.float64

@@ -11,17 +11,17 @@ import torch
 from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log, run
 
-from headstart.heads.backbone import load_backbone
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.cli import main
+from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample
-from headstart.training.data.feed import Feed
 from headstart.training.loop import train
 from headstart.training.recipe.recipe import Train, load_recipe
-from headstart.training.schedule import learning_rate
+from headstart.training.run.schedule import learning_rate
 from headstart.training.setup import prepare
 
-KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab": 40}]
+KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: 
     trained = prepare(recipe)
     weights = {name: weight.clone() for name, weight in trained.drafter.named_parameters()}
     frozen = {name: weight.clone() for name, weight in trained.backbone.model.state_dict().items()}
-    assert {id(p) for p in trained.pupils[0].module.parameters()} == {id(p) for p in trained.drafter.parameters()}
+    assert {id(p) for p in trained.trainers[0].module.parameters()} == {id(p) for p in trained.drafter.parameters()}
     assert train(trained) == 0
     trained.log.close()
     assert not [name for name, weight in trained.drafter.named_parameters() if torch.equal(weight, weights[name])]
@@ -101,7 +101,7 @@ def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup": 0.0}, save={"every": 1})
+    recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup_ratio": 0.0}, save={"every": 1})
     assert main([str(recipe)]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "at step 2" in said[0] and "lower train.lr" in said[0] and "step-00000001" in said[0]
@@ -120,7 +120,7 @@ def test_steps_that_are_not_finite_can_be_skipped(
 ) -> None:
     """A step has two forwards, and is skipped whole: 2, 5 and 6 of 12. Resumed, it counts on."""
     drafter = {"kind": "tests.dying", "depth": 2}
-    train = {"micro_batch": 2, "ema": 0.5, "schedule": "constant", "warmup": 0.0}
+    train = {"micro_batch": 2, "ema": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
     recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
     assert without(recipe, tmp_path / "out", monkeypatch, "3,9,10,12") == 0
     said = capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert train(trained) == 0
     trained.log.close()
     assert all(torch.equal(a, b) for a, b in zip(before, trained.drafter.parameters(), strict=True))
-    assert trained.pupils[0].average is not None and not trained.pupils[0].optimizer.state
+    assert trained.trainers[0].average is not None and not trained.trainers[0].optimizer.state
     assert [(line["loss"], line["skipped"]) for line in read_log(tmp_path / "out") if "loss" in line] == [(None, 1), (None, 1)]
 
 
@@ -168,19 +168,19 @@ def test_wandb_is_asked_for_before_anything_is_loaded(
 def test_what_a_step_reads_is_a_function_of_the_step() -> None:
     """Every epoch has every sample once; processes share a step between them, whole, whatever their number."""
     samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
-    feed = Feed(samples, Train(batch_size=4, epochs=2.0), seed=1)
+    feed = BatchSampler(samples, Train(batch_size=4, epochs=2.0), seed=1)
     assert feed.steps == 5
     drawn = [index for step in range(1, 6) for row in feed.chosen(step) for index in row]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
     for processes in (1, 2, 3):
-        parts = [Feed(samples, feed.train, 1, process, processes) for process in range(processes)]
+        parts = [BatchSampler(samples, feed.train, 1, process, processes) for process in range(processes)]
         lengths = [int(n) for part in parts for batch in part.share(2, torch.device("cpu")) for n in (batch.document_BT >= 0).sum(1)]
         assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.chosen(2))
 
 
 @pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])
 def test_learning_rate(schedule: str, middle: float, last: float) -> None:
-    wanted = Train(lr=2.0, warmup=0.1, schedule=schedule, min_lr=0.1)   # type: ignore[arg-type]
+    wanted = Train(lr=2.0, warmup_ratio=0.1, schedule=schedule, min_lr_ratio=0.1)   # type: ignore[arg-type]
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
     assert rates[0] == pytest.approx(0.01) and rates[49] == pytest.approx(0.5) and rates[99] == rates[100] == pytest.approx(1.0)
     assert rates[550] == pytest.approx(middle, abs=1e-3) and rates[-1] == pytest.approx(last, abs=1e-3)

@@ -15,8 +15,8 @@ from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 LENGTH = 16
 TREES = {"one node": TreeShape(1), "chain": TreeShape(9, 1), "wide": TreeShape(24, 23, 1), "usual": TreeShape(), "huge": TreeShape(150, 40)}
@@ -57,16 +57,16 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> Heads:
+def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> SpeculativeModel:
     """One family's trained kinds with recordings; test_capture.py holds those of the others to what is written without."""
     if manner in DRAFTERS:
         return heads(family, manner) if family == "llama" else unrecorded(family, manner)
-    return Heads(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="never")
+    return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="never")
 
 
 @functools.cache
-def unrecorded(family: str, kind: str) -> Heads:
-    return Heads(backbone(family), random_drafter(kind, backbone(family)), capture="never")
+def unrecorded(family: str, kind: str) -> SpeculativeModel:
+    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture="never")
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:
@@ -100,7 +100,7 @@ def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> 
         {"seed": SEEDS} if sample else {}
     )
     rows = left_padded(prompts())
-    plain = unpadded(say(Heads(backbone(family)), rows, **options), rows)
+    plain = unpadded(say(SpeculativeModel(backbone(family)), rows, **options), rows)
     of = drafting(manner, family, plain)
     for tree in list(TREES.values())[sample::2]:  # greedy: one node, wide, huge; sampled: chain, usual
         assert unpadded(say(of, rows, tree=tree, **options), rows) == plain
@@ -115,7 +115,7 @@ def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
     options = PROCESSORS[processors] | WARPERS[warpers] | {"max_new_tokens": LENGTH, "do_sample": True, "seed": 11}
     rows, texts, half = left_padded(prompts((9, 1, 4))), set(), (list(PROCESSORS).index(processors) + list(WARPERS).index(warpers)) % 2
     for family, manner in list(zip(FAMILIES, ("nearly", "eagle3", "medusa", "nearly"), strict=True))[half::2]:
-        plain = say(Heads(backbone(family)), rows, **options)
+        plain = say(SpeculativeModel(backbone(family)), rows, **options)
         found = say(drafting(manner, family, unpadded(plain, rows)), rows, tree=TreeShape(20, 6), **options)
         assert torch.equal(found, plain), (family, manner)
         texts.add(str(plain))
@@ -128,7 +128,7 @@ def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool
     """The best a drafter of depth 5 can do is 6 tokens a pass, the worst 1."""
     rows = left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": 1 + 4 * 6, "do_sample": sample, "seed": 3, "return_dict_in_generate": True}
-    plain = say(Heads(backbone(family)), rows, **options)
+    plain = say(SpeculativeModel(backbone(family)), rows, **options)
     assert (plain.tau, plain.passes, plain.acceptance_per_depth) == (1.0, 24, [])
     truths = unpadded(plain.sequences, rows)
     for tree in (TreeShape(6, 1), TreeShape(30, 7)):
@@ -145,12 +145,12 @@ def test_a_text_can_be_taken_up_anywhere(family: str) -> None:
     options: dict[str, Any] = {"do_sample": True, "seed": 5, "temperature": 0.9}
     whole = say(heads(family, "eagle3"), {"input_ids": prompts()[0][None]}, max_new_tokens=LENGTH, **options)
     for kept in range(10, 9 + LENGTH, 3):
-        for of in (heads(family, "medusa"), Heads(backbone(family))):
+        for of in (heads(family, "medusa"), SpeculativeModel(backbone(family))):
             assert torch.equal(say(of, {"input_ids": whole[:, :kept]}, max_length=9 + LENGTH, **options), whole)
 
 
 def test_a_small_draft_vocabulary_changes_nothing() -> None:
-    of = Heads(backbone("llama"), random_drafter("eagle3", backbone("llama"), draft_vocab=20))
+    of = SpeculativeModel(backbone("llama"), random_drafter("eagle3", backbone("llama"), draft_vocab_size=20))
     of.drafter.use_vocabulary(torch.arange(1, VOCAB, 3))
     rows = left_padded(prompts())
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
@@ -166,10 +166,10 @@ def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
     guess = drafter.guess
     drafter.guess = lambda text, depth: guess(text, depth).masked_fill(torch.arange(VOCAB) % 2 == len(text) % 2, wrong)
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
-        plain = say(Heads(on), rows, max_new_tokens=LENGTH, **options)
-        assert torch.equal(say(Heads(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
+        plain = say(SpeculativeModel(on), rows, max_new_tokens=LENGTH, **options)
+        assert torch.equal(say(SpeculativeModel(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
     drafter.guess = lambda text, depth: torch.full((VOCAB,), wrong)
-    assert torch.equal(say(Heads(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
+    assert torch.equal(say(SpeculativeModel(on, drafter), rows, max_new_tokens=LENGTH, **options), plain)
 
 
 @pytest.mark.parametrize("options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 2}])
@@ -200,10 +200,10 @@ def test_bf16_writes_picks() -> None:
     """In bf16 a pass over a tree rounds otherwise than one over a token: every token must be the pick or very near it."""
     from families import tiny
 
-    from headstart.heads.backbone import Backbone
+    from headstart.heads.backbone.backbone import Backbone
 
     on = Backbone(tiny("llama").to(torch.bfloat16))
-    of = Heads(on, random_drafter("eagle3", on).to(torch.bfloat16))
+    of = SpeculativeModel(on, random_drafter("eagle3", on).to(torch.bfloat16))
     row = prompts((9,))[0][None]
     text = say(of, {"input_ids": row}, max_new_tokens=60, do_sample=False)
     logits = on.model(text).logits[0, 8:-1].float()

@@ -3,29 +3,29 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import build_drafter
-from headstart.heads.errors import UserError
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.prompts import Prompt
-from headstart.inference.bench.systems import Ours
+from headstart.inference.bench.systems import HeadstartSystem
 from headstart.inference.bench.table import table, verdict
-from headstart.inference.heads import Heads
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
-from headstart.inference.tree import TreeShape
+from headstart.support.errors import UserError
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
 
 
 @pytest.fixture(scope="module")
-def heads() -> Heads:
+def heads() -> SpeculativeModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=96, initializer_range=0.2, bos_token_id=1, eos_token_id=None,
     )
     backbone = Backbone(LlamaForCausalLM(config))
-    return Heads(backbone, build_drafter("medusa", backbone, {"depth": 3}).eval())
+    return SpeculativeModel(backbone, build_drafter("medusa", backbone, {"depth": 3}).eval())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -43,7 +43,7 @@ def test_tau_is_what_decoding_says(heads, temperature):
 
 
 def test_plain_decoding_is_one_token_a_pass(heads):
-    measured = measure_tau(Heads(heads.backbone), PROMPTS, max_new_tokens=8)
+    measured = measure_tau(SpeculativeModel(heads.backbone), PROMPTS, max_new_tokens=8)
     assert measured == {"tau": 1.0, "acceptance_per_depth": [], "tokens": 16, "passes": 14}
     assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0   # no pass after those over the prompts
 
@@ -82,7 +82,7 @@ def test_nothing_to_measure_on(heads):
 
 
 def test_parts_of_a_pass_timed_by_themselves(heads):
-    parts = Ours("medusa", heads).time_parts([{0: PROMPTS[0]}, {1: PROMPTS[1]}], Settings(6), 0)
+    parts = HeadstartSystem("medusa", heads).time_parts([{0: PROMPTS[0]}, {1: PROMPTS[1]}], Settings(6), 0)
     assert parts.tokens == 12 and all(time > 0 for time in parts.milliseconds().values())
     assert Tally().milliseconds() == {"draft_ms": 0.0, "verify_ms": 0.0, "host_ms": 0.0}
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import Guess, V, batch, learned, naive, run, small_backbone
+from guess import Proposal, V, batch, learned, naive, run, small_backbone
 from torch import Tensor, nn
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
 from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective
@@ -36,7 +36,7 @@ def test_same_as_naive_forward_and_backward(
     backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None, weights: Weights
 ) -> None:
     torch.manual_seed(2)
-    drafter = Guess(backbone, 3, vocabulary).double()
+    drafter = Proposal(backbone, 3, vocabulary).double()
     features = batch(backbone)
     wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
     right = run(naive, wanted, backbone, drafter, features)
@@ -52,22 +52,22 @@ def test_same_as_naive_forward_and_backward(
 def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
     """Each alone (as in accumulation, or on processes of their own), padded to one length, or packed in a row."""
     torch.manual_seed(5)
-    drafter, wanted = Guess(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
+    drafter, wanted = Proposal(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
     lengths = [4, 9, 3, 12]
     alone = []
     for i, length in enumerate(lengths):
         features = backbone.read(torch.randint(0, V, (1, length)))
-        learn_BT = torch.arange(length)[None] % 4 != i
-        alone.append(replace(features, learn_BT=learn_BT, document_BT=torch.zeros(1, length, dtype=torch.int64)))
+        loss_mask_BT = torch.arange(length)[None] % 4 != i
+        alone.append(replace(features, loss_mask_BT=loss_mask_BT, document_BT=torch.zeros(1, length, dtype=torch.int64)))
     packed = Features(
         *(torch.cat([getattr(one, name) for one in alone], 1) for name in ("tokens_BT", "hidden_BTD")),
-        learn_BT=torch.cat([one.learn_BT for one in alone if one.learn_BT is not None], 1),
+        loss_mask_BT=torch.cat([one.loss_mask_BT for one in alone if one.loss_mask_BT is not None], 1),
         document_BT=torch.repeat_interleave(torch.tensor(lengths))[None],
     )
     padded = map_tensors(lambda x: F.pad(x, (0, 0) * (x.ndim - 2) + (0, 13 - x.shape[1])), alone)
     there = torch.arange(13)[None] < torch.tensor(lengths)[:, None]
     whole = Features(*(torch.cat([getattr(one, name) for one in padded]) for name in ("tokens_BT", "hidden_BTD")))
-    whole = replace(whole, learn_BT=torch.cat([one.learn_BT for one in padded]), document_BT=torch.where(there, 0, -1))
+    whole = replace(whole, loss_mask_BT=torch.cat([one.loss_mask_BT for one in padded]), document_BT=torch.where(there, 0, -1))
     parts = [run(objective, wanted, backbone, drafter, features) for features in alone]
     right = [torch.stack(part).sum(0) for part in zip(*parts, strict=True)]
     for features in (packed, whole):
@@ -78,7 +78,7 @@ def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms:
 
 def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
-    drafter = Guess(backbone, 2, None).double()
+    drafter = Proposal(backbone, 2, None).double()
     features = batch(backbone)
     wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk=5)   # else they follow the draft
     weight = drafter.head.weight
@@ -103,18 +103,18 @@ class Module(nn.Module):
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:
     """Data parallelism waits for the gradient of every parameter, also from a process whose share teaches nothing."""
-    drafter = Guess(backbone, 3, None).double()
+    drafter = Proposal(backbone, 3, None).double()
     for length in (1, 2, 4, 6):
         drafter.zero_grad()
         zeros = torch.zeros(1, length, dtype=torch.int64)
-        features = replace(backbone.read(zeros), learn_BT=zeros.bool(), document_BT=zeros)
+        features = replace(backbone.read(zeros), loss_mask_BT=zeros.bool(), document_BT=zeros)
         sums = objective(Objective(terms={"kl": 1.0, "ce": 1.0}), backbone, drafter, features, drafter(features))
         sums.loss.backward()
         assert sums.loss == 0 and not sums.count_K.any()
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-SHIPPED = [("medusa", {"depth": 2}), ("eagle3", {"depth": 3}), ("eagle3", {"depth": 2, "draft_vocab": 20})]
+SHIPPED = [("medusa", {"depth": 2}), ("eagle3", {"depth": 3}), ("eagle3", {"depth": 2, "draft_vocab_size": 20})]
 
 
 @pytest.mark.parametrize(("kind", "arguments"), SHIPPED)
@@ -122,7 +122,9 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
     torch.manual_seed(4)
     drafter = build_drafter(kind, backbone, arguments).double()
     features = batch(backbone)
-    features = replace(backbone.read(features.tokens_BT, taps=drafter.taps), learn_BT=features.learn_BT, document_BT=features.document_BT)
+    features = replace(
+        backbone.read(features.tokens_BT, taps=drafter.taps), loss_mask_BT=features.loss_mask_BT, document_BT=features.document_BT
+    )
     wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=6)
     fast = objective(wanted, backbone, drafter, features, drafter(features))
     slow = naive(wanted, backbone, drafter, features, drafter(features))
@@ -133,7 +135,7 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
 def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
     """Alignment: a drafter that hands back the backbone's own state of position t+1+k is always right, at every depth."""
 
-    class Oracle(Guess):
+    class Oracle(Proposal):
         def forward(self, features: Features) -> list[Tensor]:
             return [features.hidden_BTD[:, 1 + k : -1] for k in range(self.depth)]
 
@@ -149,8 +151,8 @@ def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
 
 
 def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
-    drafter = Guess(backbone, 1, None).bfloat16()
+    drafter = Proposal(backbone, 1, None).bfloat16()
     features = batch(backbone)
-    hidden = [h.bfloat16() for h in Guess(backbone, 1, None).double()(features)]
+    hidden = [h.bfloat16() for h in Proposal(backbone, 1, None).double()(features)]
     assert objective(Objective(), backbone, drafter, features, hidden).overlap_K.dtype == torch.float64   # the teacher's
     assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # why it must be asked for

@@ -1,6 +1,6 @@
 """Drafts of its own in training: what teaches them, what they are, what they cost the loss, and that no cut of a step shows.
 
-Shape suffixes: B batch, T positions, M drafts, N guesses of a draft, K depth, D width.
+Shape suffixes: B batch, T positions, M drafts, N proposals of a draft, K depth, D width.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from families import FAMILIES, VOCAB, backbone, random_drafter, texts
 from guess import small_backbone
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
+from headstart.training.features.on_policy import LiveWithCache
 from headstart.training.objective.objective import count_learned
-from headstart.training.objective.visited import Moment, Remembered, Starts, heard, starts, visited, walk
-from headstart.training.on_policy import Remembering
+from headstart.training.objective.on_policy import Anchors, FeaturesWithCache, StepKey, on_policy_loss, starts, target_hidden, walk
 from headstart.training.recipe.recipe import Objective
 
 LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]
 ALONE = [[i] for i in range(len(LENGTHS))]
-MOMENT = Moment(seed=3, step=5)
+MOMENT = StepKey(seed=3, step=5)
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
@@ -36,11 +36,11 @@ def samples(lengths: tuple[int, ...] = LENGTHS, vocab: int = VOCAB) -> list[Samp
     return [Sample(torch.randint(1, vocab, (len(mask),), generator=make), mask) for mask in learn]
 
 
-def remembered(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = VOCAB) -> Remembered:
-    return Remembering(on, drafter.taps).read(collate(samples(vocab=vocab), rows))
+def remembered(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = VOCAB) -> FeaturesWithCache:
+    return LiveWithCache(on, drafter.taps).read(collate(samples(vocab=vocab), rows))
 
 
-def each_draft(features: Remembered, at: Starts) -> list[tuple[int, int, int, int]]:
+def each_draft(features: FeaturesWithCache, at: Anchors) -> list[tuple[int, int, int, int]]:
     """Of each: its number, row, t, and where its document begins."""
     columns = at.row_M.tolist(), at.place_M.tolist(), (at.place_M - at.position_M).tolist()
     return [(m, *place) for m, place in enumerate(zip(*columns, strict=True))]
@@ -55,7 +55,7 @@ def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, r
     guesses_MN = texts(len(at.row_M), N, seed=9)
     assert len(guesses_MN) > 12
     for _ in range(2):   # reading leaves the text as it was
-        heard_MND = heard(on, features, at, guesses_MN)
+        heard_MND = target_hidden(on, features, at, guesses_MN)
         for m, row, t, first in each_draft(features, at):
             text = torch.cat([features.tokens_BT[row, first : t + 2], guesses_MN[m]])[None]
             alone_ND = on.read(text).hidden_BTD[0, -N:]
@@ -63,12 +63,12 @@ def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, r
 
 
 def test_long_texts_are_taken_in_piece_by_piece() -> None:
-    """Pieces of a row that is ahead are padded to those of one that is behind, beyond what the drafter had room for."""
+    """TokenTextStream of a row that is ahead are padded to those of one that is behind, beyond what the drafter had room for."""
     on = backbone("llama")
     drafter, lengths = random_drafter("eagle3", on, depth=2), (190, 130, 200, 64)
-    features = Remembering(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
+    features = LiveWithCache(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
     for step in range(6):
-        at = starts(features, 2, 0.03, Moment(0, step))
+        at = starts(features, 2, 0.03, StepKey(0, step))
         hidden = walk(drafter, features, at, Objective(on_policy=1.0))[1][0]
         for m, row, t, first in each_draft(features, at):
             text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
@@ -78,7 +78,7 @@ def test_long_texts_are_taken_in_piece_by_piece() -> None:
             torch.testing.assert_close(hidden[m], decoded[0, 0], **CLOSE)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"draft_vocab": 23, "depth": 3}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"draft_vocab_size": 23, "depth": 3}], ids=str)
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
@@ -106,10 +106,10 @@ def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], argumen
 def drafting(vocabulary: int | None = None) -> tuple[Backbone, Drafter]:
     on = small_backbone()
     torch.manual_seed(4)
-    return on, build_drafter("eagle3", on, {"depth": 3, "draft_vocab": vocabulary}).double()
+    return on, build_drafter("eagle3", on, {"depth": 3, "draft_vocab_size": vocabulary}).double()
 
 
-def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: Remembered) -> Tensor:
+def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesWithCache) -> Tensor:
     """By the book: each draft alone, whole distributions, autograd."""
     at, loss = starts(features, drafter.depth, wanted.on_policy_share, MOMENT), torch.zeros((), dtype=torch.float64)
     guesses_MN, _ = walk(drafter, features, at, wanted)
@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocab
     features = remembered(on, drafter, ROWS, vocab=on.vocab)
     wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk=7)
     found = []
-    for way in (lambda: visited(wanted, on, drafter, features, MOMENT), lambda: naive(wanted, on, drafter, features)):
+    for way in (lambda: on_policy_loss(wanted, on, drafter, features, MOMENT), lambda: naive(wanted, on, drafter, features)):
         drafter.zero_grad()
         (loss := way()).backward()
         found.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
@@ -156,25 +156,27 @@ def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> Non
     on, drafter = drafting()
     wanted = Objective(on_policy=1.0, on_policy_share=0.4, on_policy_temperature=temperature)
     layouts = [[ROWS], [ALONE], [[row] for row in ROWS], [[row] for row in reversed(ALONE)]]
-    losses = [sum(visited(wanted, on, drafter, remembered(on, drafter, rows, on.vocab), MOMENT).item() for rows in cut) for cut in layouts]
+    losses = [
+        sum(on_policy_loss(wanted, on, drafter, remembered(on, drafter, rows, on.vocab), MOMENT).item() for rows in cut) for cut in layouts
+    ]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9) and losses[0] > 0
 
 
 def test_drafts_begin_by_chance_at_learned_positions_alone() -> None:
     on, drafter = drafting()
     features, found = remembered(on, drafter, ROWS, on.vocab), {}
-    assert features.learn_BT is not None and features.document_BT is not None
+    assert features.loss_mask_BT is not None and features.document_BT is not None
     for seed in range(3):
         for step in range(40):
-            at = starts(features, 3, 0.25, Moment(seed, step))
+            at = starts(features, 3, 0.25, StepKey(seed, step))
             found[seed, step] = tuple(zip(at.row_M.tolist(), at.place_M.tolist(), strict=True))
             assert at.counts_MK[:, 1:].any(1).all()
             for k in range(3):
                 ahead = (at.place_M + 2 + k).clamp(max=features.tokens_BT.shape[1] - 1)
-                assert (features.learn_BT[at.row_M, ahead] | ~at.counts_MK[:, k]).all()
+                assert (features.loss_mask_BT[at.row_M, ahead] | ~at.counts_MK[:, k]).all()
     possible = len(starts(features, 3, 1.0, MOMENT).row_M)
     drawn = sum(map(len, found.values())) / len(found)
-    assert len(set(found.values())) == len(found) and possible <= int(count_learned(features.learn_BT, features.document_BT)) + 7
+    assert len(set(found.values())) == len(found) and possible <= int(count_learned(features.loss_mask_BT, features.document_BT)) + 7
     assert drawn == pytest.approx(0.25 * possible, rel=0.1)
 
 
@@ -182,8 +184,12 @@ def test_the_expected_loss_does_not_depend_on_the_share() -> None:
     on, drafter = drafting()
     features = remembered(on, drafter, ROWS, on.vocab)
     with torch.no_grad():
-        all_of_them = [visited(Objective(on_policy=1.0, on_policy_share=1.0), on, drafter, features, Moment(0, step)) for step in range(8)]
-        some = [visited(Objective(on_policy=1.0, on_policy_share=0.3), on, drafter, features, Moment(1, step)) for step in range(60)]
+        all_of_them = [
+            on_policy_loss(Objective(on_policy=1.0, on_policy_share=1.0), on, drafter, features, StepKey(0, step)) for step in range(8)
+        ]
+        some = [
+            on_policy_loss(Objective(on_policy=1.0, on_policy_share=0.3), on, drafter, features, StepKey(1, step)) for step in range(60)
+        ]
     assert torch.stack(some).mean() == pytest.approx(torch.stack(all_of_them).mean().item(), rel=0.1)
 
 
@@ -192,7 +198,7 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
     features = remembered(on, drafter, ALONE, on.vocab)
     counts, q_V = torch.zeros(on.vocab), None
     for step in range(100):
-        at = starts(features, 3, 1.0, Moment(0, step))
+        at = starts(features, 3, 1.0, StepKey(0, step))
         with torch.no_grad():
             guesses_MN, hidden = walk(drafter, features, at, Objective(on_policy=1.0, on_policy_temperature=2.0))
         counts += torch.bincount(guesses_MN[:, 0], minlength=on.vocab)
@@ -203,6 +209,6 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
 def test_nothing_to_learn_is_no_loss() -> None:
     on, drafter = drafting()
     features = remembered(on, drafter, ROWS, on.vocab)
-    assert features.learn_BT is not None
-    silent = replace(features, learn_BT=torch.zeros_like(features.learn_BT))
-    assert visited(Objective(on_policy=1.0), on, drafter, silent, MOMENT) == 0
+    assert features.loss_mask_BT is not None
+    silent = replace(features, loss_mask_BT=torch.zeros_like(features.loss_mask_BT))
+    assert on_policy_loss(Objective(on_policy=1.0), on, drafter, silent, MOMENT) == 0

@@ -14,18 +14,18 @@ from forked import Forked
 from small_run import make_recipe, read_log
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import build_drafter, methods
-from headstart.heads.errors import UserError
-from headstart.training.cli import main
+from headstart.support.errors import UserError
 from headstart.training.data.packing import collate
+from headstart.training.features.on_policy import LiveWithCache, follows_guesses, require_on_policy
 from headstart.training.loop import train
-from headstart.training.objective.visited import Moment, visited
-from headstart.training.on_policy import Remembering, follows_guesses, require_on_policy
+from headstart.training.objective.on_policy import StepKey, on_policy_loss
 from headstart.training.recipe.recipe import Objective, load_recipe
 from headstart.training.setup import prepare
 
-MOMENT = Moment(seed=3, step=5)
+MOMENT = StepKey(seed=3, step=5)
 DRAFTER = {"kind": "eagle3", "depth": 3}
 WANTED = {"on_policy": 0.5, "on_policy_share": 0.3}
 
@@ -44,7 +44,9 @@ def losses(out: Path) -> list[list[float]]:
 def test_no_cut_of_a_step_shows(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
-    assert main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7", "train.checkpointing=true"]) == 0
+    assert (
+        main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7", "train.gradient_checkpointing=true"]) == 0
+    )
     for name, environment in (("two", {}), ("sharded", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})):
         said = tmp_path / f"{name}.txt"
         assert Forked(2, [recipe, f"save.dir={tmp_path}/{name}"], said, **environment).wait() == 0, said.read_text()[-3000:]
@@ -77,10 +79,10 @@ def test_it_learns_what_it_visits(tmp_path: Path) -> None:
         run = prepare(load_recipe(path, [f"save.dir={tmp_path}/{weight}"]))
         assert train(run) == 0
         run.log.close()
-        source, asked = Remembering(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
+        source, asked = LiveWithCache(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
         rows = [[i] for i in range(len(run.feed.samples))]
         with torch.no_grad():
-            far[weight] = visited(asked, run.backbone, run.drafter, source.read(collate(run.feed.samples, rows)), MOMENT).item()
+            far[weight] = on_policy_loss(asked, run.backbone, run.drafter, source.read(collate(run.feed.samples, rows)), MOMENT).item()
     assert far[2.0] < 0.98 * far[0.0]
 
 
@@ -120,8 +122,8 @@ def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: s
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ({"kind": "medusa"}, "objective.on_policy=0.5: what medusa drafts does not depend on its own guesses, so it learns nothing"),
-        ({"kind": "eagle3", "depth": 1}, "=0.5 needs a drafter that goes on from its guesses; eagle3 has drafter.depth=1: raise it"),
+        ({"kind": "medusa"}, "objective.on_policy=0.5: what medusa drafts does not depend on its own proposals, so it learns nothing"),
+        ({"kind": "eagle3", "depth": 1}, "=0.5 needs a drafter that goes on from its proposals; eagle3 has drafter.depth=1: raise it"),
     ],
 )
 def test_drafters_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str) -> None:

@@ -7,10 +7,10 @@ import torch
 from families import backbone
 
 from headstart.heads.base import Drafter, build_drafter, methods
-from headstart.training.checkpoint import pack, unpack_drafter, unpack_optimizer
-from headstart.training.optimizer import MuonAdamW, build_optimizer, orthogonal
 from headstart.training.recipe.recipe import Train
-from headstart.training.schedule import learning_rate
+from headstart.training.run.checkpoint import pack, unpack_drafter, unpack_optimizer
+from headstart.training.run.optimizer import MuonAdamW, build_optimizer, orthogonal
+from headstart.training.run.schedule import learning_rate
 
 MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
 
@@ -89,9 +89,9 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
 
 
 def test_wsd_stays_and_then_falls() -> None:
-    wanted = Train(lr=2.0, warmup=0.1, schedule="wsd", cooldown=0.3, min_lr=0.1)
+    wanted = Train(lr=2.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.3, min_lr_ratio=0.1)
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
     assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to fall, from there
     assert rates[850] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1 + 0.9 / 300)
     assert all(before > after for before, after in zip(rates[700:], rates[701:], strict=False))
-    assert learning_rate(1, 1, Train(schedule="wsd", warmup=0.0)) == Train().lr   # short runs have no room for a fall
+    assert learning_rate(1, 1, Train(schedule="wsd", warmup_ratio=0.0)) == Train().lr   # short runs have no room for a fall

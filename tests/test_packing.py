@@ -16,15 +16,15 @@ from families import DRAFTERS, FAMILIES, VOCAB, backbone, random_drafter
 from small_run import make_recipe, read_log
 from torch import Tensor
 
+from headstart.cli.train import main
 from headstart.heads.base import Drafter, Features
-from headstart.heads.errors import UserError
-from headstart.training.cli import main
+from headstart.support.errors import UserError
+from headstart.training.data.batch_sampler import BatchSampler, digest
 from headstart.training.data.data import Sample
-from headstart.training.data.feed import Feed, digest
 from headstart.training.data.packing import Batch, best_fit, collate, documents_apart, restarting
+from headstart.training.features.source import Live
 from headstart.training.objective.objective import count_learned, objective
 from headstart.training.recipe.recipe import Objective, Train
-from headstart.training.source import Live
 
 LENGTHS = (9, 4, 13, 6, 21, 5, 8)
 ROWS = [[0, 1, 2], [3, 4], [5, 6]]
@@ -53,7 +53,9 @@ def test_every_sample_stands_in_one_row_and_rows_are_full() -> None:
         shuffled = rng.sample(range(700), 700)
         assert len(best_fit(lengths, shuffled, window)) == len(rows)   # so every epoch has as many rows
     assert best_fit([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
-    with pytest.raises(UserError, match="a sample of 9 tokens does not fit a window of 8; raise data.max_length or set data.long=split"):
+    with pytest.raises(
+        UserError, match="a sample of 9 tokens does not fit a window of 8; raise data.max_length or set data.overlong=split"
+    ):
         best_fit([4, 9], [0, 1], 8)
 
 
@@ -62,7 +64,7 @@ def test_what_a_row_looks_like() -> None:
     samples = [Sample(*pair) for pair in zip(tokens, learn, strict=True)]
     batch = collate([*samples, samples[1]], [[0, 1], [2]])
     assert batch.tokens_BT.tolist() == [[7, 8, 9, 5, 6], [5, 6, 0, 0, 0]]
-    assert batch.learn_BT.tolist() == [[False, True, True, True, False], [True, False, False, False, False]]
+    assert batch.loss_mask_BT.tolist() == [[False, True, True, True, False], [True, False, False, False, False]]
     assert batch.document_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]]
     assert batch.members == ((0, 1), (2,)) and batch.packed and not collate(samples, [[0], [1]]).packed
     assert restarting(batch.document_BT).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
@@ -91,11 +93,11 @@ def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
 
 def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor]]:
     """Loss per learned token and its gradients."""
-    assert features.learn_BT is not None and features.document_BT is not None
+    assert features.loss_mask_BT is not None and features.document_BT is not None
     drafter.zero_grad()
     drafter.requires_grad_(True)
     sums = objective(Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16), drafter.backbone[0], drafter, features, drafter(features))
-    loss = sums.loss / count_learned(features.learn_BT, features.document_BT)
+    loss = sums.loss / count_learned(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
 
@@ -117,22 +119,22 @@ def test_the_mask_is_what_makes_it_so() -> None:
     """Without it, neighbours leak into each other: the test above can fail."""
     samples, on = make_samples(), backbone("llama")
     batch = collate(samples, ROWS)
-    leaky = Live(on, ()).read(Batch(batch.tokens_BT, batch.learn_BT, batch.document_BT, ((0,),) * len(ROWS)))
+    leaky = Live(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))
     assert not torch.allclose(leaky.hidden_BTD, Live(on, ()).read(batch).hidden_BTD, atol=1e-2)
 
 
 def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
     samples = make_samples(tuple(random.Random(1).choices(range(4, 30), k=60)))
-    feed = Feed(samples, Train(batch_size=3, epochs=1.0), seed=1, window=32)
+    feed = BatchSampler(samples, Train(batch_size=3, epochs=1.0), seed=1, window=32)
     epochs = [[feed._at(place) for place in range(epoch * feed.rows, (epoch + 1) * feed.rows)] for epoch in range(3)]
     for rows in epochs:
         assert sorted(index for row in rows for index in row) == list(range(60))
         assert max(sum(len(samples[i].tokens) for i in row) for row in rows) <= 32
     assert epochs[0] != epochs[1] and {frozenset(row) for row in epochs[0]} != {frozenset(row) for row in epochs[1]}
-    parts = [Feed(samples, feed.train, 1, process, 2, 32) for process in range(2)]
+    parts = [BatchSampler(samples, feed.train, 1, process, 2, 32) for process in range(2)]
     shared = [row for part in parts for rows in part.shares(2) for row in rows]
     assert sorted(shared) == sorted(feed.chosen(2)) and feed.digest == digest(samples) != digest(samples[1:])
-    assert digest(samples) != digest([replace(samples[0], learn=~samples[0].learn), *samples[1:]])
+    assert digest(samples) != digest([replace(samples[0], loss_mask=~samples[0].loss_mask), *samples[1:]])
 
 
 @pytest.mark.usefixtures("on_the_cpu")

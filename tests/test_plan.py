@@ -13,21 +13,21 @@ from small_run import make_recipe
 from test_hybrid import CONFIGS
 from torch.profiler import ProfilerActivity, profile
 
-from headstart.cli import main
-from headstart.heads.backbone import Backbone, load_backbone
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import methods
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data.data import Splits
 from headstart.training.data.packing import Batch
-from headstart.training.plan.live import Live as Counted
+from headstart.training.features.source import Live
+from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
+from headstart.training.plan.memory_counter import Live as Counted
 from headstart.training.plan.plan import disk, largest, read_data
-from headstart.training.plan.sketch import draw
-from headstart.training.pupil import build
 from headstart.training.recipe.recipe import Recipe, load_recipe
+from headstart.training.run.step import TrainStep
+from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
-from headstart.training.source import Live
-from headstart.training.step import TrainStep
 
 LASTING = ("torch itself", "backbone weights", "drafter weights", "optimiser state", "average")
 
@@ -51,7 +51,7 @@ def allocated(work: Any) -> int:
 
 
 def real_step(recipe: Recipe, size: Size) -> dict[str, int]:
-    """What a real step takes beside the lasting, by moment."""
+    """What a real step takes beside the lasting, by phase."""
     backbone = load_backbone(recipe.backbone.path, attention=recipe.backbone.attention)
     drafter = build(recipe, backbone)
     tokens_BT = torch.randint(0, backbone.vocab, (size.rows, size.length))
@@ -81,12 +81,12 @@ CASES: dict[str, tuple[list[str], Size]] = {
     "medusa": (["drafter.depth=3"], Size(4, 96)),
     "eagle3": (["drafter.kind=eagle3", "drafter.depth=3"], Size(4, 96)),
     "many rows": (["drafter.kind=eagle3", "drafter.depth=2"], Size(24, 20)),
-    "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab=50"], Size(2, 120)),
+    "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab_size=50"], Size(2, 120)),
     "packed": (["drafter.kind=eagle3", "data.packing=true"], Size(3, 120)),
     "bf16": (["drafter.kind=eagle3", "train.precision=bf16"], Size(4, 96)),
     "small chunks": (["objective.chunk=16", "objective.terms={ce: 0.1, tv: 0.9}"], Size(4, 100)),
     "expected": (["objective.depth_weights=expected"], Size(4, 100)),
-    "computed again": (["drafter.kind=eagle3", "train.checkpointing=true"], Size(4, 96)),
+    "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], Size(4, 96)),
     "eager": (["backbone.attention=eager"], Size(2, 120)),
 }
 
@@ -95,9 +95,9 @@ CASES: dict[str, tuple[list[str], Size]] = {
 def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
     overrides, size = CASES[name]
     recipe = load_recipe(small, overrides)
-    moments = Memory(recipe, draw(recipe, False), False, False).step(size).moments
+    phases = Memory(recipe, draw(recipe, False), False, False).step(size).phases
     measured = real_step(recipe, size)
-    planned = {moment: sum(count for part, count in parts.items() if part not in LASTING) for moment, parts in moments.items()}
+    planned = {phase: sum(count for part, count in parts.items() if part not in LASTING) for phase, parts in phases.items()}
     assert 0.7 <= measured["reading"] / planned["reading"] <= 1.5, (measured, planned)
     assert 0.7 <= measured["step"] / max(planned["reading"], planned["learning"]) <= 1.5, (measured, planned)
 
@@ -122,7 +122,7 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
     for accelerator in (False, True):
         recipe = load_recipe(small, [f"drafter={{kind: {kind}}}"])
         taken = Memory(recipe, draw(recipe, accelerator), accelerator, True).step(Size(2, 32))
-        assert taken.moments["learning"]["drafter activations"] > 0 and taken.moments["learning"]["objective"] > 0
+        assert taken.phases["learning"]["drafter activations"] > 0 and taken.phases["learning"]["objective"] > 0
 
 
 def test_several_heads_learn_one_after_another(small: Path) -> None:
@@ -130,8 +130,8 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
     both = load_recipe(small, ["drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}"])
     one, two, together = (Memory(recipe, draw(recipe, False), False, False).step(Size(4, 60)) for recipe in (*alone, both))
     for part in ("drafter weights", "optimiser state"):
-        assert together.moments["learning"][part] == one.moments["learning"][part] + two.moments["learning"][part]
-    activations = [taken.moments["learning"]["drafter activations"] for taken in (one, two, together)]
+        assert together.phases["learning"][part] == one.phases["learning"][part] + two.phases["learning"][part]
+    activations = [taken.phases["learning"]["drafter activations"] for taken in (one, two, together)]
     assert activations[2] == activations[0] > activations[1]
 
 
@@ -173,7 +173,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["tokens"]["trained_on"] == 2 * report["tokens"]["tokens"]
     assert report["fits"]["rows"] > 100 and report["fits"]["length"] == 128, "as long as the backbone's context"
     assert report["disk"]["states"] > 3 * report["disk"]["heads"] and report["time"] is None and "--no-calibration" in report["no_time"]
-    assert sum(report["memory"]["moments"]["learning"].values()) <= report["memory"]["most"] < 2e9
+    assert sum(report["memory"]["phases"]["learning"].values()) <= report["memory"]["most"] < 2e9
     assert not (small.parent / "out").exists(), "nothing is trained"
 
 
@@ -193,7 +193,7 @@ def test_gpus_share_the_batch(small: Path, tmp_path: Path, capsys: pytest.Captur
     report = planned(small, tmp_path, "--gpus", "2", "--memory", "8")
     assert report["micro_batch"]["rows"] == 2 and report["machine"]["processes"] == 2
     assert report["fits"]["batch_size"] == 2 * report["fits"]["rows"]
-    assert report["memory"]["moments"]["reading"]["gradients"] > 0, "those in the buckets"
+    assert report["memory"]["phases"]["reading"]["gradients"] > 0, "those in the buckets"
     if not torch.accelerator.is_available():
         assert "no accelerator to time it" in report["no_time"]
     assert "2 x " in capsys.readouterr().out
@@ -228,7 +228,7 @@ def test_what_is_written_to_disk(small: Path) -> None:
     plain = written()
     assert plain["states"] == 3 * (3 * plain["heads"]) > written("train.optimizer=muon")["states"]
     assert written("save.keep=4", "train.ema=0.9")["states"] == 5 * (4 * plain["heads"])
-    assert written("cache.dir=x", "cache.store=exact")["features"] > 2 * written("cache.dir=x")["features"] > 0
+    assert written("cache.dir=x", "cache.dtype=exact")["features"] > 2 * written("cache.dir=x")["features"] > 0
     assert written("cache.dir=x", "cache.mode=lru", "cache.disk_gb=1e-6")["features"] == 1000
     assert written("regenerate.out=x.jsonl")["answers"] > written("regenerate.out=x.jsonl", "regenerate.limit=4")["answers"] > 0
 
@@ -236,8 +236,8 @@ def test_what_is_written_to_disk(small: Path) -> None:
 def test_features_from_a_cache_need_no_reading(small: Path) -> None:
     for teacher in ("hidden", "topk"):
         recipe = load_recipe(small, ["drafter.kind=eagle3", "cache.dir=x", f"cache.teacher={teacher}"])
-        moments = Memory(recipe, draw(recipe, False), False, False).step(Size(2, 32)).moments
-        assert "backbone activations" not in moments["reading"] and moments["learning"]["features"] > 0
+        phases = Memory(recipe, draw(recipe, False), False, False).step(Size(2, 32)).phases
+        assert "backbone activations" not in phases["reading"] and phases["learning"]["features"] > 0
 
 
 MISTAKES = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
-from headstart.heads.errors import UserError
 from headstart.inference.bench.prompts import Prompter, read_prompts
+from headstart.support.errors import UserError
 
 
 def decoded(path, **arguments) -> list[str]:

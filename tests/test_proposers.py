@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from headstart.heads.errors import UserError
-from headstart.inference.proposers.base import Candidates, Proposer
-from headstart.inference.proposers.forest import LEAST, grow
-from headstart.inference.proposers.memory import MemoryProposer
-from headstart.inference.proposers.recycling import NEWEST, RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.sources.best_first import LEAST, grow
+from headstart.inference.sources.history import HistoryProposer
+from headstart.inference.sources.proposer import Candidates, Proposer
+from headstart.inference.sources.recycling import NEWEST, RecyclingProposer
+from headstart.inference.sources.suffix import SuffixProposer
+from headstart.support.errors import UserError
 
-KINDS = [SuffixProposer, RecyclingProposer, MemoryProposer]
+KINDS = [SuffixProposer, RecyclingProposer, HistoryProposer]
 Path = tuple[int, ...]
 
 
@@ -181,7 +181,7 @@ def test_the_table_is_the_model_s_and_outlives_texts() -> None:
 
 
 def test_memory_continues_as_earlier_texts_did() -> None:
-    proposer = MemoryProposer()
+    proposer = HistoryProposer()
     proposer.open(0, [1, 2, 3, 4])
     proposer.extend(0, [5, 6])
     proposer.open(1, [9, 2, 3])
@@ -192,7 +192,7 @@ def test_memory_continues_as_earlier_texts_did() -> None:
 
 
 def test_memory_begins_anew_when_it_is_full() -> None:
-    proposer = MemoryProposer(tokens=10)
+    proposer = HistoryProposer(tokens=10)
     texts = [[1, 2, 3, 4], [5, 6, 7, 8], [11, 12, 13, 14], list(range(20, 50))]
     for text in [*texts[:3], [0]]:
         proposer.open(0, text)
@@ -206,7 +206,7 @@ def test_memory_begins_anew_when_it_is_full() -> None:
     assert chain(proposer.propose(0, 9, 9)) == (46, 47, 48, 49)
 
 
-@pytest.mark.parametrize("make", [lambda: SuffixProposer(longest=0), lambda: MemoryProposer(tokens=-1)])
+@pytest.mark.parametrize("make", [lambda: SuffixProposer(longest=0), lambda: HistoryProposer(tokens=-1)])
 def test_sizes_are_counts(make: type[Proposer]) -> None:
     with pytest.raises(UserError, match="whole number of at least 1"):
         make()

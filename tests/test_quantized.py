@@ -8,11 +8,10 @@ import pytest
 import torch
 from families import DRAFTERS, left_padded, prompts, random_drafter, say, tiny
 
-from headstart.heads import quantization
-from headstart.heads.backbone import Backbone, load_backbone
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
+from headstart.heads.backbone.backbone import Backbone, load_backbone, quantization
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.speculation.tuned import key
+from headstart.support.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def quantized(folder: Path) -> Backbone:
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("capture", ["never", "always"])
 def test_the_text_is_the_quantized_models_own(quantized: Backbone, kind: str, capture: str) -> None:
-    rows, of = left_padded(prompts()), Heads(quantized, random_drafter(kind, quantized), capture=capture)   # type: ignore[arg-type]
+    rows, of = left_padded(prompts()), SpeculativeModel(quantized, random_drafter(kind, quantized), capture=capture)   # type: ignore[arg-type]
     for sample in (False, True):
         options = {"max_new_tokens": 20, "do_sample": sample, "seed": 3}
         assert torch.equal(say(of, rows, **options), say(of, rows, speculate=False, **options))

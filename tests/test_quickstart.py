@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer, resolve
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer, resolve
 from headstart.heads.base import build_drafter
-from headstart.inference.heads import Heads
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
-from headstart.inference.tree import TreeShape
-from headstart.training.optimizer import build_optimizer
 from headstart.training.recipe.recipe import Objective, Train
-from headstart.training.step import TrainStep
+from headstart.training.run.optimizer import build_optimizer
+from headstart.training.run.step import TrainStep
 
 FOLDER = Path(resolve("embedded"))
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -83,12 +83,12 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
     first = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
 
     def tau() -> float:
-        return measure_tau(Heads(backbone, drafter), prompts, max_new_tokens=48, tree=TreeShape(12, 4))["tau"]
+        return measure_tau(SpeculativeModel(backbone, drafter), prompts, max_new_tokens=48, tree=TreeShape(12, 4))["tau"]
 
     before = tau()
     for _ in range(40):
-        learn_BT, document_BT = torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT)
-        sums = step(replace(backbone.read(tokens_BT, taps=drafter.taps), learn_BT=learn_BT, document_BT=document_BT))
+        loss_mask_BT, document_BT = torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT)
+        sums = step(replace(backbone.read(tokens_BT, taps=drafter.taps), loss_mask_BT=loss_mask_BT, document_BT=document_BT))
         optimizer.zero_grad()
         (sums.loss / sums.count_K[0]).backward()
         optimizer.step()

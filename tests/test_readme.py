@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.cli import _parser
-from headstart.heads.backbone import load_backbone, resolve
+from headstart.cli.main import _parser
+from headstart.heads.backbone.backbone import load_backbone, resolve
 from headstart.heads.base import build_drafter
 from headstart.training.recipe.recipe import load_recipe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.recipe import recipe as module
 from headstart.training.recipe import sections
 from headstart.training.recipe.recipe import Data, Objective, RecipeError, Train, load_recipe, to_dict, to_yaml
@@ -119,7 +119,7 @@ def test_later_overrides_win(write):
         ("train.batch_size=0", "train.batch_size is at least 1; got 0"),
         ("train.micro_batch=3", "train.micro_batch divides train.batch_size=8; got 3"),
         ("train.precision=fp8", "train.precision is one of 'no', 'bf16', 'fp16'; got 'fp8'"),
-        ("train.warmup=3", "0 <= warmup < 1; got 3"),
+        ("train.warmup_ratio=3", "0 <= warmup < 1; got 3"),
         ("train.betas=[0.9]", "train.betas is a list of 2; got [0.9]"),
         ("train.betas=[0.9, x]", "train.betas[1] is a number; got 'x'"),
         ("save.resume=yes", "save.resume is true or false; got 'yes'"),
@@ -142,8 +142,8 @@ def test_later_overrides_win(write):
         ("objective.depth_weights=dpace", "objective.depth_weights is one of 'expected', 'geometric'; got 'dpace'"),
         ("train.ema=0", "train.ema is above 0 and below 1, or null; got 0"),
         ("train.ema=1", "train.ema is above 0 and below 1, or null; got 1"),
-        ("train={schedule: wsd, warmup: .1, cooldown: .95}", "train.cooldown is a fraction of the steps, above 0 and at most 0.9; got"),
-        ("train.cooldown=0", "train.cooldown is a fraction of the steps, above 0 and at most 1; got 0"),
+        ("train={schedule: wsd, warmup: .1, cooldown: .95}", "train.decay_ratio is a fraction of the steps, above 0 and at most 0.9; got"),
+        ("train.decay_ratio=0", "train.decay_ratio is a fraction of the steps, above 0 and at most 1; got 0"),
         ("eval.nodes=0", "eval.nodes is at least 1; got 0"),
         ("seed=-1", "seed is 0 or more; got -1"),
         ("seed", "'seed' is not an override; write key=value"),
@@ -203,7 +203,14 @@ def test_made_in_python_it_is_held_to_the_same_rules():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_written_out_it_reads_back_equal(write, path):
-    hostile = ["log.name='no'", "log.project='1e-3'", "save.dir='null'", "data.subset=\"a: b\\n# c\"", "train.lr=1e-7", "train.clip=.inf"]
+    hostile = [
+        "log.name='no'",
+        "log.project='1e-3'",
+        "save.dir='null'",
+        'data.subset="a: b\\n# c"',
+        "train.lr=1e-7",
+        "train.max_grad_norm=.inf",
+    ]
     for overrides in ([], hostile, ["train.steps=3", "train.epochs=null"]):
         recipe = load_recipe(path, overrides)
         assert load_recipe(write(to_yaml(recipe))) == recipe

@@ -12,10 +12,10 @@ from accelerate.state import AcceleratorState
 from forked import Forked
 from small_run import make_recipe, read_log
 
-from headstart.training.cli import main
+from headstart.cli.train import main
 
 WANTED = {"terms": {"ce": 0.1, "lk": 1.0}, "depth_weights": "expected", "chunk": 50}
-DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab": 40}
+DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 4, "batch_size": 5, "optimizer": "muon", "ema": 0.9}
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headstart
-from headstart.heads.backbone import Backbone
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,8 @@ def test_the_model_stays_usable(family: str, tmp_path: Path) -> None:
     model, fresh = tiny(family), tiny(family)
     rows = left_padded(prompts())
     before = fresh.generate(**rows, max_new_tokens=12, do_sample=False)
-    of = Heads(Backbone(model), None)
-    Heads(of.backbone, random_drafter("eagle3", of.backbone))  # twice on one model
+    of = SpeculativeModel(Backbone(model), None)
+    SpeculativeModel(of.backbone, random_drafter("eagle3", of.backbone))  # twice on one model
     say(of, rows, max_new_tokens=5)
     assert torch.equal(model.generate(**rows, max_new_tokens=12, do_sample=False), before)
     torch.manual_seed(0)
@@ -104,9 +104,9 @@ def test_the_model_stays_usable(family: str, tmp_path: Path) -> None:
 
 def test_a_copy_of_the_model_takes_heads_of_its_own() -> None:
     model = tiny("llama")
-    Heads(Backbone(model), None)
+    SpeculativeModel(Backbone(model), None)
     twin = copy.deepcopy(model)
     streamer = Noted()
-    of = Heads(Backbone(twin), None)
+    of = SpeculativeModel(Backbone(twin), None)
     say(of, {"input_ids": prompts()[0][None]}, max_new_tokens=5, streamer=streamer)
     assert len(streamer.got) == 6

@@ -14,8 +14,8 @@ from chat_templates import CHATML, GEMMA, make_tokenizer
 from families import build
 from transformers import GenerationConfig
 
-from headstart.cli import main
-from headstart.heads.backbone import load_backbone, load_tokenizer
+from headstart.cli.main import main
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import build_drafter
 from headstart.training.data.conversation import Chat
 from headstart.training.data.data import load_data
@@ -267,7 +267,7 @@ def test_heads_are_taught_by_the_new_file(ask: Any, talker: Path, tmp_path: Path
     data = load_recipe(tmp_path / "recipe.yaml", [f"data.train={tmp_path / 'new.jsonl'}", "data.eval_rows=0"]).data
     tokenizer = load_tokenizer(str(talker))
     samples = load_data(data, tokenizer, 4096, progress=False)
-    learned = "".join(tokenizer.decode(sample.tokens[sample.learn]) for sample in samples.train)
+    learned = "".join(tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in samples.train)
     assert samples.stats.rows == len(rows_of(tmp_path / "new.jsonl")) and "old" not in learned and learned.count("<|im_end|>") > 5
 
 

@@ -9,13 +9,13 @@ from talker import talker
 from webpage import Reader
 
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.charts import Axes, Series, above, histogram, lines, ticks
 from headstart.inference.bench.curve import cost_curve
-from headstart.inference.bench.pieces import Pieces, cut
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.report import page
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.report.charts import Axes, Series, above, histogram, lines, ticks
+from headstart.support.token_text import TokenTextStream, cut
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def report() -> dict:
     heads, prompter = talker()
     prompts = [Prompt(prompter.ask(text), task) for text, task in (("<script>two & two</script>", "a<b"), ("six", "qa"))]
     plan = Plan(8, (0.0, 1.0), tree=TreeShape(9, 3), batches=(1, 2))
-    two = Heads(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4))
+    two = SpeculativeModel(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4))
     found = compare([("out/<m>", heads), ("e", two)], prompts, plan, prompter)
     return found | {"costs": [{"head": "out/<m>", "points": cost_curve(heads, prompts[1].ids_T, 4)}], "backbone": "tiny & small"}
 
@@ -92,5 +92,5 @@ def test_pieces_make_up_the_text():
     assert found[0] == "<s>" and cut(tokenizer, []) == []
     half = cut(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
     assert half[0] == "" and "\ufffd" in half[1]   # what never came whole
-    pieces = Pieces(tokenizer, skip_special_tokens=True)
+    pieces = TokenTextStream(tokenizer, skip_special_tokens=True)
     assert "".join(map(pieces.add, tokens)) + pieces.end() == tokenizer.decode(tokens, skip_special_tokens=True)

@@ -12,7 +12,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log, run
 
-from headstart.training.cli import main
+from headstart.cli.train import main
 
 STEPS, DEATH = 40, 17
 MICRO_BATCHES = 3
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     recipe = make_recipe(
         folder,
-        drafter={"kind": "tests.dying", "depth": 2, "draft_vocab": 40},
+        drafter={"kind": "tests.dying", "depth": 2, "draft_vocab_size": 40},
         train={"steps": STEPS, "batch_size": 2 * MICRO_BATCHES, "micro_batch": 2},
         save={"every": 6, "keep": 3},
         log={"every": 4},

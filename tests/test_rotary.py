@@ -6,14 +6,14 @@ import pytest
 import torch
 from families import SIZES, build, left_padded, prompts, random_drafter, say
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.errors import UserError
-from headstart.inference.heads import Heads
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 TURN = 32
 
 
-def heads(kind: str) -> Heads:
+def heads(kind: str) -> SpeculativeModel:
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.4, 2.0, 3.0]}
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TURN, **factors}
@@ -22,7 +22,7 @@ def heads(kind: str) -> Heads:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         model = build("Llama", SIZES | {"max_position_embeddings": TURN, "rope_parameters": rope})
     on = Backbone(model)
-    return Heads(on, random_drafter("medusa", on), capture="always")
+    return SpeculativeModel(on, random_drafter("medusa", on), capture="always")
 
 
 @pytest.mark.parametrize("kind,lengths", [("longrope", (9, 14)), ("longrope", (33, 40)), ("dynamic", (9, 14))])

@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log
 from webpage import Reader
 
-from headstart.inference.bench.charts import around, ticks
-from headstart.training.cli import main
-from headstart.training.evaluate import marked
-from headstart.training.report import MOST, page, write_report
+from headstart.cli.train import main
+from headstart.support.report.charts import around, ticks
+from headstart.training.log.evaluate import marked
+from headstart.training.log.report import MOST, page, write_report
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
 STEPS = 12
@@ -108,7 +108,7 @@ def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
 
 
 def test_long_examples_end_with_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.training.evaluate.LONGEST", 7)
+    monkeypatch.setattr("headstart.training.log.evaluate.LONGEST", 7)
     assert main([str(make_recipe(tmp_path, train={"steps": 1}))]) == 0
     for example in read_log(tmp_path / "out")[-1]["examples"]:
         assert 1 + sum(example["runs"]) == len(example["pieces"]) <= 7

@@ -14,19 +14,19 @@ from forked import Forked
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 
-from headstart.heads.backbone import Backbone, load_backbone
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.heads.errors import UserError
-from headstart.training.cli import main
+from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import load_recipe, to_yaml
 
 HEADS: list[dict[str, Any]] = [
-    {"kind": "eagle3", "depth": 3, "draft_vocab": 40, "taps": [1, 2, 3]},
+    {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40, "taps": [1, 2, 3]},
     {
         "name": "wide", "kind": "medusa", "depth": 2,
         "objective": {"terms": {"ce": 0.5, "tv": 0.5}}, "train": {"lr": 1e-3, "optimizer": "muon", "ema": 0.5, "schedule": "linear"},
     },
-    {"name": "other-taps", "kind": "eagle3", "depth": 1, "taps": [0, 4, 5], "train": {"clip": 0.1}},
+    {"name": "other-taps", "kind": "eagle3", "depth": 1, "taps": [0, 4, 5], "train": {"max_grad_norm": 0.1}},
 ]  # fmt: skip
 FILES = {"eagle3": "model.safetensors", "wide": "medusa_lm_head.safetensors", "other-taps": "model.safetensors"}
 STEPS = 8
@@ -110,9 +110,9 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["full", "lru"])
 def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path, mode: str) -> None:
-    from headstart.training.cache.caching import write_cache
+    from headstart.training.features.caching import write_cache
 
-    given = [f"cache.dir={tmp_path}/cache", f"cache.mode={mode}", "cache.store=exact"]
+    given = [f"cache.dir={tmp_path}/cache", f"cache.mode={mode}", "cache.dtype=exact"]
     if mode == "full":
         write_cache(load_recipe(together / "recipe.yaml", given), estimate=False)
     assert main([str(together / "recipe.yaml"), *given, f"save.dir={tmp_path}/out"]) == 0
@@ -141,9 +141,13 @@ def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
 
 
 def test_an_override_finds_its_head(together: Path) -> None:
-    recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.clip=9"])
+    recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.max_grad_norm=9"])
     wide, other = recipe.apart()["wide"], recipe.apart()["other-taps"]
-    assert (wide.drafter, wide.train.lr, wide.train.clip) == ({"kind": "medusa", "depth": 5}, 0.5, 9) and other.train.clip == 0.1
+    assert (wide.drafter, wide.train.lr, wide.train.max_grad_norm) == (
+        {"kind": "medusa", "depth": 5},
+        0.5,
+        9,
+    ) and other.train.max_grad_norm == 0.1
     assert wide.objective.terms == {"ce": 0.5, "tv": 0.5} and wide.save.dir.endswith("out/wide")
     assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).apart()) == ["medusa"]
 

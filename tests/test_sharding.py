@@ -13,15 +13,15 @@ from small_run import make_recipe, read_log
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.backbone import load_backbone
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.cli import main
+from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
-from headstart.training.plan.sketch import draw
 from headstart.training.recipe.recipe import load_recipe
-from headstart.training.sharding import own_part, share_out
+from headstart.training.run.sharding import own_part, shard_layers
 
-DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab": 40}
+DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """What ``accelerate launch --use_fsdp --fsdp_version 2`` sets; its launcher itself would look for GPUs."""
@@ -87,7 +87,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     recipe = load_recipe(make_recipe(tmp_path), ["backbone.shard=true"])
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, which hears nothing of the others
     try:
-        model = share_out(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
+        model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
         own = {name: own_part(weight).numel() for name, weight in model.named_parameters()}
         wholes = {name: weight.numel() for name, weight in model.named_parameters()}
         with torch.no_grad():

@@ -10,16 +10,16 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.capture import Captured
-from headstart.inference.heads import Heads
-from headstart.inference.proposers.base import Candidates, Proposer
+from headstart.inference.capture.capture import Captured
+from headstart.inference.engine.tree import Pool, TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.expansion import DraftScoring
+from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.speculation.calibration import Calibration, Table
-from headstart.inference.speculation.costs import SIZES, Costs, CostsByLength, Recent
+from headstart.inference.speculation.cost_model import SIZES, Costs, CostsByLength, Recent
 from headstart.inference.speculation.draft import Draft
-from headstart.inference.speculation.growth import Ranking
+from headstart.inference.speculation.source_stats import LONGEST_REST, REST, TRIAL, SourceStats
 from headstart.inference.speculation.speculation import Speculation
-from headstart.inference.speculation.standing import LONGEST_REST, REST, TRIAL, Standing
-from headstart.inference.tree import Pool, TreeShape
 
 
 def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
@@ -125,15 +125,15 @@ def test_measured_contexts_stand_for_the_lengths_near_them() -> None:
 
 
 def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> None:
-    standing, rests = Standing(), []
+    source_stats, rests = SourceStats(), []
     for _ in range(6000):
-        if standing.active():
-            standing.note(credit=0.1, seconds=1e-3, rate=200.0)
-            if standing.loss(rate=200.0, step=5e-3) > 0:   # a tenth of a token is worth half a millisecond
-                standing.fail(step=5e-3, sources=1)
-                rests.append(standing.resting)
+        if source_stats.active():
+            source_stats.note(credit=0.1, seconds=1e-3, rate=200.0)
+            if source_stats.loss(rate=200.0, step=5e-3) > 0:   # a tenth of a token is worth half a millisecond
+                source_stats.fail(step=5e-3, sources=1)
+                rests.append(source_stats.resting)
     assert rests[:4] == [80, 2 * REST, 4 * REST, 8 * REST] and max(rests) == LONGEST_REST, "8 passes lost 0.8 steps, 1 % of 80"
-    good = Standing()
+    good = SourceStats()
     for _ in range(200):
         assert good.active()
         good.note(credit=1.0, seconds=1e-3, rate=200.0)
@@ -143,7 +143,7 @@ def test_a_source_that_costs_more_than_it_brings_rests_longer_each_time() -> Non
 
 def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
     """Heads of random weights take about a step's time for nothing: they are not tried eight times first."""
-    useless, passes = Standing(), 0
+    useless, passes = SourceStats(), 0
     while useless.loss(rate=200.0, step=5e-3) <= 0:
         useless.note(credit=0.0, seconds=6e-3, rate=200.0)
         passes += 1
@@ -212,10 +212,10 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dic
 
 def test_a_proposer_that_is_right_is_read_and_one_that_is_wrong_rests() -> None:
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(Heads(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     right, wrong = Parrot(truths, True), Parrot(truths, False)
     for proposers in ([right], [wrong], [right, wrong]):
-        of, passes = Heads(on, proposers=proposers), 0
+        of, passes = SpeculativeModel(on, proposers=proposers), 0
         right.asked = wrong.asked = 0
         for _ in range(2):
             out = say(of, rows, **OPTIONS)
@@ -230,13 +230,13 @@ def test_a_proposer_that_is_right_is_read_and_one_that_is_wrong_rests() -> None:
 def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())
     options = OPTIONS | {"do_sample": sample, "seed": 4, "max_new_tokens": 30}
-    truth = say(Heads(on), rows, **options).sequences
+    truth = say(SpeculativeModel(on), rows, **options).sequences
     texts = unpadded(truth, rows)
     drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
     parrots = [Parrot(texts, True), Parrot(texts, False)]
     for tree in (None, TreeShape(14, 4)):
         for given in (drafters, parrots, [*drafters, *parrots]):
-            out = say(Heads(on, proposers=given), rows, tree=tree, **options)
+            out = say(SpeculativeModel(on, proposers=given), rows, tree=tree, **options)
             assert torch.equal(out.sequences, truth)
     assert out.tau > 2
 
@@ -246,10 +246,10 @@ def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None
     """Each gets what it gets alone with its seed, whoever its neighbours are; texts end at different times."""
     on, rows = backbone("llama"), left_padded(prompts((9, 1, 14, 4, 7, 3)))
     options: dict[str, Any] = {"do_sample": True, "seed": [5, 77, -3, 11, 0, 2], "max_new_tokens": 24, "eos_token_id": [4, 5, 15, 20]}
-    together = say(Heads(on), rows, **options)
+    together = say(SpeculativeModel(on), rows, **options)
     assert len({text.count(0) for text in together.tolist()}) > 2, "texts of several lengths"
     drafter = random_drafter("eagle3", on)
-    for of in (Heads(on, drafter), Heads(on), Heads(on, Scripted(on, unpadded(together, rows), "nearly"))):
+    for of in (SpeculativeModel(on, drafter), SpeculativeModel(on), SpeculativeModel(on, Scripted(on, unpadded(together, rows), "nearly"))):
         out = say(of, rows, batch=batch, return_dict_in_generate=True, **options)
         assert torch.equal(out.sequences, together)
         assert [sum(run) for run in out.runs] == [sum(run) for run in say(of, rows, return_dict_in_generate=True, **options).runs]
@@ -291,7 +291,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
 
     def depths() -> int:
         draft, growth = Draft([Pool(3)], [9]), speculation.growths[0]
-        speculation.grow(draft, 0, growth.take_in(features, None, 40), Ranking(), None)
+        speculation.grow(draft, 0, growth.extend_state(features, None, 40), DraftScoring(), None)
         return draft.levels[0]
 
     found = [depths() for _ in range(400)]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headstart.inference.proposers.suffix import CONTEXTS, WIDEST, Automaton, following
-from headstart.inference.proposers.suffix import SuffixProposer as Suffix
+from headstart.inference.sources.suffix import CONTEXTS, WIDEST, Automaton, following
+from headstart.inference.sources.suffix import SuffixProposer as Suffix
 
 Text = list[int]
 

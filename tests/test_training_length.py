@@ -14,12 +14,12 @@ from families import backbone, random_drafter, read, texts
 from small_run import make_recipe, run
 from torch import Tensor
 
-from headstart.heads import causal
 from headstart.heads.base import Features
-from headstart.heads.causal import attend_past, divide, join
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.errors import UserError
-from headstart.heads.layers import rotate
+from headstart.heads.layers import causal_attention as causal
+from headstart.heads.layers.causal_attention import attend_past, divide, join
+from headstart.heads.layers.decoder_layer import rotate
+from headstart.support.errors import UserError
 
 DOCUMENTS: dict[str, list[list[int]] | None] = {
     "one": None,
@@ -172,7 +172,7 @@ def test_memory_is_linear_in_the_length() -> None:
 
 
 def test_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held for a moment too: no block has more scores than allowed, or than its least number of queries needs."""
+    """What is held for a step_key too: no block has more scores than allowed, or than its least number of queries needs."""
     sizes = []
     original = causal._scores
 
@@ -208,18 +208,18 @@ def test_checkpointing_keeps_less() -> None:
 def test_a_recipe_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2})
     for name, wanted in (("plain", "false"), ("again", "true")):
-        done = run(recipe, f"save.dir={tmp_path / name}", f"train.checkpointing={wanted}")
+        done = run(recipe, f"save.dir={tmp_path / name}", f"train.gradient_checkpointing={wanted}")
         assert done.returncode == 0, done.stderr
     plain, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "again"))
     assert plain == again
 
 
 def test_a_drafter_without_passes_refuses_in_a_line() -> None:
-    with pytest.raises(UserError, match="train.checkpointing is not for Medusa") as caught:
+    with pytest.raises(UserError, match="train.gradient_checkpointing is not for Medusa") as caught:
         random_drafter("medusa", backbone("llama")).recompute()
     assert "\n" not in str(caught.value)
 
 
 def test_such_a_recipe_is_refused(tmp_path: Path) -> None:
-    done = run(make_recipe(tmp_path), "train.checkpointing=true")
-    assert done.returncode == 2 and "train.checkpointing is not for Medusa" in done.stderr and not (tmp_path / "out").exists()
+    done = run(make_recipe(tmp_path), "train.gradient_checkpointing=true")
+    assert done.returncode == 2 and "train.gradient_checkpointing is not for Medusa" in done.stderr and not (tmp_path / "out").exists()

@@ -16,13 +16,13 @@ from families import VOCAB, backbone
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
-from headstart.inference.noise import gumbel
+from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.tree import SURE, CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.engine.verify import pick, walk
+from headstart.inference.sources.expansion import DraftScoring
 from headstart.inference.speculation.draft import Draft
-from headstart.inference.speculation.growth import Ranking
 from headstart.inference.speculation.speculation import Speculation
-from headstart.inference.tree import SURE, CandidateTree, Pool, TreeShape, root_only
-from headstart.inference.verify import pick, walk
+from headstart.support.errors import UserError
 
 Path = tuple[int, ...]
 
@@ -51,11 +51,11 @@ class Table(Drafter):
         return hidden
 
 
-def grown(drafter: Drafter, roots: list[int], shape: TreeShape, ranking: Ranking | None = None, room: int = 99) -> CandidateTree:
+def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
     """What the drafter alone drafts below these roots."""
     speculation = Speculation([drafter], [], "never")
     draft = Draft([Pool(root) for root in roots], [room] * len(roots), calibrated=False)
-    speculation.grow(draft, 0, [[] for _ in roots], ranking or Ranking(), shape)
+    speculation.grow(draft, 0, [[] for _ in roots], scoring or DraftScoring(), shape)
     return speculation.choose(draft, shape)[0]
 
 
@@ -93,8 +93,8 @@ def test_what_grows_is_what_best_first_search_keeps(nodes: int, noisy: bool, sma
     vocabulary = torch.arange(3, VOCAB, 4) if small else None
     drafter, roots = Table(4, vocabulary), [5, 9]
     noise = gumbel(torch.tensor([3, 4]), torch.arange(20, 25).expand(2, 5), VOCAB) if noisy else None
-    ranking = Ranking(torch.tensor([0.7]), noise) if noisy else None
-    tree = grown(drafter, roots, TreeShape(nodes, width=nodes), ranking)
+    scoring = DraftScoring(torch.tensor([0.7]), noise) if noisy else None
+    tree = grown(drafter, roots, TreeShape(nodes, width=nodes), scoring)
     for row in range(2):
         paths = paths_of(tree, row)
         assert len(set(paths)) == nodes
@@ -142,7 +142,7 @@ def test_a_token_below_a_parent_is_one_node_whoever_drafted_it() -> None:
     assert pool.add(2, 0, 3, -2.0, 0.1) == first and pool.chances[first] == 0.6
     below = pool.add(1, first, 3, -0.1, 0.9)
     assert pool.add(0, 0, 4, -0.1, 1.0) != below and pool.chances[-1] == SURE
-    assert pool.depths == [0, 1, 2, 1] and [(g.source, g.node) for g in pool.guesses] == [(0, 1), (1, 1), (2, 1), (1, 2), (0, 3)]
+    assert pool.depths == [0, 1, 2, 1] and [(g.source, g.node) for g in pool.proposals] == [(0, 1), (1, 1), (2, 1), (1, 2), (0, 3)]
 
 
 def test_reach_is_the_product_along_the_path_and_siblings_share() -> None:

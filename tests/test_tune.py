@@ -10,23 +10,23 @@ import torch
 from families import heads, prompts, say, tiny
 
 import headstart
-from headstart.heads.errors import UserError
 from headstart.inference.bench.tune import TunePlan, contexts_of, summary, tune
-from headstart.inference.heads import Heads
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.suffix import SuffixProposer
 from headstart.inference.speculation.tuned import FILE, GREEDY, SAMPLED, Tuned, key, place, read_tuned, write_tuned
+from headstart.support.errors import UserError
 
 PLAN = TunePlan(rows=(1, 2), contexts=(20, 40), nodes=(1, 4, 16), repeats=2, max_new_tokens=16)
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Heads, Tuned]:
+def measured() -> tuple[SpeculativeModel, Tuned]:
     of = heads("llama", "eagle3")
-    of = Heads(of.backbone, of.drafter, proposers=[SuffixProposer()])
+    of = SpeculativeModel(of.backbone, of.drafter, proposers=[SuffixProposer()])
     return of, tune(of, prompts((9, 5)), PLAN)
 
 
-def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[Heads, Tuned]) -> None:
+def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[SpeculativeModel, Tuned]) -> None:
     of, tuned = measured
     assert {context: set(curves) for context, curves in tuned.curves.items()} == {"20": {"1", "2"}, "40": {"1", "2"}}
     for curve in (curve for curves in tuned.curves.values() for curve in curves.values()):
@@ -38,7 +38,7 @@ def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[H
     assert "1 rows behind 20 tokens" in summary(tuned)
 
 
-def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[Heads, Tuned], tmp_path: Path) -> None:
+def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[SpeculativeModel, Tuned], tmp_path: Path) -> None:
     of, tuned = measured
     of.drafter.save_pretrained(tmp_path / "heads")
     model = tiny("llama")
@@ -49,7 +49,7 @@ def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[Heads, Tuned]
     assert loaded.tuned == tuned
     speculation = loaded.engine(True).speculation
     assert speculation is not None and set(speculation.by_length.at(9).curves) == {1, 2}
-    assert speculation.moods[True].calibration.tables
+    assert speculation.by_mode[True].calibration.tables
     rows = {"input_ids": prompts((9,))[0][None]}
     assert torch.equal(say(loaded, rows, max_new_tokens=20, do_sample=False), say(of, rows, max_new_tokens=20, do_sample=False))
 
@@ -62,13 +62,13 @@ def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[Heads, Tuned]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}', '{"format": 9, "entries": {}}', '{"format": 2, "entries": 3}'])
-def test_a_damaged_file_is_refused_by_name(measured: tuple[Heads, Tuned], tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_refused_by_name(measured: tuple[SpeculativeModel, Tuned], tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match=f"{FILE}.*headstart tune again"):
         read_tuned(tmp_path, measured[0].backbone)
 
 
-def test_an_entry_of_another_form_is_refused(measured: tuple[Heads, Tuned], tmp_path: Path) -> None:
+def test_an_entry_of_another_form_is_refused(measured: tuple[SpeculativeModel, Tuned], tmp_path: Path) -> None:
     of, tuned = measured
     write_tuned(tmp_path, of.backbone, Tuned({"20": {"1": "no curve"}}, tuned.calibration, {}))
     with pytest.raises(UserError, match="damaged.*headstart tune again"):
@@ -85,5 +85,5 @@ def test_heads_that_are_no_folder_keep_theirs_in_the_users_cache(monkeypatch: py
 def test_contexts_fit_the_backbone() -> None:
     on = heads("llama", "medusa").backbone   # 256 positions
     assert contexts_of(None, 56, on) == (200,) and contexts_of([7], 56, on) == (7,)
-    with pytest.raises(UserError, match="--contexts or --most"):
+    with pytest.raises(UserError, match="--contexts or --max-nodes"):
         tune(heads("llama", "medusa"), [], TunePlan(contexts=(250,), nodes=(1, 16)))

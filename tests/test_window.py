@@ -16,17 +16,17 @@ from families import VOCAB, backbone, left_padded, prompts, random_drafter, read
 from test_contract import chain, part, ragged
 from torch import Tensor
 
-from headstart.cli import main
+from headstart.cli.main import main
 from headstart.heads import eagle3
-from headstart.heads.backbone import load_backbone
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Features
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.errors import UserError
-from headstart.heads.kv import STEP, visible
-from headstart.heads.layers import PairLayer, turned_to
-from headstart.heads.store import Ring
-from headstart.inference.heads import Heads
-from headstart.inference.tree import TreeShape
+from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
+from headstart.heads.layers.draft_cache import Ring
+from headstart.heads.layers.ragged import STEP, visible
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 LIMITS = [(8, 4), (3, 1), (5, 0), (1, 2)]
@@ -142,7 +142,7 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("window,sink,capture", [(8, 4, "never"), (1, 2, "never"), (3, 1, "always")])
 def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample: bool) -> None:
     """One row and five of which four at a time: rows leave and join; fixed trees and chosen ones."""
-    of = Heads(backbone("llama"), made(), capture=capture)
+    of = SpeculativeModel(backbone("llama"), made(), capture=capture)
     of.limit(window=window, sink=sink)
     for rows, batch in ((left_padded(prompts((19,))), None), (left_padded(prompts((9, 1, 34, 4, 7))), 4)):
         options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sample, "seed": 3}
@@ -154,7 +154,7 @@ def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample:
 
 
 def test_beams_are_the_same() -> None:
-    of, rows = Heads(backbone("llama"), made()), left_padded(prompts((9, 4)))
+    of, rows = SpeculativeModel(backbone("llama"), made()), left_padded(prompts((9, 4)))
     expected = of.backbone.model.generate(**rows, num_beams=3, do_sample=False, max_new_tokens=12)
     for window in (None, 2, 6):
         of.limit(window=window, sink=1)
@@ -170,7 +170,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
         return step(drafter, state, tokens_BN, parents_BN, depth)
 
     monkeypatch.setattr(Eagle3, "step", noted)
-    of, rows = Heads(backbone("llama"), made(), capture="never"), left_padded(prompts((40, 9)))
+    of, rows = SpeculativeModel(backbone("llama"), made(), capture="never"), left_padded(prompts((40, 9)))
     options: dict[str, Any] = {"max_new_tokens": 210, "do_sample": False, "tree": TreeShape(6, 2, 3)}
     plain = say(of, rows, **options)
     grown, tail = dict(slots), max(slots)
@@ -192,7 +192,7 @@ def test_rotation_by_frequencies_is_the_tables() -> None:
     drafter = made()
     table, frequencies = drafter.rotary.table(300, torch.device("cpu")), drafter.rotary.frequencies(torch.device("cpu"))
     places = torch.tensor([[0, 1, 77], [299, 128, 3]])
-    for one, other in zip(turned_to(table, places), turned_to(frequencies, places), strict=True):
+    for one, other in zip(rotary_at(table, places), rotary_at(frequencies, places), strict=True):
         assert torch.equal(one, other)
 
 
@@ -205,7 +205,7 @@ def test_ring() -> None:
 
 
 def test_offloading_changes_nothing() -> None:
-    of, rows = Heads(backbone("llama"), made()), left_padded(prompts((9, 4)))
+    of, rows = SpeculativeModel(backbone("llama"), made()), left_padded(prompts((9, 4)))
     plain = say(of, rows, max_new_tokens=12, do_sample=False, speculate=False)
     for window in (None, 5):
         of.limit(window=window, offload=True)
@@ -227,10 +227,10 @@ def test_an_offloaded_store_drafts_on_a_copy() -> None:
 def test_what_cannot_be_limited_says_so() -> None:
     on = backbone("llama")
     for of, arguments, named in (
-        (Heads(on, random_drafter("medusa", on)), {"window": 5}, "Medusa keeps nothing"),
-        (Heads(on), {"window": 5}, "there are none"),
-        (Heads(on, made()), {"window": 0}, "limit.window .* at least 1"),
-        (Heads(on, made()), {"window": 5, "sink": -1}, "limit.sink .* at least 0"),
+        (SpeculativeModel(on, random_drafter("medusa", on)), {"window": 5}, "Medusa keeps nothing"),
+        (SpeculativeModel(on), {"window": 5}, "there are none"),
+        (SpeculativeModel(on, made()), {"window": 0}, "limit.window .* at least 1"),
+        (SpeculativeModel(on, made()), {"window": 5, "sink": -1}, "limit.sink .* at least 0"),
     ):
         with pytest.raises(UserError, match=named) as caught:
             of.limit(**arguments)

@@ -68,7 +68,7 @@ def _serve(arguments: list[str]) -> tuple[str, str, int]:
     kind, *rest = arguments
     argv = mock.patch.object(sys, "argv", rest if kind == "-m" else arguments)
     with redirect_stdout(out), redirect_stderr(err), argv, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'headstart.cli' found in sys.modules")
+        warnings.filterwarnings("ignore", "'headstart.cli.main' found in sys.modules")
         try:
             if kind == "-c":
                 exec(rest[0], {})

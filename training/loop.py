@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from headstart.heads.errors import UserError
-from headstart.training.checkpoint import write_state
+from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
-from headstart.training.evaluate import evaluate
-from headstart.training.log import Result
+from headstart.training.log.evaluate import evaluate
+from headstart.training.log.log import Result
 from headstart.training.objective.objective import Sums, count_learned
-from headstart.training.pupil import Pupil
 from headstart.training.recipe.recipe import to_dict
-from headstart.training.schedule import learning_rate
+from headstart.training.run.checkpoint import write_state
+from headstart.training.run.schedule import learning_rate
+from headstart.training.run.sharding import all_finite, is_sharded
+from headstart.training.run.signals import StopSignal
+from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run
-from headstart.training.sharding import all_finite, is_shared_out
-from headstart.training.signals import StopSignal
 
 SKIPPED_IN_A_ROW = 10
 """So many steps that are not finite, one after another, end a run that skips them: the weights themselves have gone wrong."""
@@ -39,7 +39,7 @@ class Outcome:
     stop: bool
     """Some process has been told to stop."""
     results: list[Result | None]
-    """Of each pupil; None where its step was skipped."""
+    """Of each trainer; None where its step was skipped."""
 
 
 def train(run: Run) -> int:
@@ -53,70 +53,71 @@ def train(run: Run) -> int:
             start = time.perf_counter()
             outcome = take_step(run, step, signal)
             run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
-            for pupil, result in zip(run.pupils, outcome.results, strict=True):
-                pupil.meter.add(result, outcome.tokens, seconds)
+            for trainer, result in zip(run.trainers, outcome.results, strict=True):
+                trainer.meter.add(result, outcome.tokens, seconds)
             _report(run)
             if outcome.stop or step == steps or _due(step, run.recipe.save.every):
                 save(run)
             if outcome.stop and step < steps:
                 run.log.say(f"stopped by a signal after step {step} of {steps}, all saved; the same command goes on from there")
                 return 128 + signal.number
-    run.log.say(f"done: the heads are in {', '.join(str(pupil.folder) for pupil in run.pupils)}{_skipped(run)}")
+    run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped(run)}")
     return 0
 
 
 def take_step(run: Run, step: int, signal: StopSignal) -> Outcome:
-    """One optimiser step of every pupil. Raises UserError, before any weight changes, for a loss or gradient that ends the run."""
+    """One optimiser step of every trainer. Raises UserError, before any weight changes, for a loss or gradient that ends the run."""
     accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
-    for pupil in run.pupils:
-        pupil.set_rate(step, run.feed.steps)
-    learned = accelerator.reduce(torch.stack([count_learned(batch.learn_BT, batch.document_BT) for batch in batches]).sum(), "sum")
+    for trainer in run.trainers:
+        trainer.set_rate(step, run.feed.steps)
+    learned = accelerator.reduce(torch.stack([count_learned(batch.loss_mask_BT, batch.document_BT) for batch in batches]).sum(), "sum")
     sums = _backward(run, step, batches, accelerator.num_processes / learned.clamp(min=1))
-    norms = [pupil.clip() for pupil in run.pupils]
+    norms = [trainer.clip() for trainer in run.trainers]
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
     own = [tokens[None], tokens.new_tensor([signal.received])]
     own += [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.overlap_K)]
     read, stopped, *told = accelerator.reduce(torch.cat([part.float() for part in own]), "sum").tolist()
     results = []
-    for pupil, norm in zip(run.pupils, norms, strict=True):
-        depth = pupil.drafter.depth
+    for trainer, norm in zip(run.trainers, norms, strict=True):
+        depth = trainer.drafter.depth
         loss, depths, told = told[0], told[1 : 1 + 3 * depth], told[1 + 3 * depth :]
         results.append(Result(loss / max(learned.item(), 1), norm, [depths[i * depth : (i + 1) * depth] for i in range(3)]))
-    taken = [_is_good(run, pupil, result, step) for pupil, result in zip(run.pupils, results, strict=True)]
-    for pupil, good in zip(run.pupils, taken, strict=True):
-        pupil.move(step) if good else pupil.skip()
+    taken = [_is_good(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
+    for trainer, good in zip(run.trainers, taken, strict=True):
+        trainer.move(step) if good else trainer.skip()
     return Outcome(int(read), stopped > 0, [result if good else None for result, good in zip(results, taken, strict=True)])
 
 
 def _backward(run: Run, step: int, batches: list[Batch], scale: torch.Tensor) -> list[Sums]:
-    """Gradients of all micro-batches; what the backbone says of each is read once for all pupils."""
+    """Gradients of all micro-batches; what the backbone says of each is read once for all trainers."""
     totals: list[Sums] = []
     for i, batch in enumerate(batches):
         features = run.source.read(batch)
         seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random numbers need no saving
-        found = [pupil.learn(features, scale, seed, last=i + 1 == len(batches)) for pupil in run.pupils]
+        found = [trainer.learn(features, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
         totals = [Sums(*(a + b for a, b in zip(*both, strict=True))) for both in zip(totals, found, strict=True)] if totals else found
     return totals
 
 
-def _is_good(run: Run, pupil: Pupil, result: Result, step: int) -> bool:
+def _is_good(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
     """Whether to take the step. Raises UserError if the run is not to go on."""
-    if pupil.is_finite(result):
+    if trainer.is_finite(result):
         return True
-    what = f"the loss{_of(pupil)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
-    if pupil.recipe.train.non_finite == "stop":
-        raise _diverged(run, pupil, what)
-    if pupil.in_a_row + 1 >= SKIPPED_IN_A_ROW:
-        raise _diverged(run, pupil, f"{what}, the last of {SKIPPED_IN_A_ROW} such steps in a row")
+    what = f"the loss{_of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
+    if trainer.recipe.train.non_finite == "stop":
+        raise _diverged(run, trainer, what)
+    if trainer.in_a_row + 1 >= SKIPPED_IN_A_ROW:
+        raise _diverged(run, trainer, f"{what}, the last of {SKIPPED_IN_A_ROW} such steps in a row")
     return False
 
 
-def _diverged(run: Run, pupil: Pupil, what: str) -> UserError:
-    train = pupil.recipe.train
+def _diverged(run: Run, trainer: DrafterTrainer, what: str) -> UserError:
+    train = trainer.recipe.train
     skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
     return UserError(
-        f"{what}; stopped, and {_kept(run)}. Try a lower train.lr (now {train.lr:g}), a longer train.warmup ({train.warmup:g}), "
-        f"a smaller train.clip ({train.clip:g}){'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
+        f"{what}; stopped, and {_kept(run)}. Try a lower train.lr (now {train.lr:g}), "
+        f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
+        f"{'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
     )
 
 
@@ -125,12 +126,12 @@ def _kept(run: Run) -> str:
     return f"the last good checkpoint, {saved[-1]}, is kept" if saved else "no checkpoint had been saved yet (save.every)"
 
 
-def _of(pupil: Pupil) -> str:
-    return f" of {pupil.name}" if pupil.name else ""
+def _of(trainer: DrafterTrainer) -> str:
+    return f" of {trainer.name}" if trainer.name else ""
 
 
 def _skipped(run: Run) -> str:
-    told = [f"{pupil.skipped}{_of(pupil)}" for pupil in run.pupils if pupil.skipped]
+    told = [f"{trainer.skipped}{_of(trainer)}" for trainer in run.trainers if trainer.skipped]
     return f"; steps skipped since their loss or gradient was not finite: {', '.join(told)}" if told else ""
 
 
@@ -138,17 +139,17 @@ def _report(run: Run) -> None:
     """The log's lines and the evaluation, where this step has them."""
     step, last = run.done, run.done == run.feed.steps
     run.log.advance()
-    for pupil in run.pupils:
+    for trainer in run.trainers:
         if last or _due(step, run.recipe.log.every):
-            rate = learning_rate(step, run.feed.steps, pupil.recipe.train)
-            run.log.line(step, {**pupil.meter.record(), "lr": rate, "tokens": run.tokens}, pupil.name)
-            pupil.meter = type(pupil.meter)()
+            rate = learning_rate(step, run.feed.steps, trainer.recipe.train)
+            run.log.line(step, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
+            trainer.meter = type(trainer.meter)()
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
-            with pupil.shown() as drafter:
-                if run.accelerator.is_main_process or is_shared_out(run.backbone):   # which runs in all processes or in none
+            with trainer.shown() as drafter:
+                if run.accelerator.is_main_process or is_sharded(run.backbone):   # which runs in all processes or in none
                     measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
-                    pupil.tau = measured["tau"]
-                    run.log.line(step, measured, pupil.name)
+                    trainer.tau = measured["tau"]
+                    run.log.line(step, measured, trainer.name)
             run.accelerator.wait_for_everyone()
     if run.prompts and _due(step, run.recipe.eval.every):   # at the end it is made when the log is closed
         run.log.report()
@@ -156,20 +157,20 @@ def _report(run: Run) -> None:
 
 def save(run: Run) -> None:
     """The heads as they are, loadable, into ``save.dir``; and the state to resume from below it."""
-    tensors = {name: tensor for pupil in run.pupils for name, tensor in pupil.pack().items()}
+    tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
     notes = {"recipe": to_dict(run.recipe), "data": run.feed.digest, "tokens": run.tokens}
-    notes["heads"] = {pupil.name: pupil.notes() for pupil in run.pupils}
-    for pupil in run.pupils:
-        if run.accelerator.is_main_process and not all_finite(tensors, f"{pupil.prefix}drafter/"):
-            raise _diverged(run, pupil, f"the weights{_of(pupil)} are no longer finite after step {run.done}")
+    notes["heads"] = {trainer.name: trainer.notes() for trainer in run.trainers}
+    for trainer in run.trainers:
+        if run.accelerator.is_main_process and not all_finite(tensors, f"{trainer.prefix}drafter/"):
+            raise _diverged(run, trainer, f"the weights{_of(trainer)} are no longer finite after step {run.done}")
     try:
-        for pupil in run.pupils:
-            with pupil.shown() as drafter:
+        for trainer in run.trainers:
+            with trainer.shown() as drafter:
                 if run.accelerator.is_main_process:
-                    origin = {**run.origin, "recipe": to_dict(pupil.recipe), "steps": run.done, "tokens": run.tokens, "tau": pupil.tau}
-                    for left in pupil.folder.glob(".saving-*"):   # by a run that was killed
+                    origin = {**run.origin, "recipe": to_dict(trainer.recipe), "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
+                    for left in trainer.folder.glob(".saving-*"):   # by a run that was killed
                         shutil.rmtree(left)
-                    drafter.save_pretrained(pupil.folder, extra=origin)
+                    drafter.save_pretrained(trainer.folder, extra=origin)
         if run.accelerator.is_main_process:
             write_state(run.folder, run.done, tensors, notes, run.recipe.save.keep)
     except (OSError, SafetensorError) as error:   # no room, no permission, a disk that went away

@@ -13,21 +13,21 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
-from headstart.training.cache.stored import open_source
-from headstart.training.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
+from headstart.support.errors import UserError
+from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
-from headstart.training.data.feed import Feed
-from headstart.training.log import Log
-from headstart.training.on_policy import remembering, require_on_policy
-from headstart.training.provenance import provenance
-from headstart.training.pupil import Pupil, build, enrol
+from headstart.training.features.on_policy import require_on_policy, with_cache
+from headstart.training.features.source import FeatureSource, require_packable
+from headstart.training.features.stored import open_source
+from headstart.training.log.log import Log
+from headstart.training.log.trackers import require_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.sharding import fsdp_plugin, is_shared_out, require_known, share_out
-from headstart.training.source import FeatureSource, require_packable
-from headstart.training.trackers import require_trackers
+from headstart.training.run.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
+from headstart.training.run.provenance import provenance
+from headstart.training.run.sharding import fsdp_plugin, is_sharded, require_known, shard_layers
+from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Run:
     recipe: Recipe
     accelerator: Accelerator
     backbone: Backbone
-    pupils: list[Pupil]
+    trainers: list[DrafterTrainer]
     """The heads that are trained, one or several."""
-    feed: Feed
+    feed: BatchSampler
     source: FeatureSource
     prompts: list[Tensor]
     tokenizer: PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Run:
     @property
     def drafter(self) -> Drafter:
         """The only head, or the first."""
-        return self.pupils[0].drafter
+        return self.trainers[0].drafter
 
     @property
     def folder(self) -> Path:
@@ -68,7 +68,7 @@ def prepare(recipe: Recipe) -> Run:
     where, several = recipe.backbone, accelerator.num_processes > 1
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device,
-        place=share_out if where.shard and several else None,
+        place=shard_layers if where.shard and several else None,
     )  # fmt: skip
     require_packable(recipe, backbone)
     recipes = recipe.apart()
@@ -77,16 +77,16 @@ def prepare(recipe: Recipe) -> Run:
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = _data(recipe, tokenizer, backbone, accelerator)
     window = recipe.data.max_length if recipe.data.packing else None
-    feed = Feed(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window, where.shard)
+    feed = BatchSampler(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window, where.shard)
     for drafter in drafters.values():
         if state is None and drafter.vocabulary is not None:
             drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
     source, kept = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
-    source = remembering(recipe, source)
-    pupils = [_pupil(name, one, drafters[name], source, state) for name, one in recipes.items()]
+    source = with_cache(recipe, source)
+    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipes.items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    run = Run(recipe, accelerator, backbone, pupils, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
+    run = Run(recipe, accelerator, backbone, trainers, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
     if state is not None:
         _restore(run, state)
     log.say(_summary(run, splits, kept))
@@ -130,12 +130,12 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone
     return splits
 
 
-def _pupil(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> Pupil:
+def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
     """With the weights of the state, if there is one. An `Accelerator` knows one model and has one gradient scaler: so one each."""
     if state is not None:
         prefix = f"{name}/" if name else ""
         unpack_drafter(drafter, {key.removeprefix(prefix): tensor for key, tensor in state.tensors.items() if key.startswith(prefix)})
-    return enrol(name, recipe, _accelerator(recipe), drafter, source.teacher)
+    return build_trainer(name, recipe, _accelerator(recipe), drafter, source.teacher)
 
 
 def _restore(run: Run, state: State) -> None:
@@ -145,8 +145,8 @@ def _restore(run: Run, state: State) -> None:
             f"than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose another save.dir"
         )
     run.done, run.tokens = state.step, state.notes["tokens"]
-    for pupil in run.pupils:
-        pupil.restore(state.tensors, state.notes["heads"][pupil.name])
+    for trainer in run.trainers:
+        trainer.restore(state.tensors, state.notes["heads"][trainer.name])
     run.log.say(f"resuming from {state.folder}")
 
 
@@ -158,8 +158,8 @@ def _summary(run: Run, splits: Splits, kept: str | None) -> str:
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
         f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen"
-        f"{', its layers shared out over the processes' if is_shared_out(backbone) else ''}",
-        *(f"drafter   {_described(pupil)}" for pupil in run.pupils),
+        f"{', its layers shared out over the processes' if is_sharded(backbone) else ''}",
+        *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
         *([] if kept is None else [f"features  {kept}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
@@ -170,10 +170,10 @@ def _summary(run: Run, splits: Splits, kept: str | None) -> str:
     ))  # fmt: skip
 
 
-def _described(pupil: Pupil) -> str:
-    drafter = pupil.drafter
+def _described(trainer: DrafterTrainer) -> str:
+    drafter = trainer.drafter
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     drafted = "" if drafter.vocabulary is None else f", draft vocabulary {len(drafter.vocabulary):,}"
-    kind = pupil.recipe.drafter["kind"]
-    named = f"{pupil.name} ({kind})" if pupil.name not in ("", kind) else kind
+    kind = trainer.recipe.drafter["kind"]
+    named = f"{trainer.name} ({kind})" if trainer.name not in ("", kind) else kind
     return f"{named}: depth {drafter.depth}, {trained:,} trainable parameters{drafted}"

@@ -17,28 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.errors import UserError
 from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import Drafting, Drafts, Path, Wanted
 from headstart.inference.beam.features import NodeFeatures
-from headstart.inference.beam.forest import Forest, ForestReader, Said
 from headstart.inference.beam.rules import BeamRules
 from headstart.inference.beam.search import Beam, Search
-from headstart.inference.cache import RaggedCache
-from headstart.inference.capture import When
+from headstart.inference.beam.trie import BeamTrie, TopK, TrieReader
+from headstart.inference.capture.capture import When
 from headstart.inference.decode import Clock, Pass
-from headstart.inference.processing import History
-from headstart.inference.reader import Reader
-from headstart.inference.request import Request, prompts_at_the_left
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.processing import History
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.request import Request, prompts_at_the_left
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.speculation.speculation import Speculation
-from headstart.inference.tree import TreeShape
+from headstart.support.errors import UserError
 
 
 class Beams:
     """What a backbone's beam searches have in common: recordings, and what was learned."""
 
     def __init__(self, reader: Reader, speculation: Speculation | None, capture: When) -> None:
-        self.forests, self.speculation = ForestReader(reader, capture), speculation
+        self.tries, self.speculation = TrieReader(reader, capture), speculation
         self.breadths: dict[int, tuple[Breadth, Breadth]] = {}
 
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting | None:
@@ -55,19 +55,19 @@ class Row:
     text: int
     prompt: list[int]
     search: Search
-    forest: Forest
+    trie: BeamTrie
     last: list[int]
     """Of each beam, the node of its last token but one, the last that all of them have read."""
 
-    def known(self) -> list[dict[tuple[int, ...], Said]]:
+    def known(self) -> list[dict[tuple[int, ...], TopK]]:
         """For each beam, what was said at its last token and behind it, by the tokens behind it."""
         beams = self.search.running
-        nodes = [self.forest.find(node, beam.tokens[-1]) for node, beam in zip(self.last, beams, strict=True)]
+        nodes = [self.trie.find(node, beam.tokens[-1]) for node, beam in zip(self.last, beams, strict=True)]
         paths: dict[int, tuple[int, ...]] = {}
-        found: list[dict[tuple[int, ...], Said]] = [{} for _ in beams]
-        for node, top in self.forest.below([node for node in nodes if node is not None]).items():
-            paths[node] = () if node == top else (*paths[self.forest.parents[node]], self.forest.tokens[node])
-            found[nodes.index(top)][paths[node]] = self.forest.said[node]
+        found: list[dict[tuple[int, ...], TopK]] = [{} for _ in beams]
+        for node, top in self.trie.below([node for node in nodes if node is not None]).items():
+            paths[node] = () if node == top else (*paths[self.trie.parents[node]], self.trie.tokens[node])
+            found[nodes.index(top)][paths[node]] = self.trie.said[node]
         return found
 
 
@@ -87,10 +87,10 @@ class BeamDecoder:
     """
 
     def __init__(self, beams: Beams, request: Request, rules: BeamRules, shape: TreeShape | None, batch: int) -> None:
-        self.forests, self.speculation = beams.forests, beams.speculation
+        self.tries, self.speculation = beams.tries, beams.speculation
         self.request, self.rules, self.batch = request, rules, batch
         self.drafting = beams.drafting(rules.beams, shape)
-        self.backbone, self.device = beams.forests.reader.backbone, request.ids_BT.device
+        self.backbone, self.device = beams.tries.reader.backbone, request.ids_BT.device
         if self.backbone.recurrent is not None:
             name = type(self.backbone.model).__name__
             raise UserError(f"beam search keeps several texts a row, which the recurrent layers of {name} can't; set num_beams=1")
@@ -115,12 +115,12 @@ class BeamDecoder:
         """Read prompts and make the first step of each."""
         lengths_B = self.lengths_B[texts]
         tokens_BT = self.tokens_BT[texts][:, : int(lengths_B.max())]
-        features, self.cache = self.forests.reader.prompts(tokens_BT, lengths_B)
+        features, self.cache = self.tries.reader.prompts(tokens_BT, lengths_B)
         last_BD = features.hidden_BTD[torch.arange(len(texts), device=self.device), lengths_B - 1]
         prompts = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)]
         beams = self.rules.beams
         new = zip(texts, prompts, strict=True)
-        self.rows = [Row(text, prompt, self.searches[text], Forest(len(prompt)), [-1] * beams) for text, prompt in new]
+        self.rows = [Row(text, prompt, self.searches[text], BeamTrie(len(prompt)), [-1] * beams) for text, prompt in new]
         histories = [History(self.request.ids_BT[text], self.request.pads_B[text]) for text in texts]
         said = self._said(self.backbone.readout(last_BD)[:, None], histories)
         for row, (first,) in zip(self.rows, said, strict=True):
@@ -133,15 +133,15 @@ class BeamDecoder:
 
     def _pass(self, clock: Clock) -> Pass:
         if self.speculation is not None:
-            self.speculation.begin(self.forests.read, self.cache.longest)
+            self.speculation.begin(self.tries.read, self.cache.longest)
         rows, drafts = self.rows, self._draft()
         drafted = clock.lap()
-        features, logits_BNV = self.forests.forests(self.cache, [row.forest for row in rows])
+        features, logits_BNV = self.tries.tries(self.cache, [row.trie for row in rows])
         said = self._said(logits_BNV, self._histories(logits_BNV.shape[1]))
         verified = clock.lap()
-        nodes = max(row.forest.new for row in rows)
+        nodes = max(row.trie.new for row in rows)
         if self.features is not None:
-            self.features.add(features, [row.forest.read for row in rows])
+            self.features.add(features, [row.trie.read for row in rows])
         runs = [self._walk(row, drafts[b], said[b]) for b, row in enumerate(rows)]
         self._advance(runs)
         host = clock.lap()
@@ -156,7 +156,7 @@ class BeamDecoder:
         if self.drafting is not None:
             drafts = self.drafting.draft([Wanted(row.search.running, row.prompt, self._room(row), row.known()) for row in self.rows])
         for row, drafted in zip(self.rows, drafts, strict=True):
-            add = row.forest.add
+            add = row.trie.add
             nodes: dict[Path, int] = {(i, ()): add(row.last[i], beam.tokens[-1]) for i, beam in enumerate(row.search.running)}
             row.last = list(nodes.values())
             for beam, path in drafted.chosen:
@@ -168,7 +168,7 @@ class BeamDecoder:
         limit = min(self.request.limit - self.request.pads_B[row.text], self.backbone.max_positions or 1 << 31)
         return max(limit - len(row.prompt) - len(row.search.running[0].tokens) - 1, 0)
 
-    def _said(self, logits_BNV: Tensor, histories: list[History]) -> list[list[Said]]:
+    def _said(self, logits_BNV: Tensor, histories: list[History]) -> list[list[TopK]]:
         """What follows each node: the likeliest of its processed log-probabilities on the host, and whatever else the call wants."""
         B, N, V = logits_BNV.shape
         logprobs_BNV = logits_BNV.float().log_softmax(-1)
@@ -178,8 +178,8 @@ class BeamDecoder:
         values, tokens = best.values.cpu().numpy(), best.indices.cpu().numpy()
         scores, logits = self.request.scores, self.request.logits
 
-        def one(b: int, n: int) -> Said:
-            return Said(values[b, n], tokens[b, n], scores_BNV[b, n] if scores else None, logits_BNV[b, n].float() if logits else None)
+        def one(b: int, n: int) -> TopK:
+            return TopK(values[b, n], tokens[b, n], scores_BNV[b, n] if scores else None, logits_BNV[b, n].float() if logits else None)
 
         return [[one(b, n) for n in range(N)] for b in range(B)]
 
@@ -189,34 +189,34 @@ class BeamDecoder:
             return []
         found: list[History] = []
         for row in self.rows if not self.request.processing.blind else self.rows[:1]:
-            ids_T, pads, forest = self.request.ids_BT[row.text], self.request.pads_B[row.text], row.forest
-            new = range(forest.read, len(forest.tokens))
-            texts = [forest.told + [forest.tokens[above] for above in forest.path(node)] for node in new]
+            ids_T, pads, trie = self.request.ids_BT[row.text], self.request.pads_B[row.text], row.trie
+            new = range(trie.read, len(trie.tokens))
+            texts = [trie.told + [trie.tokens[above] for above in trie.path(node)] for node in new]
             histories = [History(torch.cat([ids_T, ids_T.new_tensor(text)]), pads) for text in texts]
             found += histories + histories[:1] * (nodes - len(histories))
         return found
 
-    def _walk(self, row: Row, drafts: Drafts, said: list[Said]) -> Run:
+    def _walk(self, row: Row, drafts: Drafts, said: list[TopK]) -> Run:
         """Make steps as long as what they need was read."""
-        run, forest, search, nodes = Run(0, list(range(self.rules.beams))), row.forest, row.search, list(row.last)
-        said = said[: forest.new]
+        run, trie, search, nodes = Run(0, list(range(self.rules.beams))), row.trie, row.search, list(row.last)
+        said = said[: trie.new]
         if self.drafting is not None:
             likeliest, logprobs = np.stack([one.tokens_M for one in said]), np.stack([one.logprobs_M for one in said])
-            self.drafting.see(forest.tokens[forest.read :], likeliest, logprobs)
-        forest.said += said
+            self.drafting.see(trie.tokens[trie.read :], likeliest, logprobs)
+        trie.said += said
         while True:
-            self._step(row, [forest.said[node] for node in nodes])
+            self._step(row, [trie.said[node] for node in nodes])
             run.steps += 1
             continued = [beam.places[-1] for beam in search.running]
             run.origins, run.last = [run.origins[beam] for beam in continued], [nodes[beam] for beam in continued]
             paths = [(origin, tuple(beam.tokens[-run.steps :])) for origin, beam in zip(run.origins, search.running, strict=True)]
             drafts.learn(run.steps - 1, paths)
-            found = [forest.find(node, beam.tokens[-1]) for node, beam in zip(run.last, search.running, strict=True)]
+            found = [trie.find(node, beam.tokens[-1]) for node, beam in zip(run.last, search.running, strict=True)]
             nodes = [node for node in found if node is not None]
             if search.over or len(nodes) < len(found):
                 return run
 
-    def _step(self, row: Row, said: list[Said]) -> None:
+    def _step(self, row: Row, said: list[TopK]) -> None:
         """One step of a row, given what was said at each beam's last token."""
         for beam, one in enumerate(said, row.text * self.rules.beams):
             if one.scores_V is not None:
@@ -229,16 +229,16 @@ class BeamDecoder:
         """Keep what belongs to the new beams; rows that are over leave."""
         if self.drafting is not None and self.features is not None:
             K, rows = self.rules.beams, range(len(self.rows))
-            gone_by = [self.rows[b].forest.path(node)[-runs[b].steps :] for b in rows for node in runs[b].last]
+            gone_by = [self.rows[b].trie.path(node)[-runs[b].steps :] for b in rows for node in runs[b].last]
             origins = [b * K + origin for b in rows for origin in runs[b].origins]
             self.drafting.follow(origins, self.features.of([b for b in rows for _ in range(K)], gone_by))
-        shared = [row.forest.shared for row in self.rows]
+        shared = [row.trie.shared for row in self.rows]
         paths = []
         for row, run in zip(self.rows, runs, strict=True):
-            kept, row.last = row.forest.keep(run.last, [beam.tokens[-1] for beam in row.search.running])
+            kept, row.last = row.trie.keep(run.last, [beam.tokens[-1] for beam in row.search.running])
             paths.append(kept)
         if self.features is not None:
-            self.features.keep([path[len(path) - row.forest.read :] for path, row in zip(paths, self.rows, strict=True)])
+            self.features.keep([path[len(path) - row.trie.read :] for path, row in zip(paths, self.rows, strict=True)])
         self.cache.lengths_B = torch.tensor(shared, device=self.device)
         self.cache.keep(paths, [len(path) for path in paths])
         self._leave()
@@ -256,7 +256,7 @@ class BeamDecoder:
 
     def _time(self, rows: int, nodes: int, laps: tuple[float, float]) -> None:
         assert self.speculation is not None
-        if self.speculation.tells(self.forests.read):
+        if self.speculation.tells(self.tries.read):
             self.speculation.costs.add_pass(rows, nodes, laps[0])
             self.speculation.costs.add("beams' host", rows, laps[1])
 

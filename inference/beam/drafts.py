@@ -1,7 +1,7 @@
 """What is drafted for the beams of some rows, ranked by what beam search ranks by, and which of it a pass reads.
 
 The sources are those of greedy decoding: drafters keep a state for each beam, which follows it when beams part. Those that draft on the
-backbone's own cache sit out, since it has no row for each beam. Of the proposers those take part that watch what the backbone says
+backbone's own cache sit out, since it has no row for each beam. Of the proposers those take part that prepare_draft what the backbone says
 (they know breadth); one that continues a text as it went before knows one continuation. Where the backbone has read a beam's last
 token already, what it said stands in for drafts.
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Features, join_features
 from headstart.inference.beam.breadth import DEPTHS, Breadth, Plan
-from headstart.inference.beam.forest import Said, padded
 from headstart.inference.beam.search import Beam
-from headstart.inference.speculation.growth import Level, Ranking, root_level
+from headstart.inference.beam.trie import TopK, padded
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.sources.expansion import DraftScoring, Level, root_level
 from headstart.inference.speculation.speculation import OFFERS, WIDTH, Speculation
-from headstart.inference.tree import TreeShape
 
 EVERY = 8
 """Passes between two choices of what is read, where it is chosen by time."""
@@ -45,7 +45,7 @@ class Wanted:
     prompt: list[int]
     room: int
     """How deep drafts may lie."""
-    known: list[dict[tuple[int, ...], Said]]
+    known: list[dict[tuple[int, ...], TopK]]
     """For each beam, what was said at its last token and behind it, as far as that was read."""
 
     @property
@@ -80,7 +80,7 @@ class Drafting:
         self.speculation, self.breadths, self.shape = speculation, breadths, shape
         self.beams = breadths[0].beams
         self.width = shape.width if shape is not None else max(WIDTH, 2 * self.beams)
-        self.growths = [growth for growth in speculation.growths if type(growth.drafter).watch is Drafter.watch]
+        self.growths = [growth for growth in speculation.growths if type(growth.drafter).prepare_draft is Drafter.prepare_draft]
         self.watching = [one for one in speculation.proposers if one.watches]
         self.deepest = max([0, *(growth.drafter.depth for growth in self.growths), *([DEPTHS] if self.watching else [])])
         self.states: list[Any] = [None for _ in self.growths]
@@ -93,7 +93,7 @@ class Drafting:
 
     def start(self, features: Features) -> None:
         """Take in the prompts, one row each; the beams are put in by `follow`."""
-        self.states = [growth.take_in(features, None, 0) for growth in self.growths]
+        self.states = [growth.extend_state(features, None, 0) for growth in self.growths]
         self.origins, self.news = list(range(len(features.tokens_BT))), []
 
     def follow(self, origins: list[int], features: Features | None = None) -> None:
@@ -179,7 +179,7 @@ class Drafting:
             drafter = growth.drafter
             state = drafter.select(self.states[source], torch.tensor(self.origins, device=drafter.backbone[0].device))
             room = longest + (drafter.depth + 1) * (self.width + 1)
-            self.states[source] = drafter.reserve(state, room) if news is None else growth.take_in(news, state, room)
+            self.states[source] = drafter.reserve(state, room) if news is None else growth.extend_state(news, state, room)
         self.origins, self.news = list(range(len(self.origins))), []
 
     def _grow(self, source: int, rows: list[Wanted], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
@@ -188,7 +188,7 @@ class Drafting:
         level = root_level([beam.tokens[-1] for row in rows for beam in row.beams], drafter.backbone[0].device)
         paths: list[list[tuple[int, ...]]] = [[()] for _ in scores]
         for depth in range(min(deepest, drafter.depth)):
-            level, self.states[source] = growth.level(depth, self.states[source], level, self.width, Ranking())
+            level, self.states[source] = growth.level(depth, self.states[source], level, self.width, DraftScoring())
             if not depth:
                 level = _corrected(level, [known.get(()) for row in rows for known in row.known])
             drafted = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
@@ -222,7 +222,7 @@ class Drafting:
         return Drafts(ranks, chosen, self.breadths[not row.fresh])
 
 
-def _corrected(level: Level, said: list[Said | None]) -> Level:
+def _corrected(level: Level, said: list[TopK | None]) -> Level:
     """The first drafts of beams with what the backbone has said in their place, where it has."""
     known = [place for place, one in enumerate(said) if one is not None]
     if not known:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as known
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 
 @dataclass(frozen=True)

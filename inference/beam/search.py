@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headstart.heads.errors import UserError
 from headstart.inference.beam.rules import BeamRules
-from headstart.inference.request import Request
+from headstart.inference.engine.request import Request
+from headstart.support.errors import UserError
 
 OUT = np.float32(-1e9)
 """What is added to the score of a text that is out of the running."""

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 
 BUFFER = 256 << 20
 """Bytes; caches are smaller."""

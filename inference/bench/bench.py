@@ -20,16 +20,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstart import __version__
-from headstart.heads.backbone import Backbone
-from headstart.heads.errors import UserError
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.results import Sizes, baseline, result
 from headstart.inference.bench.samples import samples
-from headstart.inference.bench.systems import PLAIN, TRANSFORMERS, Measured, Ours, System, Theirs
-from headstart.inference.heads import Heads
+from headstart.inference.bench.systems import PLAIN, TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
-from headstart.inference.tree import TreeShape
+from headstart.support.errors import UserError
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WARM_UP, LONGEST_WARM_UP = 40, 240
@@ -60,11 +60,11 @@ class Plan:
 
 
 def compare(
-    heads: Sequence[tuple[str, Heads]],
+    heads: Sequence[tuple[str, SpeculativeModel]],
     prompts: Sequence[Prompt],
     plan: Plan,
     prompter: Prompter | None = None,
-    others: Sequence[Theirs] = (),
+    others: Sequence[TransformersSystem] = (),
 ) -> dict[str, Any]:
     """The report: a row for each system at each temperature and batch size, baselines and heads apart.
 
@@ -73,13 +73,17 @@ def compare(
     """
     backbone = heads[0][1].backbone
     asked = _fitting(prompts, plan, backbone)
-    plain, theirs = Ours(PLAIN, Heads(backbone)), Theirs(TRANSFORMERS, backbone)
-    ours = [Ours(name, one) for name, one in heads]
+    plain, theirs = HeadstartSystem(PLAIN, SpeculativeModel(backbone)), TransformersSystem(TRANSFORMERS, backbone)
+    ours = [HeadstartSystem(name, one) for name, one in heads]
     if plan.beside is not None:
-        ours += [Ours(f"{name}, fixed trees", Heads(backbone, one.drafter), plan.beside) for name, one in heads if one.drafter is not None]
+        ours += [
+            HeadstartSystem(f"{name}, fixed trees", SpeculativeModel(backbone, one.drafter), plan.beside)
+            for name, one in heads
+            if one.drafter is not None
+        ]
     report = _header(backbone, asked, plan) | {"skipped": len(prompts) - len(asked)}
     for temperature in plan.temperatures:
-        first: Measured | None = None
+        first: SystemResult | None = None
         for batch in plan.batches:
             baselines = [theirs, plain, *(others if batch == 1 else ())]
             race = Race(plain, [*baselines, *ours], asked, plan.settings(temperature), batch, plan.seed)
@@ -101,7 +105,7 @@ class Race:
     def __init__(
         self, leader: System, systems: Sequence[System], prompts: Sequence[Prompt], settings: Settings, batch: int, seed: int
     ) -> None:
-        self.measured = [Measured(system) for system in systems]
+        self.measured = [SystemResult(system) for system in systems]
         self.leader = next(one for one in self.measured if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
         self.left_out = 0
@@ -161,7 +165,7 @@ class Race:
             return
         groups = [group for _, group in self._groups(dict(enumerate(self.prompts)))][:TIMED]
         for one in self.measured:
-            if isinstance(one.system, Ours) and one.system.sources:
+            if isinstance(one.system, HeadstartSystem) and one.system.sources:
                 one.parts = one.system.time_parts(groups, self.settings, self.seed)
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headstart.inference.heads import Heads
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.tree import TreeShape
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS = 24
 REPEATS = 3
 
 
-def cost_curve(heads: Heads, prompt_T: Tensor, tokens: int = TOKENS) -> list[dict[str, float]]:
+def cost_curve(heads: SpeculativeModel, prompt_T: Tensor, tokens: int = TOKENS) -> list[dict[str, float]]:
     """Milliseconds a pass by nodes: reading (``verify_ms``) and all of it (``pass_ms``), the least of a few times."""
     best: dict[int, dict[str, float]] = {}
     for _ in range(REPEATS):

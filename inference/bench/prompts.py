@@ -18,8 +18,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.errors import UserError
-from headstart.inference.cli.lines import Row, read_jsonl, read_lines
+from headstart.support.errors import UserError
+from headstart.support.jsonl import Row, read_jsonl, read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from headstart.inference.bench.charts import Axes, Series, above, histogram, lines
-from headstart.inference.bench.markup import RUNS, document, heat, panels, passes, section, table_row, tabled
 from headstart.inference.bench.table import cells, name, rows_at, speeds, verdict
+from headstart.support.report.charts import Axes, Series, above, histogram, lines
+from headstart.support.report.markup import RUNS, document, heat, panels, passes, section, table_row, tabled
 
 Row = dict[str, Any]
 

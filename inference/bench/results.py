@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.inference.bench.systems import Measured, Ours, Theirs
+from headstart.inference.bench.systems import HeadstartSystem, SystemResult, TransformersSystem
 from headstart.inference.measure import Settings, Tally
 
 
@@ -19,9 +19,9 @@ class Sizes:
     memory_bytes_per_second: float
 
 
-def result(measured: Measured, plain: Measured, theirs: Measured, settings: Settings, sizes: Sizes) -> dict[str, Any]:
+def result(measured: SystemResult, plain: SystemResult, theirs: SystemResult, settings: Settings, sizes: Sizes) -> dict[str, Any]:
     """A row of heads."""
-    assert isinstance(measured.system, Ours)
+    assert isinstance(measured.system, HeadstartSystem)
     tree, total = measured.system.settings(settings).tree, measured.total
     deepest = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
     differing = measured.differing(plain)
@@ -43,7 +43,7 @@ def result(measured: Measured, plain: Measured, theirs: Measured, settings: Sett
     }
 
 
-def baseline(measured: Measured, plain: Measured, theirs: Measured, first: Measured | None, sizes: Sizes) -> dict[str, Any]:
+def baseline(measured: SystemResult, plain: SystemResult, theirs: SystemResult, first: SystemResult | None, sizes: Sizes) -> dict[str, Any]:
     """A row of plain decoding or of one of transformers' own ways. ``first``: plain decoding at the first batch size, if this is another.
 
     Identity is only told where it is to be expected: of plain decoding in batches with that at the first batch size, and of
@@ -52,7 +52,7 @@ def baseline(measured: Measured, plain: Measured, theirs: Measured, first: Measu
     compared = None
     if measured is plain and first is not None:
         compared = first
-    elif isinstance(measured.system, Theirs) and measured.system.drafts and sizes.temperature == 0:
+    elif isinstance(measured.system, TransformersSystem) and measured.system.drafts and sizes.temperature == 0:
         compared = theirs
     differing = None if compared is None else measured.differing(compared)
     return {
@@ -64,7 +64,7 @@ def baseline(measured: Measured, plain: Measured, theirs: Measured, first: Measu
     }
 
 
-def _common(measured: Measured, plain: Measured, theirs: Measured, sizes: Sizes) -> dict[str, Any]:
+def _common(measured: SystemResult, plain: SystemResult, theirs: SystemResult, sizes: Sizes) -> dict[str, Any]:
     total = measured.total
     rate = total.reads * sizes.weight_bytes / total.wall
     return {

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.inference.bench.pieces import cut
 from headstart.inference.bench.prompts import Prompt
-from headstart.inference.bench.systems import Measured
+from headstart.inference.bench.systems import SystemResult
+from headstart.support.token_text import cut
 
 SAMPLES = 6
 """At most so many a system, the first of each task."""
@@ -21,7 +21,7 @@ TOKENS = 300
 
 
 def samples(
-    ours: Sequence[Measured], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, temperature: float
+    ours: Sequence[SystemResult], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, temperature: float
 ) -> list[dict[str, Any]]:
     """For each of the heads and the first prompt of each task: the first answer in pieces, a token each, and the runs.
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone import Backbone, load_backbone
-from headstart.heads.errors import UserError
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.bench.bandwidth import now
-from headstart.inference.heads import Heads
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_texts
-from headstart.inference.tree import TreeShape
+from headstart.support.errors import UserError
 
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "prompt lookup"
 LOOKUP_TOKENS = 10
@@ -27,7 +27,7 @@ LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
-class Written:
+class Continuations:
     """What a batch of prompts was continued with."""
 
     texts: list[Tensor]
@@ -49,14 +49,14 @@ class System(ABC):
         return 0
 
     @abstractmethod
-    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Written:
+    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         """Continue prompts together. The time by the clock is the caller's to take."""
 
 
-class Ours(System):
+class HeadstartSystem(System):
     """Heads, or without a drafter plain decoding by the same rule. ``fixed``: trees of these shapes, greedy and sampled."""
 
-    def __init__(self, name: str, heads: Heads, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
+    def __init__(self, name: str, heads: SpeculativeModel, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
         super().__init__(name, heads.backbone)
         self.heads, self.fixed = heads, fixed
 
@@ -73,7 +73,7 @@ class Ours(System):
     def disturbed(self) -> int:
         return self.heads.disturbed
 
-    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Written:
+    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.runs is not None
         start = max(map(len, prompts))
@@ -81,7 +81,7 @@ class Ours(System):
         tally = Tally()
         tally.add(output)
         texts = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
-        return Written(texts, tally, output.runs)
+        return Continuations(texts, tally, output.runs)
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
         """Batches of prompts once more, waiting for the accelerator at every step; prompt ``i`` with seed ``seed + i``."""
@@ -91,14 +91,14 @@ class Ours(System):
         return every
 
 
-class Theirs(System):
+class TransformersSystem(System):
     """Transformers' own ``generate``, with arguments of its own; one that drafts decodes one text at a time."""
 
     def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None) -> None:
         super().__init__(name, backbone)
         self.arguments, self.drafts = arguments or {}, arguments is not None
 
-    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Written:
+    def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         assert len(prompts) == 1 or not self.drafts
         passes = 0
 
@@ -114,7 +114,7 @@ class Theirs(System):
         texts = [_ended(row, self.backbone.model) for row in output.sequences[:, max(map(len, prompts)) :].cpu()]
         tokens = sum(map(len, texts))
         row_passes = passes if len(prompts) == 1 else tokens   # one token a pass, but for those that draft
-        return Written(texts, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
+        return Continuations(texts, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
 
 
 def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> PreTrainedModel:
@@ -132,7 +132,7 @@ def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> Pr
 
 
 @dataclass
-class Measured:
+class SystemResult:
     """What one system came to at one setting."""
 
     system: System
@@ -164,7 +164,7 @@ class Measured:
             every.join(tally)
         return every
 
-    def differing(self, other: Measured) -> int:
+    def differing(self, other: SystemResult) -> int:
         """How many prompts the two answer differently."""
         assert self.texts.keys() == other.texts.keys()
         return sum(not _same(mine, other.texts[i]) for i, mine in self.texts.items())

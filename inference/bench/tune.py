@@ -17,16 +17,16 @@ import transformers
 from torch import Tensor
 
 from headstart import __version__
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Features
-from headstart.heads.errors import UserError
-from headstart.inference.cache import RaggedCache
-from headstart.inference.heads import Engine, Heads
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.tree import CandidateTree, TreeShape
+from headstart.inference.generate import Engine, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.speculation.growth import Growth, Ranking, root_level
+from headstart.inference.sources.expansion import DraftScoring, Growth, root_level
 from headstart.inference.speculation.speculation import WIDTH
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
-from headstart.inference.tree import CandidateTree, TreeShape
+from headstart.support.errors import UserError
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDE = TreeShape(nodes=40, width=8)
@@ -47,13 +47,15 @@ class TunePlan:
     temperatures: tuple[float, ...] = (0.0, 1.0)
 
 
-def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None] = lambda line: None) -> Tuned:
+def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None] = lambda line: None) -> Tuned:
     """All of it; ``say`` is told how far it is. Raises UserError if the context is longer than the backbone's."""
     longest = heads.backbone.max_positions
     for context in plan.contexts:
         if longest is not None and context + max(plan.nodes) > longest:
             most = max(plan.nodes)
-            raise UserError(f"context {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --most")
+            raise UserError(
+                f"context {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --max-nodes"
+            )
     engine = heads.engine(bool(heads.drafters or heads.proposers))
     curves: dict[str, Any] = {}
     others = []
@@ -71,8 +73,8 @@ def tune(heads: Heads, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[
         "by_context": others,
         "tau_of_wide_trees": _calibrate(heads, engine, prompts, plan, say),
     }
-    moods = engine.speculation.moods if engine.speculation is not None else {}
-    calibration = {SAMPLED if sampled else GREEDY: learned.calibration.to_json() for sampled, learned in moods.items()}
+    by_mode = engine.speculation.by_mode if engine.speculation is not None else {}
+    calibration = {SAMPLED if sampled else GREEDY: learned.calibration.to_json() for sampled, learned in by_mode.items()}
     return Tuned(curves, calibration, details)
 
 
@@ -96,7 +98,7 @@ def _growths(engine: Engine) -> list[Growth]:
     return engine.speculation.growths if engine.speculation is not None else []
 
 
-def _prompt(heads: Heads, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
+def _prompt(heads: SpeculativeModel, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
     """Any tokens: what a pass costs does not depend on them."""
     tokens_BT = torch.randint(heads.backbone.vocab, (rows, context), generator=torch.Generator().manual_seed(0)).to(heads.backbone.device)
     with torch.no_grad():
@@ -116,12 +118,12 @@ def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: i
     rows, device = features.tokens_BT.shape[0], features.tokens_BT.device
     room = features.tokens_BT.shape[1] + (growth.drafter.depth + 2) * (WIDTH + 1)
     with torch.no_grad():
-        state = growth.take_in(features, None, room)
+        state = growth.extend_state(features, None, room)
         index = torch.arange(3, device=device).expand(rows, 3)
         few = features.gather(index, index >= 0)
         cold = growth.begin.calls < WARM_UP
-        begin = _seconds(lambda: growth.take_in(few, state, room), repeats, cold)
-        state = growth.drafter.watch(growth.take_in(few, state, room), cache, (growth.drafter.depth + 2) * (WIDTH + 1))
+        begin = _seconds(lambda: growth.extend_state(few, state, room), repeats, cold)
+        state = growth.drafter.prepare_draft(growth.extend_state(few, state, room), cache, (growth.drafter.depth + 2) * (WIDTH + 1))
         level, depths = root_level([0] * rows, device), []
         for depth in range(growth.drafter.depth):
             before = (level, state)
@@ -131,7 +133,7 @@ def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: i
 
 
 def _level(growth: Growth, depth: int, level: Any, state: Any) -> tuple[Any, Any]:
-    return growth.level(depth, state, level, WIDTH, Ranking())
+    return growth.level(depth, state, level, WIDTH, DraftScoring())
 
 
 def _seconds(work: Callable[[], object], repeats: int, cold: bool) -> float:
@@ -147,7 +149,9 @@ def _seconds(work: Callable[[], object], repeats: int, cold: bool) -> float:
     return statistics.median(times)
 
 
-def _calibrate(heads: Heads, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]) -> dict[str, float]:
+def _calibrate(
+    heads: SpeculativeModel, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]
+) -> dict[str, float]:
     """Decode the prompts with wide trees, from which the engine learns; tau by temperature."""
     if engine.speculation is None:
         return {}

@@ -1,1 +1,1 @@
-"""What is drafted for a pass, and how much of it is worth reading: costs, calibration, standings."""
+"""How many candidates are worth verifying: calibration, cost model, choice of the tree."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headstart.inference.tree import Pool
+from headstart.inference.engine.tree import Pool
 
 SLOWEST = 4
 """The power mean by which the passes left of a batch are taken from those of its rows: 1 their mean, without end the slowest row's."""

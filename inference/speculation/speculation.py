@@ -20,14 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.capture import Captured, When
-from headstart.inference.proposers.base import Proposer
+from headstart.inference.capture.capture import Captured, When
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.sources.expansion import DraftScoring, Growth, Level, root_level
+from headstart.inference.sources.proposer import Proposer
 from headstart.inference.speculation.calibration import Calibration
-from headstart.inference.speculation.costs import SIZES, CostsByLength
+from headstart.inference.speculation.cost_model import SIZES, CostsByLength
 from headstart.inference.speculation.draft import Draft
-from headstart.inference.speculation.growth import Growth, Level, Ranking, root_level
-from headstart.inference.speculation.standing import NEW, Standing
-from headstart.inference.tree import CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.speculation.source_stats import NEW, SourceStats
 
 WIDTH = 8
 """Nodes of a depth that are followed, where no shape is given."""
@@ -44,7 +44,7 @@ class Learned:
     """What decoding has taught of the sources."""
 
     calibration: Calibration
-    standings: dict[int, Standing]
+    source_stats: dict[int, SourceStats]
     """By source."""
     expanding: list[list[float]]
     """Of each drafter, per depth, how often a draft of its was accepted there, when its parent was."""
@@ -61,16 +61,16 @@ class Speculation:
         self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
         self.by_length = CostsByLength()
         self.costs = self.by_length.at(0)
-        self.moods: dict[bool, Learned] = {}
+        self.by_mode: dict[bool, Learned] = {}
         """What has been learned of greedy (False) and of sampled texts."""
         self.attend(False)
 
     def attend(self, sampled: bool) -> None:
         """From now on texts are sampled, or greedy: what drafts are worth differs, so each has its own."""
-        if sampled not in self.moods:
-            standings = {i: Standing() for i in range(len(self.names))}
-            self.moods[sampled] = Learned(Calibration(), standings, [[0.7] * drafter.depth for drafter in self.drafters])
-        self.learned = self.moods[sampled]
+        if sampled not in self.by_mode:
+            source_stats = {i: SourceStats() for i in range(len(self.names))}
+            self.by_mode[sampled] = Learned(Calibration(), source_stats, [[0.7] * drafter.depth for drafter in self.drafters])
+        self.learned = self.by_mode[sampled]
 
     @property
     def disturbed(self) -> int:
@@ -80,11 +80,11 @@ class Speculation:
     def begin(self, read: Captured, context: int) -> None:
         """A pass begins, by ``read``, behind texts of so many tokens, the longest of the rows."""
         self.costs = self.by_length.at(context)
-        self.begun = (context, read.recorded, read.disturbed + self.disturbed)
+        self.prefill_at = (context, read.recorded, read.disturbed + self.disturbed)
 
     def tells(self, read: Captured) -> bool:
         """Whether the times of the pass say something of the next ones. Those of Python are forgotten once passes are recorded."""
-        context, recorded, disturbed = self.begun
+        context, recorded, disturbed = self.prefill_at
         if read.recorded > recorded == 0:
             self.by_length.forget()
             self.costs = self.by_length.at(context)
@@ -101,7 +101,7 @@ class Speculation:
             proposer.extend(row, tokens)
 
     def see(self, draft: Draft, tree: CandidateTree, logits_BNV: Tensor) -> None:
-        """Show the proposers that drafted and watch what the backbone says of the nodes it has read."""
+        """Show the proposers that drafted and prepare_draft what the backbone says of the nodes it has read."""
         watching = [source for source in draft.seconds if source >= len(self.drafters) and self._proposer(source).watches]
         if not watching:
             return
@@ -125,10 +125,10 @@ class Speculation:
     def sources(self, rows: int, shape: TreeShape | None) -> list[int]:
         """Those that draft in this pass. Until a plain step has been timed, none."""
         if shape is not None:
-            return list(self.learned.standings)
+            return list(self.learned.source_stats)
         if not self.costs.knows(rows):
             return []
-        return [source for source, standing in self.learned.standings.items() if standing.active()]
+        return [source for source, source_stats in self.learned.source_stats.items() if source_stats.active()]
 
     def propose(self, draft: Draft, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Let the proposers among the sources hang their nodes into the pools."""
@@ -154,7 +154,7 @@ class Speculation:
     def _chance(self, draft: Draft, source: int, depth: int, score: float) -> float:
         return self.learned.calibration.table(self.names[source], depth).chance(score) if draft.calibrated else math.exp(score)
 
-    def grow(self, draft: Draft, source: int, state: Any, ranking: Ranking, shape: TreeShape | None) -> Any:
+    def grow(self, draft: Draft, source: int, state: Any, scoring: DraftScoring, shape: TreeShape | None) -> Any:
         """Let a drafter draft depth by depth; its state after that."""
         growth, drafter = self.growths[source], self.drafters[source]
         depth = min(shape.depth or drafter.depth, drafter.depth) if shape is not None else drafter.depth
@@ -164,7 +164,7 @@ class Speculation:
             if shape is None and k and not self._deeper(draft, source, places, k):
                 break
             start, recorded, disturbed = time.perf_counter(), growth.levels[0].recorded, growth.disturbed
-            level, state = growth.level(k, state, level, width, ranking)
+            level, state = growth.level(k, state, level, width, scoring)
             places = self._hang(draft, source, level, places)
             draft.levels[source] = k + 1
             if growth.levels[0].recorded > recorded == 0:
@@ -248,10 +248,10 @@ class Speculation:
         self.learned.rate = tokens / seconds if not self.learned.rate else self.learned.rate + NEW * (tokens / seconds - self.learned.rate)
         if not draft.seconds:
             return
-        credit, share = dict.fromkeys(self.learned.standings, 0.0), dict.fromkeys(self.learned.standings, 0.0)
+        credit, share = dict.fromkeys(self.learned.source_stats, 0.0), dict.fromkeys(self.learned.source_stats, 0.0)
         for pool, nodes, path in zip(draft.pools, kept, paths, strict=True):
             owners: dict[int, set[int]] = {}
-            for guess in pool.guesses:
+            for guess in pool.proposals:
                 owners.setdefault(guess.node, set()).add(guess.source)
             for node in nodes[1:]:
                 for source in owners[node]:
@@ -262,7 +262,7 @@ class Speculation:
 
     def _score(self, pool: Pool, accepted: dict[int, int], levels: dict[int, int]) -> None:
         found = {source: [False] * count for source, count in levels.items()}
-        for guess in pool.guesses:
+        for guess in pool.proposals:
             parent = pool.parents[guess.node]
             if parent in accepted:
                 hit = pool.tokens[guess.node] == accepted[parent]
@@ -282,14 +282,14 @@ class Speculation:
         step = self.costs.of_pass(rows, 1)
         extra = self.costs.of_pass(rows, size) - step
         for source, seconds in draft.seconds.items():
-            self.learned.standings[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0), rate)
-        losses = {source: self.learned.standings[source].loss(rate, step) for source in draft.seconds}
+            self.learned.source_stats[source].note(credit[source], seconds + (extra * share[source] / total if total else 0.0), rate)
+        losses = {source: self.learned.source_stats[source].loss(rate, step) for source in draft.seconds}
         worst = max(losses, key=lambda source: losses[source], default=None)
         if worst is not None and losses[worst] > 0:
-            self.learned.standings[worst].fail(step, len(losses))
+            self.learned.source_stats[worst].fail(step, len(losses))
         for source, loss in losses.items():
             if loss < 0:
-                self.learned.standings[source].prove()
+                self.learned.source_stats[source].prove()
 
 
 def _owed(source: int, owners: list[set[int]]) -> int:

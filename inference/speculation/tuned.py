@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone import Backbone
-from headstart.heads.errors import UserError
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.speculation.calibration import Calibration
-from headstart.inference.speculation.costs import CostsByLength
+from headstart.inference.speculation.cost_model import CostsByLength
+from headstart.support.errors import UserError
 
 FILE = "tuned.json"
 FORMAT = 2

@@ -121,7 +121,7 @@ remember() { printf '%s\n' "$notes" > "$out/done/.$name" && mv "$out/done/.$name
 
 leave_after() { if [[ $last == "$1" ]]; then echo "stopped after $1, as told; without --until the same command goes on"; exit 0; fi; }
 
-headstart() { "$python" -m headstart.cli "$@"; }
+headstart() { "$python" -m headstart.cli.main "$@"; }
 
 train() {
   if ((processes == 1)); then   # what is wrong is then said in one line; `accelerate launch` would add a report of its own
@@ -182,6 +182,6 @@ step tune "$out/heads/tuned.json" "" \
 leave_after tune
 
 step bench "$out/report.json" "$new_tokens" \
-  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --beside-fixed --temperature 0 1 \
+  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --also-fixed-tree --temperature 0 1 \
   --max-new-tokens "$new_tokens" ${shown[@]+"${shown[@]}"} --html "$out/report.html" --json "$out/report.json"
 echo "all done: $out/report.html says how fast the heads are; headstart chat --heads $out/heads talks with them"

@@ -160,7 +160,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/backbone"))
     parser.add_argument("--minutes", type=float, default=75, help="wall-clock budget; the schedule follows it")
-    parser.add_argument("--batch", type=int, default=12, help="sequences of 512 tokens a step")
+    parser.add_argument("--batch-size", type=int, default=12, help="sequences of 512 tokens a step")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast (fast where the CPU has AVX512-BF16)")

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -119,7 +119,7 @@ class Chat:
         if span is None:
             raise UserError(
                 f"{where}, turn {i}: the chat template does not write the conversation with this answer as the prompt for it and then"
-                " more, so which tokens are the answer is unclear; set data.chat_template to one that does, or data.learn=all"
+                " more, so which tokens are the answer is unclear; set data.chat_template to one that does, or data.loss_on=all"
             )
         return Rendered(text, (span,))
 
@@ -151,7 +151,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tens
     if not tokenizer.is_fast:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this backbone'} is a slow one, which cannot say which characters a token"
-            " stands for; take a backbone with a tokenizer.json, or set data.learn=all"
+            " stands for; take a backbone with a tokenizer.json, or set data.loss_on=all"
         )
     # The template has already written the special tokens: adding them again would double the first.
     encoding = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

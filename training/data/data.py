@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data.conversation import Chat, TemplateRefusal, as_messages, encode
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.recipe.recipe import Data, Eval
@@ -28,7 +28,7 @@ SHORTEST = 4
 class Sample:
     tokens: Tensor
     """int64 [T]."""
-    learn: Tensor
+    loss_mask: Tensor
     """bool [T]: which of them are to be drafted."""
 
 
@@ -52,11 +52,11 @@ class Stats:
     cut_off: int = 0
     """Tokens that truncating lost."""
     cut: int = 0
-    """Samples cut into pieces under ``data.long=split``."""
+    """Samples cut into pieces under ``data.overlong=split``."""
     pieces: int = 0
     """How many pieces."""
     too_long: int = 0
-    """Samples skipped under ``data.long=skip``."""
+    """Samples skipped under ``data.overlong=skip``."""
     nothing: int = 0
     """Samples dropped for having too few tokens, or none to learn."""
     roles: Counter[str] = field(default_factory=Counter)
@@ -94,7 +94,7 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
     elif data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.train)
     train, stats = tokenise(rows, tokenizer, data, source=data.train, progress=progress)
-    asked = replace(data, long="truncate") if data.splits_long else data   # a piece from the middle is nothing anyone asks
+    asked = replace(data, overlong="truncate") if data.splits_long else data   # a piece from the middle is nothing anyone asks
     return Splits(train, tokenise(held, tokenizer, asked, source=source, progress=False)[0] if held else [], stats)
 
 
@@ -134,7 +134,7 @@ def tokenise(
     if not samples:
         raise _nothing_left(stats, source)
     stats.samples, stats.tokens = len(samples), sum(len(sample.tokens) for sample in samples)
-    stats.learned = sum(int(sample.learn.sum()) for sample in samples)
+    stats.learned = sum(int(sample.loss_mask.sum()) for sample in samples)
     return samples, stats
 
 
@@ -159,7 +159,7 @@ def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reade
 
     def read(row: Row, column: str, where: str, stats: Stats) -> list[Sample]:
         messages, tools = as_messages(row[column], where, data.format), row.get("tools")
-        if data.learn == "all":
+        if data.loss_on == "all":
             ids = tokenizer(chat.render(messages, tools), add_special_tokens=False, verbose=False)["input_ids"]
             return [_whole(ids)]
         rendered = chat.answers(messages, where, tools)
@@ -183,16 +183,16 @@ def _whole(ids: list[int]) -> Sample:
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     """The sample as it goes into training: as it is, cut, in pieces, or not at all."""
     length, most = len(sample.tokens), data.max_length
-    if length > most and data.long == "error":
-        raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.long=truncate")
-    if length > most and data.long == "skip":
+    if length > most and data.overlong == "error":
+        raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.overlong=truncate")
+    if length > most and data.overlong == "skip":
         stats.too_long += 1
         return []
     count = -(-length // most) if data.splits_long else 1
-    # Pieces of one size, not whole windows and a rest: none is too short to learn from.
-    pieces = list(zip(sample.tokens.tensor_split(count), sample.learn.tensor_split(count), strict=True)) if length else []
+    # TokenTextStream of one size, not whole windows and a rest: none is too short to learn from.
+    pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
     kept = [Sample(tokens[:most].clone(), learn[:most].clone()) for tokens, learn in pieces]
-    kept = [piece for piece in kept if len(piece.tokens) >= SHORTEST and piece.learn.any()]
+    kept = [piece for piece in kept if len(piece.tokens) >= SHORTEST and piece.loss_mask.any()]
     stats.nothing += count - len(kept)
     if length > most and kept and count == 1:
         stats.truncated, stats.cut_off = stats.truncated + 1, stats.cut_off + length - most
@@ -206,7 +206,7 @@ def _nothing_left(stats: Stats, source: str) -> UserError:
         roles = ", ".join(stats.roles) or "none"
         return UserError(
             f"no assistant turn to learn in any of the {stats.rows} rows of {source} (roles found: {roles});"
-            " data.learn=all learns every token"
+            " data.loss_on=all learns every token"
         )
     return UserError(f"nothing to learn in {source}: {stats}")
 
@@ -215,7 +215,7 @@ def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) ->
     """The ``size`` tokens of the backbone's vocabulary that are learned most often, ascending; equals by lower id."""
     if not 1 <= size <= vocab:
         raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
-    counts = torch.bincount(torch.cat([sample.tokens[sample.learn] for sample in samples]), minlength=vocab)
+    counts = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
     if len(counts) > vocab:
         raise UserError(f"the tokenizer gives token {len(counts) - 1}, but the backbone's vocabulary has {vocab}; use the backbone's own")
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
@@ -237,8 +237,8 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Ten
 
 
 def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
-    if sample.learn.all():
+    if sample.loss_mask.all():
         return sample.tokens[: prompt_tokens if len(sample.tokens) > prompt_tokens else len(sample.tokens) // 2]
-    learned = sample.learn.nonzero().flatten().tolist()
-    start = next(i for i in range(learned[-1], -1, -1) if i == 0 or not sample.learn[i - 1])
+    learned = sample.loss_mask.nonzero().flatten().tolist()
+    start = next(i for i in range(learned[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
     return sample.tokens[:start]

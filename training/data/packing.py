@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 
 
@@ -23,7 +23,7 @@ class Batch:
     """Padded on the right, where the token is 0 and the document -1."""
 
     tokens_BT: Tensor
-    learn_BT: Tensor
+    loss_mask_BT: Tensor
     document_BT: Tensor
     """0, 1, ... along a row."""
     members: tuple[tuple[int, ...], ...]
@@ -35,13 +35,13 @@ class Batch:
         return any(len(row) > 1 for row in self.members)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.tokens_BT.to(device), self.learn_BT.to(device), self.document_BT.to(device), self.members)
+        return Batch(self.tokens_BT.to(device), self.loss_mask_BT.to(device), self.document_BT.to(device), self.members)
 
 
 def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
     """Those samples (indices, per row) as one batch."""
     tokens = [torch.cat([samples[i].tokens for i in row]) for row in rows]
-    learn = [torch.cat([samples[i].learn for i in row]) for row in rows]
+    learn = [torch.cat([samples[i].loss_mask for i in row]) for row in rows]
     document = [torch.cat([torch.full_like(samples[i].tokens, place) for place, i in enumerate(row)]) for row in rows]
     return Batch(
         pad_sequence(tokens, batch_first=True),
@@ -69,7 +69,9 @@ def best_fit(lengths: Sequence[int], order: Sequence[int], window: int) -> list[
     for index in sorted(order, key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > window:
-            raise UserError(f"a sample of {length} tokens does not fit a window of {window}; raise data.max_length or set data.long=split")
+            raise UserError(
+                f"a sample of {length} tokens does not fit a window of {window}; raise data.max_length or set data.overlong=split"
+            )
         fitting = open_rooms >> length
         left = length + (fitting & -fitting).bit_length() - 1 if fitting else window
         row = room[left].pop() if fitting else len(rows)

@@ -6,8 +6,8 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from headstart.heads.errors import UserError
-from headstart.inference.cli.lines import Row, read_jsonl
+from headstart.support.errors import UserError
+from headstart.support.jsonl import Row, read_jsonl
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SHIPPED = "quickstart:"

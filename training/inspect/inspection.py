@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone import Backbone, load_tokenizer
-from headstart.heads.checkpoint import CARD, template_hash
-from headstart.heads.errors import UserError
-from headstart.inference.bench.pieces import cut
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.checkpoint import METADATA, template_hash
+from headstart.support.errors import UserError
+from headstart.support.token_text import cut
+from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample, Splits, load_data, require_vocabulary
-from headstart.training.data.feed import Feed
-from headstart.training.inspect.contents import describe
-from headstart.training.plan.sketch import Sketch, draw
+from headstart.training.features.source import require_packable
+from headstart.training.inspect.checkpoint import describe
+from headstart.training.plan.fake_model import FakeModels, draw
 from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.source import require_packable
 
 LEARNED, REST, SPECIAL = "\x1b[32m", "\x1b[2m", "\x1b[7m"
 """Of the terminal: green, dim, reversed."""
@@ -44,10 +44,10 @@ def inspect(what: str, overrides: Sequence[str], row: int) -> tuple[dict[str, An
     path = Path(what)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return inspect_recipe(load_recipe(what, overrides), row)
-    if path.is_dir() and not (path / CARD).is_file():
+    if path.is_dir() and not (path / METADATA).is_file():
         raise UserError(
-            f"{what} is a folder without {CARD}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that training has "
-            "saved heads in (save.dir)"
+            f"{what} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "
+            "training has saved heads in (save.dir)"
         )
     if overrides:
         raise UserError(f"{what} is taken for trained heads, of which nothing can be replaced ({overrides[0]}); a recipe ends in .yaml")
@@ -88,7 +88,7 @@ Piece = tuple[int, str, bool, bool]
 def _pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
     tokens, special = sample.tokens.tolist(), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     texts = cut(tokenizer, tokens)
-    return [(token, text, learn, token in special) for token, text, learn in zip(tokens, texts, sample.learn.tolist(), strict=True)]
+    return [(token, text, learn, token in special) for token, text, learn in zip(tokens, texts, sample.loss_mask.tolist(), strict=True)]
 
 
 def painted(pieces: list[Piece], colours: bool) -> str:
@@ -117,12 +117,12 @@ def numbers(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "said": str(splits.stats),
     }
     if recipe.data.packing:
-        rows = Feed(splits.train, recipe.train, recipe.seed, window=recipe.data.max_length).rows
+        rows = BatchSampler(splits.train, recipe.train, recipe.seed, window=recipe.data.max_length).rows
         found["packed"] = {"rows": rows, "full": splits.stats.tokens / (rows * recipe.data.max_length)}
     return found
 
 
-def contract(recipe: Recipe, sketch: Sketch, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def contract(recipe: Recipe, sketch: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What the heads will read and depend on; of the weights' fingerprint nothing is known before they are loaded."""
     backbone = sketch.backbone
     if recipe.data.chat_template is not None:
@@ -158,9 +158,9 @@ def _name(backbone: Backbone, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})"
 
 
-def coverage(recipe: Recipe, sketch: Sketch, samples: list[Sample]) -> dict[str, Any]:
+def coverage(recipe: Recipe, sketch: FakeModels, samples: list[Sample]) -> dict[str, Any]:
     """By head with a draft vocabulary: its size, and how many of the learned tokens lie in it, the most frequent ones."""
-    counts_V: Tensor = torch.bincount(torch.cat([sample.tokens[sample.learn] for sample in samples]), minlength=sketch.backbone.vocab)
+    counts_V: Tensor = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=sketch.backbone.vocab)
     often_V = counts_V.sort(descending=True).values
     found = {}
     for name, drafter in sketch.drafters.items():

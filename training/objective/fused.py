@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.training.objective.terms import FEATURES, Teacher, compare, gradient, mix, regression, teach
 from headstart.training.recipe.recipe import Objective
@@ -27,7 +27,7 @@ CACHED, LEAST_ROWS = 2**19, 128
 """On a CPU: logits that stay in its caches (2 MB in fp32), and rows that keep its matrix products efficient."""
 
 
-class Places(NamedTuple):
+class LossRows(NamedTuple):
     """Teacher positions of a batch: the backbone there, the text around it, and what each depth's draft of it weighs."""
 
     hidden_MD: Tensor
@@ -40,8 +40,8 @@ class Places(NamedTuple):
     weights_MK: Tensor
     """Of the terms; 0 where it does not count."""
 
-    def part(self, rows: slice) -> Places:
-        return Places(*(tensor[rows] for tensor in self))
+    def part(self, rows: slice) -> LossRows:
+        return LossRows(*(tensor[rows] for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Fused:
         found = self.drafter.vocabulary
         return found if found is None else found.to(self.backbone.device)
 
-    def sum(self, places: Places, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def sum(self, places: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss, with gradients; correct first choices of each depth; overlap of each depth. Sums over all places."""
         ledger = Ledger(drafts)
         parts = [self._chunk(places.part(rows), rows, ledger) for rows in self.chunks(len(places.text_M))]
         loss, correct_K, overlap_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
         return ledger.attach(loss), correct_K, overlap_K
 
-    def _chunk(self, places: Places, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
+    def _chunk(self, places: LossRows, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
         """One teacher for all depths."""
         with torch.no_grad(), torch.autocast(places.text_M.device.type, enabled=False):   # in its own dtype, as when decoding
             teacher = teach(self.backbone.readout(places.hidden_MD), self.vocabulary)
@@ -72,7 +72,7 @@ class Fused:
         losses_K, correct_K, overlap_K = (torch.stack(part) for part in zip(*sums, strict=True))
         return losses_K.sum(), correct_K, overlap_K
 
-    def _depth(self, k: int, teacher: Teacher, places: Places, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
+    def _depth(self, k: int, teacher: Teacher, places: LossRows, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, correct first choices and overlap of one depth; its logits are gone when it returns."""
         leaf_CD, logits_CV = self.read(ledger.drafts[k], k, rows, places.given_M)
         counts_C, weight_C = places.counts_MK[:, k], places.weights_MK[:, k]

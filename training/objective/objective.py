@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features
-from headstart.heads.errors import UserError
-from headstart.training.objective import depths
-from headstart.training.objective.fused import Fused, Places, leaves
+from headstart.support.errors import UserError
+from headstart.training.objective import depth_weights as depths
+from headstart.training.objective.fused import Fused, LossRows, leaves
 from headstart.training.objective.terms import FEATURES, wide
 
 if TYPE_CHECKING:
@@ -62,19 +62,19 @@ def objective(wanted: Objective, backbone: Backbone, drafter: Drafter, features:
     return Sums(loss, places.counts_MK.sum(0), correct_K, overlap_K)
 
 
-def counted(learn_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
+def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
     """bool ``[B, T-1]``: whether that depth drafts the token after teacher position j, so at position ``j-1-depth``.
 
     It must be one to learn, and the drafting position must lie in the same document.
     """
     back = depth + 2
     inside_BT = F.pad(document_BT[:, back:] == document_BT[:, :-back], (min(back, document_BT.shape[1]), 0))
-    return (learn_BT & inside_BT & (document_BT >= 0))[:, 1:]
+    return (loss_mask_BT & inside_BT & (document_BT >= 0))[:, 1:]
 
 
-def count_learned(learn_BT: Tensor, document_BT: Tensor) -> Tensor:
+def count_learned(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
     """Number of learned tokens: those that some depth drafts, and whatever depth k drafts depth 0 drafts too."""
-    return counted(learn_BT, document_BT, 0).sum()
+    return counted(loss_mask_BT, document_BT, 0).sum()
 
 
 @torch.no_grad()
@@ -97,17 +97,17 @@ def require_comparable(drafter: Drafter) -> None:
     )
 
 
-def _places(features: Features, hidden: list[Tensor]) -> tuple[Places, list[Tensor], Tensor, Tensor]:
+def _places(features: Features, hidden: list[Tensor]) -> tuple[LossRows, list[Tensor], Tensor, Tensor]:
     """The M teacher positions that any depth learns from, each depth's hidden states that face them, and where they are (row, j).
 
     Where a depth does not count it gets some other position's state: a fixed shape is worth more than the few rows saved,
     and a depth that drafts nothing in a batch still takes part in the graph, which data parallelism needs.
     """
-    assert features.learn_BT is not None and features.document_BT is not None
-    counts_KBT = torch.stack([counted(features.learn_BT, features.document_BT, k) for k in range(len(hidden))])
+    assert features.loss_mask_BT is not None and features.document_BT is not None
+    counts_KBT = torch.stack([counted(features.loss_mask_BT, features.document_BT, k) for k in range(len(hidden))])
     row_M, j_M = counts_KBT[0].nonzero(as_tuple=True)
     tokens_BT, counts_MK = features.tokens_BT, counts_KBT[:, row_M, j_M].T
-    places = Places(features.hidden_BTD[row_M, j_M], tokens_BT[row_M, j_M], tokens_BT[row_M, j_M + 1], counts_MK, counts_MK)
+    places = LossRows(features.hidden_BTD[row_M, j_M], tokens_BT[row_M, j_M], tokens_BT[row_M, j_M + 1], counts_MK, counts_MK)
     drafts = []
     for k, draft_BTD in enumerate(hidden):
         draft_BTD = draft_BTD if draft_BTD.shape[1] else F.pad(draft_BTD, (0, 0, 0, 1))

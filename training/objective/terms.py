@@ -83,7 +83,7 @@ def teach(logits_CV: Tensor, vocabulary: Tensor | None) -> Teacher:
 
 
 def in_vocabulary(tokens_C: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Places of the backbone's tokens in the draft vocabulary, and whether they have one (else the place is some other's)."""
+    """LossRows of the backbone's tokens in the draft vocabulary, and whether they have one (else the place is some other's)."""
     if vocabulary is None:
         return tokens_C, torch.ones_like(tokens_C, dtype=torch.bool)
     place_C = torch.searchsorted(vocabulary, tokens_C).clamp(max=len(vocabulary) - 1)

@@ -13,12 +13,12 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from headstart.heads.backbone import resolve
-from headstart.training.cache.folder import read_manifest
+from headstart.heads.backbone.backbone import resolve
+from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import take_step
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.run.signals import StopSignal
 from headstart.training.setup import prepare
-from headstart.training.signals import StopSignal
 
 STEPS = 4
 """The first of them does not count."""

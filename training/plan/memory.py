@@ -1,4 +1,4 @@
-"""The memory that a training step takes, by part and moment, found by running the step itself on a `Sketch`.
+"""The memory that a training step takes, by part and phase, found by running the step itself on a `FakeModels`.
 
 No formula stands for a drafter's or the objective's code: their own forward and backward run without numbers, and `Live` counts. With P
 trained weights, Q of the backbone (b bytes each), B rows of T tokens, D width, K depth, M learned positions, V draft vocabulary and C
@@ -13,9 +13,9 @@ positions of a chunk it comes to
     attention              of that what is laid out by heads: queries, keys, values, scores and what they give
     objective              2 K M D and about 6 C V numbers of fp32
 
-The moments: *reading* (the backbone's forward), *learning* (a drafter's forward, the objective, the backward), *stepping* (the
+The phases: *reading* (the backbone's forward), *learning* (a drafter's forward, the objective, the backward), *stepping* (the
 optimiser, with one more copy of the trained weights on an accelerator, where it works on all at once), and on a CPU *saving* (a copy
-of weights and moments on its way to the disk). Several heads learn one after another; the gradients of all wait for the step.
+of weights and phases on its way to the disk). Several heads learn one after another; the gradients of all wait for the step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from typing import Any
 
 import torch
 
-from headstart.heads import causal
 from headstart.heads.base import Drafter, Features, list_tensors
-from headstart.heads.errors import UserError
-from headstart.training.cache.codec import TopTeacher
+from headstart.heads.layers import causal_attention as causal
+from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
+from headstart.training.features.codec import TopTeacher
+from headstart.training.features.source import Live as FromBackbone
 from headstart.training.objective import fused
 from headstart.training.objective.objective import objective
-from headstart.training.optimizer import MuonAdamW, build_optimizer
-from headstart.training.plan.live import Live, Parts
-from headstart.training.plan.sketch import Sketch
+from headstart.training.plan.fake_model import FakeModels
+from headstart.training.plan.memory_counter import Live, Parts
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.source import Live as FromBackbone
+from headstart.training.run.optimizer import MuonAdamW, build_optimizer
 
 RUNTIME = {False: 500_000_000, True: 1_000_000_000}
 """Bytes that torch itself takes: its libraries on a CPU; context, kernels and workspaces on an accelerator."""
@@ -64,23 +64,23 @@ class Size:
 
 @dataclass(frozen=True)
 class Taken:
-    """Moment -> part -> bytes."""
+    """StepKey -> part -> bytes."""
 
-    moments: dict[str, Parts]
+    phases: dict[str, Parts]
 
     @property
-    def moment(self) -> str:
+    def phase(self) -> str:
         """When it is most."""
-        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def most(self) -> int:
-        return sum(self.moments[self.moment].values())
+        return sum(self.phases[self.phase].values())
 
     @property
     def largest(self) -> str:
         """The part that takes most of it."""
-        parts = self.moments[self.moment]
+        parts = self.phases[self.phase]
         return max(parts, key=lambda part: parts[part])
 
 
@@ -89,7 +89,7 @@ class Memory:
     """What a step of a recipe takes on one device."""
 
     recipe: Recipe
-    sketch: Sketch
+    sketch: FakeModels
     accelerator: bool
     holds: bool
     """Whether there are gradients while the backbone reads: of an earlier micro-batch, or in the buckets of data parallelism."""
@@ -129,14 +129,14 @@ class Memory:
         lasting, gradients = self.lasting(), sum(trained(drafter) for drafter in self.sketch.drafters.values())
         reading, learning = self._run(size)
         gathered = {"gathered layer": 2 * max(self._layers(), default=0)}
-        moments = {
+        phases = {
             "reading": lasting | reading | gathered | {"gradients": gradients if self.holds else 0},
             "learning": lasting | learning,
             "stepping": lasting | {"gradients": gradients} | ({"optimiser's copy": gradients} if self.accelerator else {}),
         }
         if not self.accelerator:
-            moments["saving"] = lasting | {"copy to save": sum(lasting[part] for part in ("drafter weights", "optimiser state", "average"))}
-        return Taken({moment: {part: count for part, count in parts.items() if count} for moment, parts in moments.items()})
+            phases["saving"] = lasting | {"copy to save": sum(lasting[part] for part in ("drafter weights", "optimiser state", "average"))}
+        return Taken({phase: {part: count for part, count in parts.items() if count} for phase, parts in phases.items()})
 
     def _run(self, size: Size) -> tuple[Parts, Parts]:
         """What there is beside the lasting while the backbone reads, and while that drafter learns that takes most."""
@@ -171,9 +171,9 @@ class Memory:
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
         if cache.teacher == "hidden":
             hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
-            return Features(tokens_BT, hidden_BTD, states, batch.learn_BT, batch.document_BT), backbone
-        likeliest = torch.zeros(*tokens_BT.shape, 2 * min(cache.top, backbone.vocab) + 1)
-        return Features(tokens_BT, likeliest, states, batch.learn_BT, batch.document_BT), TopTeacher(torch.ones(backbone.vocab))
+            return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT), backbone
+        likeliest = torch.zeros(*tokens_BT.shape, 2 * min(cache.top_k, backbone.vocab) + 1)
+        return Features(tokens_BT, likeliest, states, batch.loss_mask_BT, batch.document_BT), TopTeacher(torch.ones(backbone.vocab))
 
 
 def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, live: Live) -> Parts:

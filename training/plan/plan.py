@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone import load_tokenizer
-from headstart.heads.errors import UserError
-from headstart.training.cache.folder import form_of, size_of
+from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.errors import UserError
+from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import SHORTEST, Splits, load_data, require_vocabulary
-from headstart.training.data.feed import Feed
 from headstart.training.data.rows import ENDINGS, SHIPPED
+from headstart.training.features.manifest import form_of, size_of
+from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_a_step, why_not
+from headstart.training.plan.fake_model import FakeModels, draw
 from headstart.training.plan.memory import ALLOCATOR, Memory, Size, Taken
 from headstart.training.plan.memory import size_of as bytes_of
-from headstart.training.plan.sketch import Sketch, draw
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.source import require_packable
 
 MOST_ROWS = 65_536
 """Rows a micro-batch that are looked at."""
@@ -90,7 +90,7 @@ def plan(recipe: Recipe, gpus: int | None = None, memory: float | None = None, c
         "machine": {"name": where.name, "processes": where.processes, "memory": where.memory, "usable": where.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "learned": size.learned},
         "memory": {
-            "moments": taken.moments, "most": taken.most, "moment": taken.moment, "largest": taken.largest,
+            "phases": taken.phases, "most": taken.most, "phase": taken.phase, "largest": taken.largest,
             "fits": taken.most <= where.usable,
         },
         "fits": _fits(counted, taken, size, where, sketch.backbone.max_positions),
@@ -102,7 +102,7 @@ def plan(recipe: Recipe, gpus: int | None = None, memory: float | None = None, c
     return report | _time(recipe, report, where, calibrate)
 
 
-def read_data(recipe: Recipe, sketch: Sketch) -> Splits | str:
+def read_data(recipe: Recipe, sketch: FakeModels) -> Splits | str:
     """The samples; or why they are not here: nothing is fetched for a plan. Raises UserError for a file that cannot be read."""
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")   # `datasets`, once it is imported, looks at what it has kept alone
     where, data, context = recipe.backbone, recipe.data, sketch.backbone.max_positions or sys.maxsize
@@ -130,7 +130,7 @@ def micro_batch(recipe: Recipe, splits: Splits | None, rows: int) -> Size:
         return Size(rows, recipe.data.max_length, splits.stats.learned / splits.stats.tokens)
     longest = sorted(splits.train, key=lambda sample: -len(sample.tokens))[:rows]
     length = len(longest[0].tokens)
-    learned = max(int(sample.learn[2:].sum()) for sample in longest)
+    learned = max(int(sample.loss_mask[2:].sum()) for sample in longest)
     return Size(rows, length, learned / max(length - 2, 1))
 
 
@@ -138,10 +138,10 @@ def _fits(counted: Memory, taken: Taken, size: Size, where: Place, context: int 
     """The most rows of that length a process may put through one forward, and the longest of that many rows; 0 where none fits."""
     @cache
     def most(rows: int, length: int) -> int:
-        moments = counted.step(Size(rows, length, size.share)).moments
-        return max(sum(moments[moment].values()) for moment in ("reading", "learning"))
+        phases = counted.step(Size(rows, length, size.share)).phases
+        return max(sum(phases[phase].values()) for phase in ("reading", "learning"))
 
-    at_any_size = (sum(parts.values()) for moment, parts in taken.moments.items() if moment in ("stepping", "saving"))
+    at_any_size = (sum(parts.values()) for phase, parts in taken.phases.items() if phase in ("stepping", "saving"))
     none = sum(counted.lasting().values()) if max(at_any_size) <= where.usable else where.usable + 1
     rows = largest(lambda rows: most(rows, size.length), none, size.rows, where.usable, MOST_ROWS)
     length = largest(lambda length: most(size.rows, max(length, SHORTEST)), none, size.length, where.usable, context or 2**20)
@@ -169,13 +169,13 @@ def largest(most: Callable[[int], int], at_none: int, start: int, limit: int, ca
     return max((n for n in found if found[n] <= limit), default=0)
 
 
-def disk(recipe: Recipe, sketch: Sketch, splits: Splits | None) -> dict[str, Any]:
+def disk(recipe: Recipe, sketch: FakeModels, splits: Splits | None) -> dict[str, Any]:
     """Bytes of what a run writes; None where that depends on data that are not here."""
     with sketch.drawn():
         heads = sum(bytes_of(list(drafter.tensors().values())) for drafter in sketch.drafters.values())
-    moments = sum(Memory(recipe, sketch, False, False).lasting()[part] for part in ("optimiser state", "average"))
+    phases = sum(Memory(recipe, sketch, False, False).lasting()[part] for part in ("optimiser state", "average"))
     kept = recipe.save.keep
-    found: dict[str, Any] = {"heads": heads, "states": (heads + moments) * (kept + 1), "kept": kept}
+    found: dict[str, Any] = {"heads": heads, "states": (heads + phases) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
         form = form_of(recipe.cache, sketch.backbone, sketch.taps)
         whole = None if splits is None else sum(size_of(sample, form) for sample in splits.train)
@@ -192,7 +192,7 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
     if splits is None:
         return {"samples": None, "tokens": None, "learned": None, "rows": None, "steps": recipe.train.steps, "trained_on": None}
     window = recipe.data.max_length if recipe.data.packing else None
-    feed, stats = Feed(splits.train, recipe.train, recipe.seed, 0, processes, window), splits.stats
+    feed, stats = BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window), splits.stats
     read = round(feed.steps * recipe.train.batch_size * stats.tokens / feed.rows)
     return {
         "samples": stats.samples, "tokens": stats.tokens, "learned": stats.learned, "rows": feed.rows, "steps": feed.steps,
@@ -232,8 +232,8 @@ def _advice(recipe: Recipe, taken: Taken, report: dict[str, Any], where: Place) 
         now = f"now {size['rows']} rows of {size['length']:,} tokens at once"
         return f"set {' or '.join(filter(None, (fewer, shorter)))} ({now})"
     if part == "objective":
-        return f"lower objective.chunk (now {recipe.objective.chunk}), or train a smaller draft vocabulary (drafter.draft_vocab)"
+        return f"lower objective.chunk (now {recipe.objective.chunk}), or train a smaller draft vocabulary (drafter.draft_vocab_size)"
     if part in ("optimiser state", "drafter weights", "gradients", "optimiser's copy", "copy to save", "average"):
-        return "train a smaller head (drafter.draft_vocab, drafter.intermediate_size), or set train.optimizer=muon or train.ema=null"
+        return "train a smaller head (drafter.draft_vocab_size, drafter.intermediate_size), or set train.optimizer=muon or train.ema=null"
     return "take rows of fewer tokens (data.max_length), a smaller backbone, or more memory"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.training.cache.writer import gigabytes
+from headstart.training.features.writer import gigabytes
 
 NOTES = {
     "reading": "the backbone reads", "learning": "the drafter learns", "stepping": "the optimiser steps", "saving": "a checkpoint is made",
@@ -21,15 +21,15 @@ def lines(report: dict[str, Any]) -> list[str]:
         *_data(report),
         "",
     ]
-    return [*head, *_memory(report["memory"]["moments"]), "", *_verdict(report), *_disk(report["disk"]), *_time(report)]
+    return [*head, *_memory(report["memory"]["phases"]), "", *_verdict(report), *_disk(report["disk"]), *_time(report)]
 
 
-def _memory(moments: dict[str, dict[str, int]]) -> list[str]:
-    """A column a moment."""
-    parts = list(dict.fromkeys(part for found in moments.values() for part in found))
-    rows = [[part, *(gigabytes(found[part]) if part in found else "" for found in moments.values())] for part in parts]
-    totals = ["in all", *(gigabytes(sum(found.values())) for found in moments.values())]
-    table = [["memory while", *(NOTES[moment] for moment in moments)], *rows, totals]
+def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
+    """A column a phase."""
+    parts = list(dict.fromkeys(part for found in phases.values() for part in found))
+    rows = [[part, *(gigabytes(found[part]) if part in found else "" for found in phases.values())] for part in parts]
+    totals = ["in all", *(gigabytes(sum(found.values())) for found in phases.values())]
+    table = [["memory while", *(NOTES[phase] for phase in phases)], *rows, totals]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     cells = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in table]
     return ["  ".join(row).rstrip() for row in cells]
@@ -40,11 +40,11 @@ def _verdict(report: dict[str, Any]) -> list[str]:
     room = gigabytes(machine["usable"])
     free = " (the rest is left to the allocator)" if machine["usable"] < machine["memory"] else ""
     if memory["fits"]:
-        said = f"fits      {gigabytes(memory['most'])} at most, while {NOTES[memory['moment']]}, of {room}{free}"
+        said = f"fits      {gigabytes(memory['most'])} at most, while {NOTES[memory['phase']]}, of {room}{free}"
     else:
-        size = gigabytes(memory["moments"][memory["moment"]][memory["largest"]])
+        size = gigabytes(memory["phases"][memory["phase"]][memory["largest"]])
         said = (
-            f"does not fit: {gigabytes(memory['most'])} while {NOTES[memory['moment']]}, but there are {room}{free}; "
+            f"does not fit: {gigabytes(memory['most'])} while {NOTES[memory['phase']]}, but there are {room}{free}; "
             f"the largest part is {memory['largest']}, {size}: {report['advice']}"
         )
     most = (

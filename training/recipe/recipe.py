@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headstart.training.objective.terms import NAMES
-from headstart.training.recipe import several, strict
+from headstart.training.recipe import multi as several
+from headstart.training.recipe import strict
 from headstart.training.recipe.sections import Backbone, Cache, Data, Regenerate, check
 from headstart.training.recipe.strict import RecipeError
 
@@ -32,7 +33,7 @@ class Objective:
     chunk: int = 1024
     """Positions whose logits are held at a time, at most; less memory when smaller."""
     on_policy: float = 0.0
-    """Weight, beside the text, of drafts that go on from the drafter's own guesses, taught by what the backbone says there; 0: none."""
+    """Weight, beside the text, of drafts that go on from the drafter's own proposals, taught by what the backbone says there; 0: none."""
     on_policy_share: float = 0.05
     """Share of the learned positions that such drafts are made from at a step; what they weigh together does not depend on it."""
     on_policy_temperature: float = 1.0
@@ -71,21 +72,21 @@ class Train:
     """Of AdamW."""
     weight_decay: float = 0.0
     """Of matrices; under ``muon`` of hidden ones alone."""
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Largest gradient norm."""
-    warmup: float = 0.03
+    warmup_ratio: float = 0.03
     """Fraction of the steps over which the learning rate rises."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How the learning rate falls after the warm-up; ``wsd`` stays until the ``cooldown``, then falls linearly."""
-    cooldown: float = 0.2
+    """How the learning rate falls after the warm-up; ``wsd`` stays until the ``decay_ratio``, then falls linearly."""
+    decay_ratio: float = 0.2
     """Fraction of the steps over which ``wsd`` falls, the last ones."""
-    min_lr: float = 0.1
+    min_lr_ratio: float = 0.1
     """Fraction of ``lr`` at which the schedule ends."""
     ema: float | None = None
     """Evaluate and save a moving average of the weights, which keeps this much of itself at a step (0.999); null: the weights."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the drafter's forward; its weights stay in fp32."""
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Gradient checkpointing: keep little of each of the drafter's passes and compute it again in backward; less memory, same gradients."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or its gradient is not finite: ``skip`` does not take that step, and stops after ten in a row."""
@@ -103,11 +104,18 @@ class Train:
         check(0 < self.lr < float("inf"), "train.lr", "is above 0", self.lr)
         check(all(0 <= beta < 1 for beta in self.betas), "train.betas", "are at least 0 and below 1", self.betas)
         check(0 <= self.weight_decay < float("inf"), "train.weight_decay", "is 0 or more", self.weight_decay)
-        check(0 < self.clip, "train.clip", "is above 0 (.inf never clips)", self.clip)
-        check(0 <= self.warmup < 1, "train.warmup", "is the fraction of steps spent warming up, 0 <= warmup < 1", self.warmup)
-        check(0 <= self.min_lr <= 1, "train.min_lr", "is a fraction of train.lr, 0 <= min_lr <= 1", self.min_lr)
-        room = 1 if self.schedule != "wsd" else 1 - self.warmup
-        check(0 < self.cooldown <= room, "train.cooldown", f"is a fraction of the steps, above 0 and at most {room:g}", self.cooldown)
+        check(0 < self.max_grad_norm, "train.max_grad_norm", "is above 0 (.inf never clips)", self.max_grad_norm)
+        check(
+            0 <= self.warmup_ratio < 1,
+            "train.warmup_ratio",
+            "is the fraction of steps spent warming up, 0 <= warmup_ratio < 1",
+            self.warmup_ratio,
+        )
+        check(0 <= self.min_lr_ratio <= 1, "train.min_lr_ratio", "is a fraction of train.lr, 0 <= min_lr_ratio <= 1", self.min_lr_ratio)
+        room = 1 if self.schedule != "wsd" else 1 - self.warmup_ratio
+        check(
+            0 < self.decay_ratio <= room, "train.decay_ratio", f"is a fraction of the steps, above 0 and at most {room:g}", self.decay_ratio
+        )
         check(self.ema is None or 0 < self.ema < 1, "train.ema", "is above 0 and below 1, or null", self.ema)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from headstart.heads.quantization import INTEGERS
+from headstart.heads.backbone.quantization import INTEGERS
 from headstart.training.recipe.strict import RecipeError
 
 
@@ -61,11 +61,11 @@ class Data:
     """Tokens a sample may have, and a packed row."""
     packing: bool = False
     """Put as many samples into a row as fit ``max_length``, each read as if it were alone; ``train.batch_size`` then counts rows."""
-    long: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
+    overlong: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
     """What to do with longer samples: ``auto`` splits them into pieces if packed, else truncates; how many there were is reported."""
     limit: int | None = None
     """Read at most this many rows of ``train``."""
-    learn: Literal["assistant", "all"] = "assistant"
+    loss_on: Literal["assistant", "all"] = "assistant"
     """Learn to draft the assistant's turns or every token; of plain text every token is learned."""
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Data:
     @property
     def splits_long(self) -> bool:
         """Whether a sample over ``max_length`` becomes several."""
-        return self.long == "split" or (self.long == "auto" and self.packing)
+        return self.overlong == "split" or (self.overlong == "auto" and self.packing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class Cache:
     """Folder of features that training reads instead of running the backbone; null runs it at every step."""
     mode: Literal["full", "lru"] = "full"
     """``full``: ``headstart cache`` has written all; ``lru``: what is read for the first time is kept, as far as ``disk_gb`` goes."""
-    store: Literal["int8", "bf16", "exact"] = "int8"
+    dtype: Literal["int8", "bf16", "exact"] = "int8"
     """How states are kept: rounded to 8 bits with scales for channels and tokens, to bf16, or in the backbone's own dtype."""
     teacher: Literal["hidden", "topk"] = "hidden"
     """Keep the final hidden state, or its likeliest tokens in its place: less room, for heads that read taps alone."""
-    top: int = 64
+    top_k: int = 64
     """How many likeliest tokens; the rest of the mass is kept as one number."""
     shard_mb: int = 256
     """Size of a file; what a killed writer loses is at most one."""
@@ -98,7 +98,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         check(self.dir != "", "cache.dir", "is the name of a folder, or null", self.dir)
-        check(self.top >= 1, "cache.top", "is at least 1", self.top)
+        check(self.top_k >= 1, "cache.top_k", "is at least 1", self.top_k)
         check(self.shard_mb >= 1, "cache.shard_mb", "is at least 1", self.shard_mb)
         check(0 < self.disk_gb < float("inf"), "cache.disk_gb", "is above 0", self.disk_gb)
 

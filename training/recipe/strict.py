@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 Section = TypeVar("Section")
 FLOAT = re.compile(r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?$|[-+]?\.inf$|\.nan$")

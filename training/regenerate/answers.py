@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 from headstart.training.data.conversation import ASSISTANT, Message, as_messages
 from headstart.training.data.data import _column
 from headstart.training.data.rows import Row

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx2
 
-from headstart.heads.backbone import load_tokenizer
-from headstart.heads.errors import UserError
+from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.errors import UserError
 from headstart.training.data.conversation import ASSISTANT
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, failed

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone import load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import template_hash
-from headstart.inference.heads import Heads, load
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally, continue_texts
-from headstart.inference.proposers.recycling import RecyclingProposer
-from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.sources.recycling import RecyclingProposer
+from headstart.inference.sources.suffix import SuffixProposer
 from headstart.training.data.conversation import ASSISTANT, Chat, TemplateRefusal
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, digest, failed
@@ -43,7 +43,7 @@ class InProcess:
             where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention
         )
         proposers = (SuffixProposer(), RecyclingProposer())
-        self.heads: Heads = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
+        self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
         self.tally = Tally()
         self._chat: Chat | None = None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from headstart.heads.errors import UserError
+from headstart.support.errors import UserError
 
 FORMAT = 1
 AGAIN = ("too_long", "refused")
@@ -92,7 +92,7 @@ class Partial:
             raise UserError(f"{self.path} cannot be locked ({error}); choose a regenerate.out on a disk that can lock files") from None
 
     def _read(self) -> None:
-        """What is there already. Without a row to keep it is begun anew."""
+        """What is there already. Without a row to keep it is prefill_at anew."""
         self.file.seek(0)
         place = 0
         header: dict[str, Any] = {}

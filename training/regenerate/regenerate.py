@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from headstart.heads.errors import UserError
-from headstart.inference.cli.files import require_writable
+from headstart.support.errors import UserError
+from headstart.support.files import require_writable
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.strict import to_dict

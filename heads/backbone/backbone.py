@@ -1,0 +1,271 @@
+"""A causal model of `transformers`, unmodified, seen through the few things drafters and the decoder need of it.
+
+The only code that knows model classes. Shape suffixes: B batch, T positions, S slots (keys), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headstart.heads.backbone.hooks import grouped, tapped
+from headstart.heads.backbone.quantization import quantization, quantizing
+from headstart.heads.backbone.recurrent import KIND, Branch, find_recurrent
+from headstart.heads.backbone.rope import rope_switch
+from headstart.heads.base import Features
+from headstart.support.errors import UserError
+
+EMBEDDED = "embedded"
+"""The name of the small backbone that ships with the project."""
+KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+
+
+class Backbone:
+    """``model`` frozen, with `embed`, `readout` and `read`. The model object is the caller's own and stays usable as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config()
+        if model.config.is_encoder_decoder:
+            raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
+        self.base: nn.Module = model.base_model
+        self.embed: Any = model.get_input_embeddings()
+        self.unembed: Any = model.get_output_embeddings()
+        self.dim: int = self.config.hidden_size
+        self.vocab: int = self.unembed.weight.shape[0]
+        self.num_layers: int = self.config.num_hidden_layers
+        stated = self.config.to_dict()
+        self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
+        """The context length the configuration states."""
+        self.turn, self.rope_switches_once = rope_switch(self.config)
+        """How many positions a text may have before its rotary frequencies change (None: they never do), and whether but once."""
+        self.layers = decoder_layers(self.base, self.num_layers)
+        self.windows = _windows(stated, model)
+        self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
+        """The layers that keep a state instead of keys and values; None: there are none."""
+        self._post = _postprocessing(self)
+        _require_masks(self)
+
+    @property
+    def name(self) -> str:
+        """The folder or hub id it was loaded from; ``embedded`` for the one that ships, wherever it is installed."""
+        name = str(self.model.config.name_or_path)
+        return EMBEDDED if name == resolve(EMBEDDED) else name
+
+    @property
+    def precision(self) -> str:
+        """The dtype it computes in, and how its weights are kept where that is another."""
+        return f"{str(self.dtype).removeprefix('torch.')} {quantization(self.model)}".strip()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Final hidden states ``[..., D]`` -> logits ``[..., V]``, soft-capped or scaled as the family does."""
+        return _POSTPROCESS[self._post[0]](self.unembed(hidden), self._post[1])
+
+    @torch.no_grad()
+    def read(
+        self,
+        tokens_BT: Tensor,
+        cache: Any = None,
+        positions_BT: Tensor | None = None,
+        see: dict[str, Tensor] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Features:
+        """The features of the tokens; with a cache they continue it.
+
+        ``see``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
+        right end needs no mask, since nothing before it looks there. Recurrent layers follow no mask, but the tree that is read along
+        a `heads.recurrent.Branch`; and with them the cache is one made for the model's configuration.
+        """
+        if self.recurrent is not None and not self.recurrent.reading and (see is not None or (cache is not None and not cache.layers)):
+            raise UserError(
+                f"{type(self.model).__name__} has recurrent layers, which follow no mask and need a cache made for its configuration: "
+                "no packing (data.packing=false), no beams (num_beams=1)"
+            )
+        mask = None
+        if see is not None:
+            masks = {kind: _additive(allowed, self.dtype) for kind, allowed in see.items()}
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        with tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
+            out = self.base(
+                input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
+            )
+        return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
+
+    def fingerprint(self) -> list[float]:
+        """32 values of the embedding and 32 of the readout, as seen in this dtype; compare with `checkpoint.same_weights`."""
+        found: list[float] = []
+        for weight in (self.embed.weight, self.unembed.weight):
+            if weight.dtype.is_floating_point:
+                places = torch.linspace(0, weight.numel() - 1, 32, device=weight.device).long()
+                found += weight.detach().flatten()[places].float().tolist()
+        return [float(f"{value:.6g}") for value in found]
+
+    def contract(self) -> dict[str, Any]:
+        """What a drafter depends on; stored with its checkpoint and compared when it is loaded."""
+        return {
+            "model_type": self.config.model_type,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab,
+            "weights": self.fingerprint(),
+        }
+
+
+def resolve(path: str) -> str:
+    """``embedded`` -> the folder of the backbone that ships; anything else unchanged."""
+    if path != EMBEDDED:
+        return path
+    import headstart.recipes as recipes
+
+    return str(Path(next(iter(recipes.__path__))) / "quickstart" / "backbone")
+
+
+def load_backbone(
+    path: str,
+    *,
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto",
+    trust_remote_code: bool = False,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    device: str | torch.device | None = None,
+    place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+) -> Backbone:
+    """A folder or hub id (or ``embedded``) as a frozen backbone. Reads safetensors only; runs a repository's code only if told to.
+
+    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. ``place`` brings the
+    model from the CPU to the device, if not as it is. Raises UserError.
+    """
+    where = resolve(path)
+    on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    wanted = dtypes.get(dtype) or (torch.float32 if on.type == "cpu" else "auto")
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        if config.is_encoder_decoder:
+            raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=wanted,
+            quantization_config=quantizing(dtype),
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:
+            lacking = sorted(report["missing_keys"])
+            raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise _cannot_load("backbone", path, error) from error
+    return Backbone(model.to(on) if place is None else place(model, on))
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a backbone. Raises UserError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise _cannot_load("tokenizer", path, error) from error
+
+
+def _cannot_load(what: str, path: str, error: Exception) -> UserError:
+    cause = " ".join(str(error).split())[:300]
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and path != EMBEDDED and not Path(path).exists():
+        return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
+    if "trust_remote_code" in str(error):
+        return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
+
+
+def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    """The list of the model's layers. Raises UserError where it has none."""
+    found = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not found:
+        raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+    return found[0]
+
+
+def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
+    """Kind of attention layer -> how many positions it looks back (None: all)."""
+    # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
+    alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
+    unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
+    if unknown or (model._is_stateful and KIND not in kinds):
+        kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}; supported: {known}, {KIND} (gated delta rule)")
+    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
+
+
+def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+
+
+def _require_masks(backbone: Backbone) -> None:
+    """Raise UserError unless a token reads the same beside many siblings as alone: the model follows 4-D masks and positions."""
+    N = min(24, backbone.max_positions or 24)
+    tokens = torch.arange(N, device=backbone.device)[None] % backbone.vocab
+    seen = torch.ones(N, N, dtype=torch.bool, device=backbone.device).tril()
+    seen[-1, 2:-1] = False
+    place = torch.arange(N, device=backbone.device)[None].clone()
+    place[0, -1] = 2
+    alone = backbone.read(tokens[:, [0, 1, N - 1]]).hidden_BTD[:, -1]
+    try:
+        with nullcontext() if backbone.recurrent is None else backbone.recurrent.along(Branch(None, seen[None], place)):
+            beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
+    except (TypeError, ValueError, RuntimeError):
+        beside = None
+    if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():
+        name = type(backbone.model).__name__
+        raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
+
+
+_POSTPROCESS = {
+    "none": lambda logits, value: logits,
+    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
+    "logit_scale": lambda logits, value: logits * value,
+    "logits_scaling": lambda logits, value: logits / value,
+    "logits_scaling (multiplied)": lambda logits, value: logits * value,
+    "lm_head_multiplier": lambda logits, value: logits * value,
+}
+
+
+@torch.no_grad()
+def _postprocessing(backbone: Backbone) -> tuple[str, float]:
+    """What the family does to its logits: the rule of its configuration that gives the model's own logits on two tokens."""
+    config = backbone.config.to_dict()
+    tokens = torch.arange(2, device=backbone.device)[None]
+    said = backbone.model(input_ids=tokens).logits
+    raw = backbone.unembed(backbone.base(input_ids=tokens).last_hidden_state)
+    errors = {}
+    for rule, apply in _POSTPROCESS.items():
+        value = config.get(rule.split(" ")[0])
+        if rule == "none" or value:
+            errors[rule, float(value or 1.0)] = (apply(raw, value).float() - said.float()).abs().max().item()
+    best = min(errors, key=lambda rule: errors[rule])
+    if errors[best] <= 2e-2 * said.abs().max().item():
+        return best
+    raise UserError(
+        f"{type(backbone.model).__name__} changes its logits in a way Headstart does not know (transformers {transformers.__version__}); "
+        f"known rules: {', '.join(_POSTPROCESS)}"
+    )

@@ -1,0 +1,254 @@
+"""Layers of the gated delta rule (2412.06464) reading a tree: a node's state is its parent's, updated by the node's own token.
+
+Such a layer keeps two things of a row's text, whatever its length: a matrix a head, the state, and the last inputs of a short
+convolution, the window. With S the state before the root and g the sum of the log decays on a node's path,
+
+    u_i = beta_i (v_i - e^g_i S' k_i - sum_j e^(g_i - g_j) (k_i . k_j) u_j)      over the ancestors j of i: a triangular system
+    o_i = e^g_i S' q_i + sum_j e^(g_i - g_j) (q_i . k_j) u_j                     over the ancestors and i itself
+    S_i = e^g_i S + sum_j e^(g_i - g_j) k_j u_j'                                 likewise
+
+so a tree is read in a few matrix products, no node needs a state of its own, and the state behind an accepted path is one sum.
+For a chain it is the form in which these layers read prompts.
+
+The model runs its own code: while a tree is read, a layer's forward is the layer's own function with a namespace in which two
+names, the convolution and the rule, mean ours.
+
+Shape suffixes: L recurrent layers, B batch, H heads, N and M tree nodes, K key width, V value width, C channels, W window,
+J inputs of a convolution (W + 1).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from headstart.support.errors import UserError
+
+KIND = "linear_attention"
+"""What transformers calls a layer with such a state."""
+CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+"""The functions that the forward of such a layer calls."""
+
+
+@dataclass(frozen=True)
+class States:
+    """What the layers keep of each row's text."""
+
+    state_LBHKV: Tensor
+    window_LBCW: Tensor
+
+    @staticmethod
+    def of(cache: Any, numbers: Sequence[int]) -> States:
+        """Those layers' of a `transformers` cache."""
+        layers = [cache.layers[number] for number in numbers]
+        windows = [layer.conv_states[0][..., 1:] for layer in layers]   # the oldest input is out of reach for the next token
+        return States(torch.stack([layer.recurrent_states[0] for layer in layers]), torch.stack(windows))
+
+    def behind(self, added: Added, node_B: Tensor) -> States:
+        """The states once each row's text goes on to that node of the tree."""
+        rows_B = torch.arange(len(node_B), device=node_B.device)
+        L, _, H, _ = added.decay_LBHN.shape
+        C = added.input_LBCN.shape[2]
+        sum_LBH1 = added.decay_LBHN.gather(3, node_B[None, :, None, None].expand(L, -1, H, 1))
+        path_BN = added.seen_BNM[rows_B, node_B]
+        share_LBHN = (sum_LBH1 - added.decay_LBHN).masked_fill(~path_BN[None, :, None], -torch.inf).exp()
+        gain_LBHKV = (added.key_LBHNK * share_LBHN[..., None]).transpose(-1, -2) @ added.update_LBHNV
+        place_BW = added.places_BNJ[rows_B, node_B, 1:]
+        inputs_LBCM = torch.cat([self.window_LBCW, added.input_LBCN], -1)
+        window_LBCW = inputs_LBCM.gather(3, place_BW[None, :, None].expand(L, -1, C, -1))
+        return States(sum_LBH1[..., None].exp() * self.state_LBHKV + gain_LBHKV, window_LBCW)
+
+    def overwrite(self, other: States) -> None:
+        """Take another's numbers; the tensors stay where they are."""
+        self.state_LBHKV.copy_(other.state_LBHKV)
+        self.window_LBCW.copy_(other.window_LBCW)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What the nodes of a tree add to the states, in every layer."""
+
+    key_LBHNK: Tensor
+    update_LBHNV: Tensor
+    decay_LBHN: Tensor
+    """Log decays, summed along the path."""
+    input_LBCN: Tensor
+    seen_BNM: Tensor
+    """True where node m is an ancestor of node n, or n itself."""
+    places_BNJ: Tensor
+    """Where the inputs of a node's convolution lie in window and nodes, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What one layer makes of the nodes' tokens."""
+
+    query_BHNK: Tensor
+    key_BHNK: Tensor
+    value_BHNV: Tensor
+    decay_BHN: Tensor
+    """Log of what the state is multiplied by."""
+    beta_BHN: Tensor
+
+
+def delta_rule(nodes: Nodes, state_BHKV: Tensor, seen_BNM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What each node reads from its own state and its update u, both ``[B, H, N, V]``; its log decay summed along the path ``[B, H, N]``.
+
+    A parent stands before its children. Queries are scaled by the caller.
+    """
+    sum_BHN = (seen_BNM[:, None].to(nodes.decay_BHN.dtype) @ nodes.decay_BHN[..., None])[..., 0]
+    between_BHNM = (sum_BHN[..., None] - sum_BHN[..., None, :]).masked_fill(~seen_BNM[:, None], -torch.inf).exp()
+    left_BHN1, beta_BHN1 = sum_BHN.exp()[..., None], nodes.beta_BHN[..., None]
+    keys_BHKM = nodes.key_BHNK.transpose(-1, -2)
+    system_BHNM = beta_BHN1 * between_BHNM * (nodes.key_BHNK @ keys_BHKM)
+    new_BHNV = beta_BHN1 * (nodes.value_BHNV - left_BHN1 * (nodes.key_BHNK @ state_BHKV))
+    update_BHNV = torch.linalg.solve_triangular(system_BHNM, new_BHNV, upper=False, unitriangular=True)
+    out_BHNV = left_BHN1 * (nodes.query_BHNK @ state_BHKV) + (between_BHNM * (nodes.query_BHNK @ keys_BHKM)) @ update_BHNV
+    return out_BHNV, update_BHNV, sum_BHN
+
+
+def convolution_places(seen_BNM: Tensor, depths_BN: Tensor, width: int) -> Tensor:
+    """``[B, N, width]``: where each node's last ``width`` inputs lie in ``width - 1`` of the text, then the nodes; the oldest first."""
+    depth_BNJ = depths_BN[..., None] - torch.arange(width - 1, -1, -1, device=depths_BN.device)
+    there_BNJM = seen_BNM[:, :, None] & (depths_BN[:, None, None] == depth_BNJ[..., None])
+    node_BNJ = there_BNJM.to(torch.uint8).argmax(-1)
+    return torch.where(depth_BNJ >= 0, node_BNJ, depth_BNJ) + (width - 1)
+
+
+class Branch:
+    """One tree on its way through the layers. ``states`` None: nothing stands before the root."""
+
+    def __init__(self, states: States | None, seen_BNM: Tensor, depths_BN: Tensor) -> None:
+        self.states, self.seen_BNM, self.depths_BN = states, seen_BNM, depths_BN
+        self.places_BNJ: Tensor | None = None
+        self.inputs: list[Tensor] = []
+        self.rest: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def convolve(self, layer: int, input_BCN: Tensor, weight_CJ: Tensor, bias_C: Tensor | None) -> Tensor:
+        """A layer's convolution along each node's path, ``[B, C, N]``; in fp32 at least, as a convolution adds up."""
+        B, C, N = input_BCN.shape
+        J = weight_CJ.shape[1]
+        if self.places_BNJ is None:
+            self.places_BNJ = convolution_places(self.seen_BNM, self.depths_BN, J)
+        window_BCW = input_BCN.new_zeros(B, C, J - 1) if self.states is None else self.states.window_LBCW[layer]
+        self.inputs.append(input_BCN)
+        index_BCX = self.places_BNJ.flatten(1)[:, None].expand(-1, C, -1)
+        path_BCNJ = torch.cat([window_BCW, input_BCN], -1).gather(2, index_BCX).unflatten(-1, (N, J))
+        wide = torch.promote_types(weight_CJ.dtype, torch.float32)
+        out_BCN = (path_BCNJ.to(wide) * weight_CJ[:, None].to(wide)).sum(-1)
+        return (out_BCN if bias_C is None else out_BCN + bias_C[:, None]).to(weight_CJ.dtype)
+
+    def apply(self, layer: int, nodes: Nodes) -> Tensor:
+        """What a layer's rule gives for each node, ``[B, H, N, V]``."""
+        B, H, _, K = nodes.key_BHNK.shape
+        empty = nodes.key_BHNK.new_zeros(B, H, K, nodes.value_BHNV.shape[-1]) if self.states is None else self.states.state_LBHKV[layer]
+        out_BHNV, *added = delta_rule(nodes, empty.to(nodes.key_BHNK.dtype), self.seen_BNM)
+        self.rest.append((nodes.key_BHNK, added[0], added[1]))
+        return out_BHNV
+
+    def added(self) -> Added:
+        """Once all layers have read it."""
+        assert self.places_BNJ is not None
+        keys, updates, decays = (torch.stack(parts) for parts in zip(*self.rest, strict=True))
+        return Added(keys, updates, decays, torch.stack(self.inputs), self.seen_BNM, self.places_BNJ)
+
+
+class Layer:
+    """One module of the model, and its forward with the convolution and the rule of the branch that is being read."""
+
+    def __init__(self, module: nn.Module, place: int) -> None:
+        self.module, self.place = module, place
+        self.branch: Branch | None = None
+        own = inspect.unwrap(type(module).forward)
+        names = own.__globals__ | {CONVOLUTION: self.convolve, RULE: self.rule}
+        self.own = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        self.own.__kwdefaults__ = own.__kwdefaults__
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Without cache and mask: what stands before the nodes, and who follows whom, the branch knows."""
+        return self.own(self.module, hidden_states)
+
+    def convolve(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
+        """``[B, C, N]`` and weights ``[C, J]``."""
+        assert self.branch is not None
+        out_BCN = self.branch.convolve(self.place, hidden_states, weight, bias)
+        return (out_BCN if activation is None else ACT2FN[activation](out_BCN)).to(hidden_states.dtype)
+
+    def rule(self, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
+        """``[B, N, H, ...]`` each; several value heads may share a key head."""
+        assert self.branch is not None
+        groups = value.shape[2] // key.shape[2]
+        query, key = (one.repeat_interleave(groups, 2) if groups > 1 else one for one in (query, key))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q, k, v, decay, b = (one.transpose(1, 2).to(wide) for one in (query, key, value, g, beta))
+        if options["use_qk_l2norm_in_kernel"]:
+            q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
+        out_BHNV = self.branch.apply(self.place, Nodes(q * q.shape[-1] ** -0.5, k, v, decay, b))
+        return out_BHNV.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+class Recurrent:
+    """The recurrent layers of a model: ``numbers`` are their places among all its layers. Raises UserError for layers of another rule."""
+
+    def __init__(self, modules: dict[int, nn.Module]) -> None:
+        self.numbers = tuple(modules)
+        self.layers = [Layer(module, place) for place, module in enumerate(modules.values())]
+        self.reading = False
+
+    @contextmanager
+    def along(self, branch: Branch) -> Iterator[None]:
+        """While the model reads the nodes of a tree."""
+        before = [vars(layer.module).get("forward") for layer in self.layers]
+        self.reading = True
+        try:
+            for layer in self.layers:
+                layer.branch, layer.module.forward = branch, layer.forward
+            yield
+        finally:
+            self.reading = False
+            for layer, forward in zip(self.layers, before, strict=True):
+                layer.branch = None
+                if forward is None:
+                    del layer.module.forward
+                else:
+                    layer.module.forward = forward
+
+
+def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Recurrent | None:
+    """The recurrent layers of a model of that name, given the kind of each of its layers; None: it has none.
+
+    Raises UserError where a layer's rule is not the gated delta rule, or a kind beside it is not supported.
+    """
+    found: dict[int, nn.Module] = {}
+    for number, kind in enumerate(kinds):
+        if kind == KIND:
+            modules = [module for module in layers[number].modules() if {CONVOLUTION, RULE} <= _called(module)]
+            if len(modules) != 1:
+                raise UserError(
+                    f"{name} has layers of kind {KIND!r} ({type(layers[number]).__name__}) that do not follow the gated delta rule "
+                    "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence supported"
+                )
+            found[number] = modules[0]
+    beside = sorted(set(kinds) - {KIND})
+    if found and beside != ["full_attention"]:
+        others = ", ".join(beside) or "no others"
+        raise UserError(f"{name} has layers of kind {KIND!r} beside {others}; supported: {KIND} beside full_attention")
+    if len({weight.device for module in found.values() for weight in module.parameters()}) > 1:
+        raise UserError(f"{name} has recurrent layers on several devices; put them on one")
+    return Recurrent(found) if found else None
+
+
+def _called(module: nn.Module) -> set[str]:
+    """The names that a module's forward mentions."""
+    own = inspect.unwrap(type(module).forward)
+    return set(own.__code__.co_names) if isinstance(own, FunctionType) else set()

@@ -1,0 +1,1 @@
+"""The command `headstart`: one module per group of subcommands."""

@@ -1,0 +1,7 @@
+"""``python -m headstart.cli``: the command ``headstart``."""
+
+import sys
+
+from headstart.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What every layer uses and none owns: errors, files, text of tokens, reports."""

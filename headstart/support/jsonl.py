@@ -1,0 +1,37 @@
+"""The rows of a .jsonl file (or a text's lines), compressed or not, each with its line number for the complaint about it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headstart.support.errors import UserError
+
+Row = dict[str, Any]
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank, without its end. Raises UserError if the file can't be read."""
+    try:
+        opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+        with opened as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:   # broken compression, not UTF-8, no permission
+        raise UserError(f"{file} cannot be read: {error}") from None
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
+    """Line number and row of each line. Raises UserError that names the file and the line at fault."""
+    for number, line in read_lines(file):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{file}, line {number}: a row is a mapping from column to value; got {type(row).__name__}")
+        yield number, row

@@ -1,0 +1,1 @@
+"""Forward passes captured once and replayed without Python."""

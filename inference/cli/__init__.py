@@ -1,1 +1,0 @@
-"""The commands of inference: arguments, files, what they print."""

@@ -1,0 +1,159 @@
+"""The backbone's keys and values while it decodes: ragged rows, tree keys behind each row's end, the accepted path moved into place.
+
+All layers of one shape lie in one tensor, so that moving a path is one copy. Sliding windows count logical positions and every layer
+keeps all of its keys: a slot is a position. `TreeCache` shows it to the model as a `transformers.Cache`. Recurrent layers have states
+instead (heads/recurrent.py), which a pass does not change: `keep` brings them to the last node accepted.
+
+Shape suffixes: L layers, B batch, H heads, N tree nodes, P path, S slots, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from headstart.heads.backbone.recurrent import Added, States
+from headstart.heads.base import list_tensors, map_tensors
+from headstart.heads.layers.ragged import grown, put, whole_steps
+
+Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Keys and values ``[L, B, H, S, D]``, for each group of layers of one shape."""
+
+
+class RaggedCache:
+    """``lengths_B`` tokens of each row are in slots 0 .. length - 1; what lies behind them is overwritten by the next pass."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor] | None], lengths_B: Tensor, states: States | None = None) -> None:
+        """``layers``: keys and values ``[B, H, T, D]`` of a prompt, rows right-padded; None where ``states`` has a recurrent layer's."""
+        there = {number: layer for number, layer in enumerate(layers) if layer is not None}
+        self.groups = _groups(there)
+        self.keys = tuple(torch.stack([there[i][0] for i in group]) for group in self.groups)
+        self.values = tuple(torch.stack([there[i][1] for i in group]) for group in self.groups)
+        self.states = states
+        self.added: Added | None = None
+        """Of the nodes just read."""
+        self.lengths_B = lengths_B
+        self.longest = int(lengths_B.max())
+
+    def stores(self, nodes: int) -> Stores:
+        """Keys and values with room for ``nodes`` behind the longest row, as views of whole steps of slots."""
+        slots = whole_steps(self.longest + nodes)
+        self.keys = tuple(grown(store, slots) for store in self.keys)
+        self.values = tuple(grown(store, slots) for store in self.values)
+        return tuple(store[..., :slots, :] for store in self.keys), tuple(store[..., :slots, :] for store in self.values)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, S, D]`` of one layer."""
+        group, place = next((g, group.index(number)) for g, group in enumerate(self.groups) if number in group)
+        return self.keys[group][place], self.values[group][place]
+
+    def keep(self, paths: list[list[int]], counts: list[int]) -> None:
+        """Of the nodes just read, the first ``counts[b]`` of ``paths[b]`` are text of row b: moved right behind its end."""
+        moved = [path[:count] for path, count in zip(paths, counts, strict=True)]
+        if any(path != list(range(len(path))) for path in moved):
+            longest = max(map(len, moved))
+            device = self.lengths_B.device
+            path_BP = torch.tensor([path + list(range(len(path), longest)) for path in moved], device=device)
+            source_BP = self.lengths_B[:, None] + path_BP
+            target_BP = self.lengths_B[:, None] + torch.arange(longest, device=device)
+            for store in (*self.keys, *self.values):
+                _move(store, source_BP, target_BP)
+        if self.states is not None:
+            assert self.added is not None
+            self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
+            self.added = None
+        if len(set(counts)) == 1:
+            self.lengths_B, self.longest = self.lengths_B + counts[0], self.longest + counts[0]
+            return
+        self.lengths_B = self.lengths_B + torch.tensor(counts, device=self.lengths_B.device)
+        self.longest = int(self.lengths_B.max())
+
+    def join(self, other: RaggedCache) -> None:
+        """Put the rows of another cache of the same layers behind these."""
+        slots = max(self.keys[0].shape[-2], other.keys[0].shape[-2])
+
+        def both(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([grown(one, slots)[..., :slots, :] for one in (mine, theirs)], 1)
+
+        self.keys = tuple(both(*pair) for pair in zip(self.keys, other.keys, strict=True))
+        self.values = tuple(both(*pair) for pair in zip(self.values, other.values, strict=True))
+        theirs = iter(list_tensors(other.states))
+        self.states = map_tensors(lambda mine: torch.cat([mine, next(theirs)], 1), self.states)
+        self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
+        self.longest = max(self.longest, other.longest)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        self.keys = tuple(store[:, rows] for store in self.keys)
+        self.values = tuple(store[:, rows] for store in self.values)
+        self.states = map_tensors(lambda state: state[:, rows], self.states)
+        self.lengths_B = self.lengths_B[rows]
+        self.longest = int(self.lengths_B.max())
+
+
+def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:
+    """The layers of one shape together, by their numbers."""
+    alike: dict[Any, list[int]] = {}
+    for i, (keys, values) in layers.items():
+        alike.setdefault((keys.shape, values.shape, keys.dtype, keys.device), []).append(i)
+    return list(alike.values())
+
+
+def _move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
+    L, B, H, _, D = store_LBHSD.shape
+    if B == 1:
+        store_LBHSD.index_copy_(3, target_BP[0], store_LBHSD.index_select(3, source_BP[0]))
+        return
+    index = source_BP[None, :, None, :, None].expand(L, -1, H, -1, D)
+    store_LBHSD.scatter_(3, target_BP[None, :, None, :, None].expand(L, -1, H, -1, D), store_LBHSD.gather(3, index))
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer of a `TreeCache`."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, cache: TreeCache, group: int, place: int) -> None:
+        super().__init__()
+        self.cache, self.group, self.place = cache, group, place
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = (stores[self.group][self.place] for stores in self.cache.stores)
+        put(keys, key_states, self.cache.index_BN)
+        put(values, value_states, self.cache.index_BN)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.stores[0][self.group].shape[-2], 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(Cache):
+    """The stores as the model sees them while it reads a tree: new keys go to ``index_BN``, all slots are given back."""
+
+    def __init__(self, groups: list[list[int]]) -> None:
+        self.groups = groups
+        where = {number: (g, place) for g, group in enumerate(groups) for place, number in enumerate(group)}
+        # A recurrent layer does not come here: something must hold its place.
+        super().__init__(layers=[TreeLayer(self, *where[i]) if i in where else DynamicLayer() for i in range(max(where) + 1)])
+        self.stores: Stores
+        self.index_BN: Tensor
+
+    def over(self, stores: Stores, index_BN: Tensor) -> TreeCache:
+        """This cache, for the next pass."""
+        self.stores, self.index_BN = stores, index_BN
+        return self

@@ -1,0 +1,145 @@
+"""Logits processors at every node of a tree, each node with the history of its own path.
+
+Processors are transformers' own or the user's: functions of (ids so far, scores). The common ones do not look at the ids and
+take all nodes at once; the others are called once for each length of history. They see a row without its padding, so that a row
+in a batch gets what it gets alone; those that only count positions see it padded, as transformers counted when it made them.
+
+Shape suffixes: B batch, N tree nodes, V vocabulary, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation import logits_process as known
+
+from headstart.inference.engine.tree import CandidateTree
+from headstart.inference.sources.expansion import Filters
+from headstart.support.errors import UserError
+
+BLIND = (
+    known.TemperatureLogitsWarper,
+    known.TopKLogitsWarper,
+    known.TopPLogitsWarper,
+    known.MinPLogitsWarper,
+    known.TypicalLogitsWarper,
+    known.EpsilonLogitsWarper,
+    known.EtaLogitsWarper,
+    known.LogitNormalization,
+    known.InfNanRemoveLogitsProcessor,
+    known.SuppressTokensLogitsProcessor,
+)
+"""Processors that do not look at the ids; a bias of single tokens is another (`is_blind`)."""
+
+COUNTING = (
+    known.MinLengthLogitsProcessor,
+    known.MinNewTokensLengthLogitsProcessor,
+    known.ForcedBOSTokenLogitsProcessor,
+    known.ForcedEOSTokenLogitsProcessor,
+    known.ExponentialDecayLengthPenalty,
+    known.SuppressTokensAtBeginLogitsProcessor,
+)
+"""Processors that look at nothing but how many ids there are."""
+
+
+BY_ROW = (
+    known.PrefixConstrainedLogitsProcessor,
+    known.EncoderRepetitionPenaltyLogitsProcessor,
+    known.EncoderNoRepeatNGramLogitsProcessor,
+)
+"""Processors that know the prompts or the rows by number."""
+
+
+def is_blind(processor: LogitsProcessor) -> bool:
+    """True if the processor's scores do not depend on the ids."""
+    if isinstance(processor, known.SequenceBiasLogitsProcessor):
+        return all(len(sequence) == 1 for sequence in processor.sequence_bias)
+    return type(processor) in BLIND
+
+
+@dataclass(frozen=True)
+class History:
+    """A row's ids ``[T]``, of which the first ``pads`` are padding."""
+
+    ids_T: Tensor
+    pads: int
+
+
+class Processing:
+    """The processors of one call to generate, applied to trees."""
+
+    def __init__(self, processors: LogitsProcessorList, pads: list[int]) -> None:
+        rows = len(pads)
+        for processor in processors:
+            if isinstance(processor, known.UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                raise UserError("guidance_scale runs the model a second time at every step, which trees can't follow; leave it out")
+            if isinstance(processor, known.SynthIDTextWatermarkLogitsProcessor):
+                raise UserError("SynthID watermarks keep a state from step to step, which trees don't have; leave watermarking_config out")
+            if isinstance(processor, BY_ROW) and rows > 1:
+                raise UserError(f"{type(processor).__name__} goes by row numbers; got {rows} rows: decode one row at a time")
+        self.processors = LogitsProcessorList(_without_padding(processor, pads) for processor in processors)
+        self.blind = all(is_blind(processor) for processor in processors)
+        self.one_by_one = any(isinstance(processor, BY_ROW) for processor in processors)
+
+    @property
+    def temperature(self) -> float:
+        """What the drafter's logits are divided by too."""
+        return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
+
+    @property
+    def filters(self) -> Filters | None:
+        """What the drafter's logits are filtered by too; None: nothing."""
+        found = Filters(
+            next((p.top_k for p in self.processors if isinstance(p, known.TopKLogitsWarper)), 0),
+            next((p.top_p for p in self.processors if isinstance(p, known.TopPLogitsWarper)), 1.0),
+            next((p.min_p for p in self.processors if isinstance(p, known.MinPLogitsWarper)), 0.0),
+        )
+        return None if found == Filters() else found
+
+    def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
+        """Scores ``[B, N, V]`` (float32). ``histories``: each row's up to and with the root (or the prompt, without a tree)."""
+        scores_BNV = logits_BNV.float()
+        if not self.processors:
+            return scores_BNV
+        B, N, V = scores_BNV.shape
+        if self.blind:
+            return self.processors(histories[0].ids_T[None], scores_BNV.reshape(B * N, V)).view(B, N, V)
+        alike: dict[tuple[int, ...], list[tuple[int, int, Tensor]]] = {}
+        for b, history in enumerate(histories):
+            for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
+                key = (b, n) if self.one_by_one else (len(ids_T), history.pads)
+                alike.setdefault(key, []).append((b, n, ids_T))
+        out_BNV = scores_BNV.clone()   # rows with fewer nodes have rubbish at their ends
+        for group in alike.values():
+            rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
+            out_BNV[rows, nodes] = self._apply(torch.stack([ids for _, _, ids in group]), histories[rows[0]].pads, scores_BNV[rows, nodes])
+        return out_BNV
+
+    def _apply(self, ids_RT: Tensor, pads: int, scores_RV: Tensor) -> Tensor:
+        for processor in self.processors:
+            scores_RV = processor(ids_RT if isinstance(processor, COUNTING) else ids_RT[:, pads:], scores_RV)
+        return scores_RV
+
+
+def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProcessor:
+    """transformers tells the repetition penalty each row's padding, row by row; histories here have none."""
+    ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
+    if not isinstance(ignored, Tensor):
+        return processor
+    if ignored.tolist() != pads:
+        raise UserError("prompt_ignore_length goes by row numbers, which trees don't have; give one int, or decode without it")
+    return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
+
+
+def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> list[Tensor]:
+    """What has been said before each node speaks: the history, then the tokens on the way down to it."""
+    if tree is None:
+        return [history_T]
+    tokens, parents = history_T.new_tensor(tree.tokens[row]), tree.parents[row]
+    found = [history_T]
+    for n in range(1, len(parents)):
+        found.append(torch.cat([found[parents[n]], tokens[n : n + 1]]))
+    return found

@@ -1,0 +1,113 @@
+"""The backbone reading: prompts as they come, trees behind them through a mask, in one captured pass.
+
+Shape suffixes: B batch, T positions, N tree nodes, S slots, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.recurrent import Added, Branch, States
+from headstart.heads.base import Features, list_tensors, map_tensors
+from headstart.heads.layers.ragged import visible
+from headstart.inference.capture.capture import Captured, When, capturable
+from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
+from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.tree import CandidateTree
+
+
+class Reader:
+    """One backbone, read with the taps of one drafter; its recordings serve every text."""
+
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...], capture: When) -> None:
+        self.backbone, self.taps = backbone, taps
+        self.view: TreeCache | None = None
+        steady = capturable(capture, backbone.device) and backbone.turn is None   # a recording would keep one length's frequencies
+        self.read = Captured(self._read, capture if steady else "never", backbone.model)
+        self.noise = Captured(self._noise, capture if capturable(capture, backbone.device) else "never")
+
+    def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
+        """Of the tokens at those positions, ``[B, P, V]`` (see `gumbel`)."""
+        return gumbel(seeds_B, positions_BP, self.backbone.vocab)
+
+    def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
+        """Rows right-padded: their features (padding marked so), and the cache to go on from."""
+        if self.backbone.recurrent is not None and len(tokens_BT) > 1:
+            return self._by_length(tokens_BT, lengths_B)
+        return self._prompts(tokens_BT, lengths_B)
+
+    def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
+        B, T = tokens_BT.shape
+        recurrent = self.backbone.recurrent
+        # Without the model's configuration a sliding layer keeps all of its keys.
+        cache = DynamicCache() if recurrent is None else DynamicCache(config=self.backbone.config)
+        place_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
+        features = self.backbone.read(tokens_BT, cache, place_BT, taps=self.taps)
+        numbers = recurrent.numbers if recurrent is not None else ()
+        layers = [None if number in numbers else (layer.keys, layer.values) for number, layer in enumerate(cache.layers)]
+        ragged = RaggedCache(layers, lengths_B, States.of(cache, numbers) if numbers else None)
+        return features.gather(place_BT, place_BT < lengths_B[:, None]) if B > 1 else features, ragged
+
+    def _by_length(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
+        """Rows of one length at a time: padding would enter a recurrent layer's state."""
+        rows: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths_B.tolist()):
+            rows.setdefault(length, []).append(row)
+        place_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        parts, caches = [], []
+        for length, some in rows.items():
+            features, cache = self._prompts(tokens_BT[some, :length], lengths_B[some])
+            index_BT = place_1T.clamp(max=length - 1).expand(len(some), -1)
+            parts.append(features.gather(index_BT, (place_1T < length).expand(len(some), -1)))
+            caches.append(cache)
+        order = [row for some in rows.values() for row in some]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        for cache in caches[1:]:
+            caches[0].join(cache)
+        caches[0].select(back)
+        columns = zip(*map(list_tensors, parts), strict=True)
+        return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
+
+    def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
+        """The features of every node, and the logits ``[B, N, V]`` of what follows it."""
+        if self.view is None or self.view.groups != cache.groups:
+            self.view = TreeCache(cache.groups)
+        nodes = tree.tensors(cache.lengths_B.device)
+        features, logits_BNV, cache.added = self.read((cache.stores(tree.size), cache.states), *nodes, cache.lengths_B)
+        return features, logits_BNV
+
+    def _read(
+        self, held: tuple[Stores, States | None], tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, lengths_B: Tensor
+    ) -> tuple[Features, Tensor, Added | None]:
+        assert self.view is not None
+        stores, states = held
+        index_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
+        positions_BN = lengths_B[:, None] + depths_BN
+        see = masks(positions_BN, ancestors_BNN, lengths_B, stores[0][0].shape[-2], self.backbone.windows)
+        view = self.view.over(stores, index_BN)
+        if self.backbone.recurrent is None:
+            features, added = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps), None
+        else:
+            branch = Branch(states, ancestors_BNN, depths_BN)
+            with self.backbone.recurrent.along(branch):
+                features = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps)
+            added = branch.added()
+        return features, self.backbone.readout(features.hidden_BTD), added
+
+
+def masks(
+    positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
+) -> dict[str, Tensor]:
+    """For each kind of layer, ``[B, N, slots]``: where the last N of M nodes may look."""
+    allowed = visible(lengths_B, ancestors_BNM, slots)
+    if not any(windows.values()):
+        return dict.fromkeys(windows, allowed)
+    N, M = ancestors_BNM.shape[1:]
+    places_S = torch.arange(slots, device=lengths_B.device)
+    node_BS = (places_S - lengths_B[:, None]).clamp(min=0).clamp(max=M - 1)
+    key_BS = torch.where(places_S < lengths_B[:, None], places_S, positions_BM.gather(1, node_BS))
+    back_BNS = positions_BM[:, M - N :, None] - key_BS[:, None]
+    return {kind: allowed if window is None else allowed & (back_BNS < window) for kind, window in windows.items()}

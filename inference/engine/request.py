@@ -1,0 +1,137 @@
+"""One call of transformers' ``generate``, as the decoding loop needs it; what it can't do is refused here.
+
+Shape suffixes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.beam.rules import BeamRules, beam_processors, read_beam_rules
+from headstart.inference.engine.processing import Processing
+from headstart.support.errors import UserError
+
+TENSORS = ("attention_mask", "position_ids", "cache_position")
+"""What transformers prepares beside the ids; the rest a user would have given, such as images."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to write, and when to stop. Lengths count as transformers counts them: with the padding at the left."""
+
+    ids_BT: Tensor
+    """One row a text, however many beams it has."""
+    pads_B: list[int]
+    """How many positions at the left of each row are padding."""
+    limit: int
+    """The greatest length, padding included."""
+    eos: frozenset[int]
+    criteria: StoppingCriteriaList
+    """All others."""
+    processing: Processing
+    sample: bool
+    pad_token: int
+    streamer: BaseStreamer | None
+    scores: bool
+    logits: bool
+    dictionary: bool
+    beams: BeamRules | None
+    """None: no beam search."""
+
+
+def read_request(
+    ids_BT: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: Mapping[str, Any],
+) -> Request:
+    """Raises UserError for what this decoder does not do, naming it."""
+    _refuse(config, model_kwargs, len(ids_BT), streamer)
+    mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
+    if beams is not None:
+        ids_BT, mask = ids_BT[:: beams.beams], None if mask is None else mask[:: beams.beams]
+        processors = beam_processors(processors, beams.beams)
+    pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
+    if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
+        raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
+    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    if not lengths and not any(True for c in criteria if not isinstance(c, EosTokenCriteria)):
+        raise UserError("nothing says when to stop; give max_new_tokens or max_length")
+    eos = frozenset(int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist())
+    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
+    pad = config._pad_token_tensor
+    return Request(
+        ids_BT=ids_BT,
+        pads_B=pads,
+        limit=min(lengths) if lengths else 1 << 31,
+        eos=eos,
+        criteria=others,
+        processing=Processing(processors, pads),
+        sample=bool(config.do_sample),
+        pad_token=int(pad) if pad is not None else 0,
+        streamer=streamer,
+        scores=bool(config.return_dict_in_generate and config.output_scores),
+        logits=bool(config.return_dict_in_generate and config.output_logits),
+        dictionary=bool(config.return_dict_in_generate),
+        beams=beams,
+    )
+
+
+def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int, streamer: BaseStreamer | None) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH):
+        raise UserError(
+            f"generation mode {mode.value!r} is not supported; heads decode greedily, by sampling, or by beam search "
+            "(num_beams with do_sample=False, no num_beam_groups, no constraints, no force_words_ids; "
+            "no penalty_alpha, no dola_layers, no prompt_lookup_num_tokens, no assistant_model)"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise UserError(f"{name}=True is not supported: a pass reads a whole tree; run the model once over the finished text instead")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UserError("inputs_embeds is not supported: drafters read tokens; give input_ids")
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in TENSORS:
+            raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UserError("past_key_values already holds text, which the drafter has not read; give the whole text as input_ids")
+    if streamer is not None and rows > 1:
+        raise UserError(f"a streamer writes one text; got a batch of {rows}: decode one row at a time")
+
+
+def prompts_at_the_left(request: Request) -> tuple[Tensor, Tensor]:
+    """The rows without padding, right-padded: tokens ``[B, T]`` and lengths ``[B]``."""
+    T = request.ids_BT.shape[1]
+    pads_B = torch.tensor(request.pads_B, device=request.ids_BT.device)
+    index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
+    return request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
+
+
+def require_one_side(request: Request, backbone: Backbone) -> None:
+    """Raise UserError if rotary frequencies would change on the way: what was read before would have to be read again.
+
+    transformers takes the frequencies of a pass from its furthest position, which in a tree, or in a batch, is not each text's own.
+    """
+    if backbone.turn is None:
+        return
+    T = request.ids_BT.shape[1]
+    before = [request.limit - pad <= backbone.turn for pad in request.pads_B]
+    after = [backbone.rope_switches_once and T - pad > backbone.turn for pad in request.pads_B]
+    if not all(before) and not all(after):
+        longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
+        raise UserError(
+            f"{backbone.name} changes its rotary frequencies beyond {backbone.turn} positions, where these texts may get (prompts of up to "
+            f"{T} tokens, {request.limit} in all); allowed: texts that end before (max_new_tokens){longer}"
+        )

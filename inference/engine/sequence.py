@@ -1,0 +1,55 @@
+"""What each row has written, and whether it has ended. On the host.
+
+Shape suffixes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.inference.engine.processing import History
+from headstart.inference.engine.request import Request
+
+
+class Text:
+    """One row's tokens; ids and lengths as transformers shows them to stopping criteria, padding included."""
+
+    def __init__(self, request: Request, row: int) -> None:
+        self.request = request
+        self.prompt_T, self.pads = request.ids_BT[row], request.pads_B[row]
+        self.written: list[int] = []
+        self.ended = False
+
+    @property
+    def ids_T(self) -> Tensor:
+        """Prompt and what is written so far."""
+        return torch.cat([self.prompt_T, self.prompt_T.new_tensor(self.written)])
+
+    @property
+    def history(self) -> History:
+        return History(self.ids_T, self.pads)
+
+    def write(self, tokens: list[int]) -> int:
+        """Add tokens until one ends the text; how many were added."""
+        for count, token in enumerate(tokens, 1):
+            self.written.append(token)
+            if self.request.streamer is not None:
+                self.request.streamer.put(torch.tensor([token]))
+            if self._ends(token):
+                self.ended = True
+                return count
+        return len(tokens)
+
+    def _ends(self, token: int) -> bool:
+        request = self.request
+        if token in request.eos or len(self.prompt_T) + len(self.written) >= request.limit:
+            return True
+        return bool(request.criteria) and bool(request.criteria(self.ids_T[None], None).any())
+
+
+def sequences(texts: list[Text], request: Request) -> Tensor:
+    """All rows as ``generate`` returns them: the given ids, what was written, padding at the right."""
+    longest = max(len(text.written) for text in texts)
+    written = [text.written + [request.pad_token] * (longest - len(text.written)) for text in texts]
+    return torch.cat([request.ids_BT, request.ids_BT.new_tensor(written)], 1)

@@ -1,0 +1,27 @@
+"""Which drafted tokens are the backbone's own: walk from the root while a child carries the pick (DESIGN: shared noise).
+
+No acceptance probabilities, no residual distributions, no special case for greedy decoding.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headstart.inference.engine.tree import CandidateTree
+
+
+def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
+    """The decoding rule: ``argmax_v (scores + noise)`` over the last dimension; no noise is temperature 0."""
+    return (scores if noise is None else scores + noise).argmax(-1)
+
+
+def walk(tree: CandidateTree, picks: list[list[int]]) -> list[list[int]]:
+    """For each row the path from the root on which every token is the pick at its parent; the last node's pick is the next root."""
+    paths = []
+    for tokens, parents, picked in zip(tree.tokens, tree.parents, picks, strict=True):
+        path = [0]
+        for node in range(1, len(tokens)):
+            if parents[node] == path[-1] and tokens[node] == picked[path[-1]]:
+                path.append(node)
+        paths.append(path)
+    return paths

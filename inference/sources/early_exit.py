@@ -1,0 +1,100 @@
+"""The backbone's own first layers as a drafter: no weights and no cache of its own (Draft & Verify, 2309.08168; LayerSkip, 2404.16710).
+
+The first E layers, then the backbone's final norm and output layer, draft. Keys and values of the text are the backbone's, which
+the full pass has left in its cache; those of drafted nodes go behind each row's end, where the pass that verifies overwrites them.
+Backbones not trained to be read early guess poorly before their last layers.
+
+Shape suffixes: B batch, N tree nodes, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter, Features, require_count
+from headstart.inference.engine.cache import TreeCache
+from headstart.inference.sources.levels import Rows, read_level
+from headstart.support.errors import UserError
+
+
+class EarlyExit(Drafter):
+    """``layers``: E, how many of the backbone's layers draft. Raises UserError for an E or a backbone with which that can't be done."""
+
+    captures = True
+
+    def __init__(self, backbone: Backbone, *, layers: int, depth: int = 4) -> None:
+        super().__init__(backbone)
+        require_count("depth", depth, of="early exit")
+        require_count("layers", layers, of="early exit")
+        if layers > backbone.num_layers:
+            raise UserError(f"early exit.layers is from 1 to {backbone.num_layers}, the layers that {backbone.name} has; got {layers}")
+        if backbone.recurrent is not None:
+            raise UserError(f"{backbone.name} has recurrent layers, whose states drafted nodes can't share; draft without early exit")
+        self.depth, self.arguments = depth, {"layers": layers, "depth": depth}
+        self.first = first_layers(backbone, layers)
+        self.view: TreeCache | None = None
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return self.backbone[0].readout(hidden)
+
+    # Between drafts the state holds lengths alone: the keys are in the backbone's cache, which its owner keeps.
+
+    def reserve(self, state: Rows, length: int) -> Rows:
+        return Rows(((), ()), state.lengths_B)
+
+    def select(self, state: Rows, rows_B: Tensor) -> Rows:
+        return Rows(((), ()), state.lengths_B[rows_B])
+
+    def join(self, state: Rows, other: Rows) -> Rows:
+        return Rows(((), ()), torch.cat([state.lengths_B, other.lengths_B]))
+
+    def begin(self, features: Features, state: Rows | None = None) -> Rows:
+        return Rows(((), ()), features.lengths_B if state is None else state.lengths_B + features.lengths_B)
+
+    def prepare_draft(self, state: Rows, cache: Any, nodes: int) -> Rows:
+        if self.view is None or self.view.groups != cache.groups:
+            self.view = TreeCache(cache.groups)
+        return Rows(cache.stores(nodes), cache.lengths_B)
+
+    def step(self, state: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:
+        assert self.view is not None and state.stores[0], "prepare_draft the backbone's cache first"
+        return read_level(self.first, self.view, state, tokens_BN, parents_BN, depth)
+
+
+def first_layers(backbone: Backbone, count: int) -> Backbone:
+    """The backbone as it reads if it ends after ``count`` layers: the same weights, the model object itself untouched.
+
+    Raises UserError if the model does not then read as its first layers do.
+    """
+    path = next(name for name, module in backbone.base.named_modules() if module is backbone.layers)
+    first = copy.copy(backbone)
+    first.layers, first.num_layers = nn.ModuleList(list(backbone.layers)[:count]), count
+    first.base = _with(backbone.base, path, first.layers) if path else first.layers
+    tokens_BT = torch.arange(4, device=backbone.device)[None] % backbone.vocab
+    whole, ran = backbone.read(tokens_BT, taps=(count,)).taps, []
+    handles = [layer.register_forward_hook(lambda layer, *_: ran.append(layer)) for layer in backbone.layers]
+    try:
+        cut = first.read(tokens_BT, taps=(count,)).taps
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        cut = None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if whole is None or cut is None or len(ran) != count or not torch.allclose(cut[count], whole[count], atol=1e-3, rtol=1e-2):
+        name = type(backbone.model).__name__
+        raise UserError(f"{name} does not run with its first {count} layers alone, so it can't draft by early exit; use another proposer")
+    return first
+
+
+def _with(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
+    """A module that shares all with this one but the part at the dotted path."""
+    name, _, rest = path.partition(".")
+    changed = copy.copy(module)
+    changed._modules = dict(module._modules)
+    changed._modules[name] = _with(changed._modules[name], rest, part) if rest else part   # type: ignore[arg-type]
+    return changed

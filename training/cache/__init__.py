@@ -1,1 +1,0 @@
-"""The backbone's reading on disk."""

@@ -1,0 +1,1 @@
+"""Hidden states of the backbone: computed live or cached on disk."""

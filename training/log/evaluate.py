@@ -1,0 +1,78 @@
+"""How good the heads are at what they are for: accepted tokens per backbone pass, by really decoding held-out prompts.
+
+Shape suffix: T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import GenerateOutput, SpeculativeModel
+from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.support.token_text import cut
+from headstart.training.recipe.recipe import Eval
+from headstart.training.run.sharding import is_sharded
+
+EXAMPLES = 3
+"""How many of the prompts are shown with what was written, the first ones."""
+LONGEST = 300
+"""Tokens of an example, at most: those of whole passes."""
+PROMPT_END = 300
+"""Characters of its prompt, the last ones."""
+
+
+def evaluate(
+    backbone: Backbone, drafter: Drafter, prompts: list[Tensor], settings: Eval, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict[str, Any]:
+    """``tau`` (the backbone's own token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer ``examples``.
+
+    ``prompts``: int64 [T] each, at least one; the i-th is decoded with ``seed + i``. An example has ``prompt``, the end of it as text;
+    ``pieces``, the text of each token written; ``runs``, how many each pass wrote behind the first, which comes of the prompt's own pass.
+    Leaves the random state and the drafter's mode as they were.
+    """
+    training, tally, examples = drafter.training, Tally(), []
+    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
+    drafter.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            heads = SpeculativeModel(backbone, drafter, capture="never" if is_sharded(backbone) else "auto")
+            for i, prompt_T in enumerate(prompts):
+                output = continue_text(heads, prompt_T, how, seed + i)
+                tally.add(output)
+                if tokenizer is not None and i < EXAMPLES:
+                    examples.append(_example(prompt_T, output, tokenizer))
+    finally:
+        drafter.train(training)
+    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth}
+    return found | ({"examples": examples} if examples else {})
+
+
+def marked(example: dict[str, Any]) -> str:
+    """What an example's passes wrote as text; between brackets what one wrote at once, as in ``[def fib][(n)]:``."""
+    pieces, place = example["pieces"], 1
+    text = "".join(pieces[:1])
+    for run in example["runs"]:
+        written = "".join(pieces[place : place + run])
+        text += f"[{written}]" if run > 1 else written
+        place += run
+    return text
+
+
+def _example(prompt_T: Tensor, output: GenerateOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    assert output.runs is not None
+    length = 1
+    runs: list[int] = []
+    for run in output.runs[0]:
+        if length + run > LONGEST:
+            break
+        length, runs = length + run, [*runs, run]
+    written = output.sequences[0, len(prompt_T) :].tolist()[:length]
+    return {"prompt": tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:], "pieces": cut(tokenizer, written), "runs": runs}

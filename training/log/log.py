@@ -1,0 +1,183 @@
+"""What a run tells: a JSONL file and a page made of it always, trackers when asked, and a progress bar with the numbers that matter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from headstart.support.errors import UserError
+from headstart.training.log.report import write_report
+from headstart.training.log.trackers import start_trackers
+from headstart.training.recipe.recipe import Recipe, to_dict
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an optimiser step came to for one head, over all processes."""
+
+    loss: float
+    grad_norm: float
+    depths: list[list[float]]
+    """Per depth: positions that count, first choices that agree, summed overlap."""
+
+
+@dataclass
+class Meter:
+    """Sums since the last line of the log; part of the saved state, so that a resumed run writes the same lines."""
+
+    steps: int = 0
+    """That were taken."""
+    skipped: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    count_K: list[float] = field(default_factory=list)
+    correct_K: list[float] = field(default_factory=list)
+    overlap_K: list[float] = field(default_factory=list)
+
+    def add(self, result: Result | None, tokens: int, seconds: float) -> None:
+        """One optimiser step; None for one that was skipped."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        if result is None:
+            self.skipped += 1
+            return
+        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # a step that the scaler skipped
+        self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
+        before = [self.count_K, self.correct_K, self.overlap_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
+        both = zip(before, result.depths, strict=True)
+        self.count_K, self.correct_K, self.overlap_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
+
+    def record(self) -> dict[str, Any]:
+        """Means; accuracy and overlap per depth. Without a step taken the loss and the norm are None."""
+        return {
+            "loss": self.loss / self.steps if self.steps else None,
+            "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
+            "overlap": [round(x / max(n, 1.0), 5) for x, n in zip(self.overlap_K, self.count_K, strict=True)],
+            "grad_norm": self.grad_norm / self.steps if self.steps else None,
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        } | ({"skipped": self.skipped} if self.skipped else {})
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Log:
+    """``<save.dir>/log.jsonl`` and its companions. Of the processes of a run, only the first has one that writes."""
+
+    def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
+        self.main, self.steps = main, steps
+        if not main:
+            return
+        path = Path(recipe.save.dir) / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        started = {"recipe": to_dict(recipe), "steps": steps}
+        before = _keep_until(path, done)
+        self.file = path.open("a")
+        if before != started:
+            self._write({"step": done, **started})
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
+        self.trackers = start_trackers(recipe, done)
+        self.shown = done == 0
+        """Whether the page says all that the file does."""
+
+    def say(self, text: str) -> None:
+        """To the person, above the progress bar."""
+        if self.main:
+            tqdm.write(text, file=sys.stderr)
+
+    def line(self, step: int, record: dict[str, Any], head: str = "") -> None:
+        """One line of the log: a step's training numbers, or an evaluation's; of which head, where there are several."""
+        if not self.main:
+            return
+        self._write({"step": step, **({"head": head} if head else {}), **record})
+        self.shown, at = False, f"{head}/" if head else ""
+        for tracker in self.trackers:
+            tracker.numbers(step, {at + key: value for key, value in _scalars(record).items()})
+            if "examples" in record:
+                tracker.examples(step, f"{at}examples", record["examples"])
+        shown = f"{head}: {_shown(record)}" if head else _shown(record)
+        if "loss" not in record:
+            self.say(f"step {step}/{self.steps}: {shown}")
+        elif self.bar.disable:
+            self.say(f"step {step}/{self.steps}  {shown}")
+        else:
+            self.bar.set_postfix_str(shown, refresh=False)
+
+    def advance(self) -> None:
+        if self.main:
+            self.bar.update()
+
+    def report(self) -> None:
+        """Make ``report.html`` of the file as it is. A page that cannot be made ends no run: what it shows is in the file."""
+        if not self.main:
+            return
+        try:
+            write_report(Path(self.file.name).parent)
+            self.shown = True
+        except Exception as error:   # whatever it is: days of training are not lost for a plot
+            self.say(f"report.html could not be written: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        if not self.main:
+            return
+        self.bar.close()
+        self.file.close()
+        if not self.shown:
+            self.report()
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.file.name} cannot be written: {error}; make room there, and the same command goes on") from None
+
+
+def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
+    """Drop the lines after the step that is resumed from, and one half written: they are about to be written again.
+
+    What is left says last of the recipe.
+    """
+    kept, recipe = [], None
+    for text in path.read_text().splitlines() if path.exists() and done else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["step"] <= done:
+            kept.append(text + "\n")
+            recipe = {key: line[key] for key in ("recipe", "steps")} if "recipe" in line else recipe
+    temporary = path.with_name("log.jsonl.tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+    return recipe
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Lists as one curve an entry: accuracy/0, accuracy/1, ..."""
+    flat: dict[str, float] = {}
+    for key, value in record.items():
+        if key == "examples":
+            continue
+        flat |= {f"{key}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {key: value}
+    return {key: value for key, value in flat.items() if value is not None}
+
+
+def _shown(record: dict[str, Any]) -> str:
+    if "tau" in record:
+        accepted = " ".join(f"{x:.0%}" for x in record["acceptance_per_depth"])
+        return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}"
+    accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
+    loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""
+    return f"{loss}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s{skipped}"

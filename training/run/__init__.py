@@ -1,0 +1,1 @@
+"""One training run: trainer per drafter, optimizer, schedule, checkpoints, sharding."""

@@ -1,0 +1,51 @@
+"""A moving average of the trained weights: with ``train.ema`` it is what evaluation decodes with and what is saved as the heads.
+
+After step t the average moves towards the weights by ``1 - min(ema, (1 + t) / (10 + t))``: at first by much, so that it soon
+forgets where training began. It is kept in the weights' own dtype and is part of the state a run resumes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from headstart.training.run.sharding import own_part, part_like
+
+
+class Average:
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.module, self.decay = module, decay
+        self.weights = {name: weight.detach().clone() for name, weight in module.named_parameters() if weight.requires_grad}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Once after each optimiser step, counted from 1."""
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, average in self.weights.items():
+            own_part(average).lerp_(own_part(self.module.get_parameter(name)), share)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """The inverse of ``weights``; strict."""
+        assert weights.keys() == self.weights.keys()
+        for name, average in self.weights.items():
+            average.copy_(part_like(weights[name], average))
+
+
+@contextmanager
+def in_place_of_weights(average: Average | None) -> Iterator[None]:
+    """While it is entered the module has the average's values; without an average, its own."""
+    _exchange(average)
+    try:
+        yield
+    finally:
+        _exchange(average)
+
+
+def _exchange(average: Average | None) -> None:
+    if average is not None:
+        for name, values in average.weights.items():
+            weight = average.module.get_parameter(name)
+            average.weights[name], weight.data = weight.data, values

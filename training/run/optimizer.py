@@ -1,0 +1,98 @@
+"""AdamW for everything, or Muon for hidden matrices beside AdamW for the rest.
+
+Muon orthogonalises the update of a matrix (Jordan et al., 2024; scaled to AdamW's size as in 2502.16982), so both parts share one
+learning rate. Tables indexed by a vocabulary and vectors are not maps between hidden spaces and stay with AdamW.
+
+Shape suffixes: M, N sides of a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headstart.heads.base import Drafter
+from headstart.training.recipe.recipe import Train
+from headstart.training.run.sharding import joined, own_part, part_like
+
+
+class Muon(torch.optim.Muon):
+    """torch's own; but on a CPU it works in fp32, since most of them multiply in bf16 many times slower, and of a matrix that is
+    shared out between processes (FSDP2) each of them orthogonalises the whole."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if any(parameter.device.type != "cpu" and not isinstance(parameter, DTensor) for parameter in parameters):
+            return super().step()
+        for group in self.param_groups:
+            assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = own_part(state["momentum_buffer"]).lerp_(own_part(gradient), 1 - group["momentum"])
+        ahead = joined(own_part(gradient).lerp(momentum, group["momentum"]), parameter)   # a whole matrix, in every process
+        ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
+        update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        size = 0.2 * max(parameter.shape) ** 0.5   # 0.2: the usual size of AdamW's updates
+        own_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        own_part(parameter).add_(own_part(part_like(update, parameter)), alpha=-group["lr"] * size)
+
+
+def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, least: float) -> Tensor:
+    """About the nearest matrix with singular values of 1 (they come out at 0.5 to 1.2), by a Newton-Schulz iteration in its dtype."""
+    a, b, c = coefficients
+    flat_MN = matrix_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else matrix_MN
+    flat_MN = flat_MN / flat_MN.norm().clamp(min=least)
+    for _ in range(steps):
+        gram_MM = flat_MN @ flat_MN.T
+        flat_MN = torch.addmm(flat_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), flat_MN, beta=a)
+    return flat_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else flat_MN
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimizer to the outside; inside, Muon and AdamW work on its groups and its state."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], train: Train) -> None:
+        muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others, lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.parts = (muon, adamw)
+        self._share()
+
+    def _share(self) -> None:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+def build_optimizer(drafter: Drafter, train: Train) -> torch.optim.Optimizer:
+    """What ``train.optimizer`` names. Weight decay pulls on matrices only; norms and biases have a scale of their own to keep."""
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    sizes = {drafter.backbone[0].vocab, drafter.backbone[0].vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
+    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
+    if train.optimizer == "muon" and hidden:
+        return MuonAdamW([trained[name] for name in hidden], [p for name, p in trained.items() if name not in hidden], train)
+    groups = [
+        {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, betas=(train.betas[0], train.betas[1]))
