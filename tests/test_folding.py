@@ -52,12 +52,12 @@ def test_sizes_are_no_tensors_any_more() -> None:
 def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     on = Backbone(tiny("llama"))
     assert on.config.num_key_value_heads < on.config.num_attention_heads
-    (ids,), see = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    (ids,), attention_mask = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
     expected = on.read(ids[None]).hidden_BTD
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *given: pytest.fail("repeated"))
-    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": see}).hidden_BTD, expected, atol=1e-5)
+    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": attention_mask}).hidden_BTD, expected, atol=1e-5)
     assert GROUPED not in os.environ
     monkeypatch.setenv(GROUPED, "0")   # a user's own choice is left
     with pytest.raises(pytest.fail.Exception, match="repeated"):
-        on.read(ids[None], None, None, {"full_attention": see})
+        on.read(ids[None], None, None, {"full_attention": attention_mask})
     assert os.environ[GROUPED] == "0"

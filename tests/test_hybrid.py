@@ -231,8 +231,8 @@ def test_other_recurrences_are_refused_by_name(name: str) -> None:
 def test_what_would_carry_a_state_across_is_refused() -> None:
     """Packed documents, whichever way they come, and a cache that has no place for a state."""
     on, tokens = hybrid("qwen3_next"), texts(1, 6)
-    see = {"full_attention": torch.ones(1, 6, 6, dtype=torch.bool).tril()}
-    for cache, mask in ((None, see), (DynamicCache(), None)):
+    attention_mask = {"full_attention": torch.ones(1, 6, 6, dtype=torch.bool).tril()}
+    for cache, mask in ((None, attention_mask), (DynamicCache(), None)):
         with pytest.raises(UserError, match="Qwen3NextForCausalLM has recurrent layers.*data.packing=false"):
             on.read(tokens, cache, None, mask)
 

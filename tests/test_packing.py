@@ -68,11 +68,11 @@ def test_what_a_row_looks_like() -> None:
     assert batch.document_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]]
     assert batch.members == ((0, 1), (2,)) and batch.packed and not collate(samples, [[0], [1]]).packed
     assert restarting(batch.document_BT).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
-    see = documents_apart(batch.document_BT, {"full_attention": None, "sliding_attention": 2})
+    attention_mask = documents_apart(batch.document_BT, {"full_attention": None, "sliding_attention": 2})
     full = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
-    assert see["full_attention"][0].int().tolist() == full
+    assert attention_mask["full_attention"][0].int().tolist() == full
     full[2] = [0, 1, 1, 0, 0]
-    assert see["sliding_attention"][0].int().tolist() == full
+    assert attention_mask["sliding_attention"][0].int().tolist() == full
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -277,7 +277,8 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
     with pytest.raises(UserError, match=r"recurrent layers, which follow no mask: no packing \(data.packing=false\)"):
         prepare(packed)
     with pytest.raises(UserError, match="data.packing=false"):
-        Live(Backbone(model), ()).backbone.read(torch.zeros(1, 3, dtype=torch.int64), see={"full_attention": torch.ones(1, 3, 3)})
+        tokens_BT = torch.zeros(1, 3, dtype=torch.int64)
+        Live(Backbone(model), ()).backbone.read(tokens_BT, attention_mask={"full_attention": torch.ones(1, 3, 3)})
     assert main(["plan", str(recipe), f"backbone.path={tmp_path / 'hybrid'}", "data.packing=true"]) == 2
 
 

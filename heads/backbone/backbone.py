@@ -84,23 +84,24 @@ class Backbone:
         tokens_BT: Tensor,
         cache: Any = None,
         positions_BT: Tensor | None = None,
-        see: dict[str, Tensor] | None = None,
+        attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
     ) -> Features:
         """The features of the tokens; with a cache they continue it.
 
-        ``see``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
+        ``attention_mask``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
         right end needs no mask, since nothing before it looks there. Recurrent layers follow no mask, but the tree that is read along
         a `heads.recurrent.Branch`; and with them the cache is one made for the model's configuration.
         """
-        if self.recurrent is not None and not self.recurrent.reading and (see is not None or (cache is not None and not cache.layers)):
+        masked = attention_mask is not None or (cache is not None and not cache.layers)
+        if self.recurrent is not None and not self.recurrent.reading and masked:
             raise UserError(
                 f"{type(self.model).__name__} has recurrent layers, which follow no mask and need a cache made for its configuration: "
                 "no packing (data.packing=false), no beams (num_beams=1)"
             )
         mask = None
-        if see is not None:
-            masks = {kind: _additive(allowed, self.dtype) for kind, allowed in see.items()}
+        if attention_mask is not None:
+            masks = {kind: _additive(allowed, self.dtype) for kind, allowed in attention_mask.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         with tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
             out = self.base(

@@ -153,8 +153,8 @@ class TrieReader:
         backbone = self.reader.backbone
         index_BN = nodes.shared_B[:, None] + nodes.places_BN
         positions_BN = nodes.positions_BM.gather(1, nodes.places_BN)
-        see = masks(nodes, positions_BN, stores[0][0].shape[-2], backbone.windows)
-        features = backbone.read(nodes.tokens_BN, self.view.over(stores, index_BN), positions_BN, see, self.reader.taps)
+        attention_mask = masks(nodes, positions_BN, stores[0][0].shape[-2], backbone.windows)
+        features = backbone.read(nodes.tokens_BN, self.view.over(stores, index_BN), positions_BN, attention_mask, self.reader.taps)
         return features, backbone.readout(features.hidden_BTD)
 
 

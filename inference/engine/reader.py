@@ -86,14 +86,14 @@ class Reader:
         stores, states = held
         index_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
         positions_BN = lengths_B[:, None] + depths_BN
-        see = masks(positions_BN, ancestors_BNN, lengths_B, stores[0][0].shape[-2], self.backbone.windows)
+        attention_mask = masks(positions_BN, ancestors_BNN, lengths_B, stores[0][0].shape[-2], self.backbone.windows)
         view = self.view.over(stores, index_BN)
         if self.backbone.recurrent is None:
-            features, added = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps), None
+            features, added = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps), None
         else:
             branch = Branch(states, ancestors_BNN, depths_BN)
             with self.backbone.recurrent.along(branch):
-                features = self.backbone.read(tokens_BN, view, positions_BN, see, self.taps)
+                features = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps)
             added = branch.added()
         return features, self.backbone.readout(features.hidden_BTD), added
 

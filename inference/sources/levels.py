@@ -57,9 +57,9 @@ def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor)
     # Padding may lie past the last slot, or past the last position that the model knows: any will do for it.
     index_BN = (lengths_B[:, None] + torch.arange(N, device=lengths_B.device) + (M - N)).clamp(max=slots - 1)
     positions_BM = lengths_B[:, None] + depths_M
-    see = masks(positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
+    attention_mask = masks(positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
     positions_BN = positions_BM[:, M - N :]
     if model.max_positions is not None:
         positions_BN = positions_BN.clamp(max=model.max_positions - 1)
     tokens_BN = tokens_BN.clamp(max=model.vocab - 1)
-    return model.read(tokens_BN, view.over(rows.stores, index_BN), positions_BN, see).hidden_BTD, rows
+    return model.read(tokens_BN, view.over(rows.stores, index_BN), positions_BN, attention_mask).hidden_BTD, rows

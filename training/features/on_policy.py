@@ -26,10 +26,10 @@ class LiveWithCache(Live):
 
     def read(self, batch: Batch) -> FeaturesWithCache:
         cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration: sliding layers keep all of their keys
-        positions_BT, see = None, None
+        positions_BT, attention_mask = None, None
         if batch.packed:
-            positions_BT, see = restarting(document_BT), documents_apart(document_BT, self.backbone.windows)
-        read = self.backbone.read(batch.tokens_BT, cache, positions_BT, see, self.taps)
+            positions_BT, attention_mask = restarting(document_BT), documents_apart(document_BT, self.backbone.windows)
+        read = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, self.taps)
         return FeaturesWithCache(read.tokens_BT, read.hidden_BTD, read.taps, batch.loss_mask_BT, document_BT, cache)
 
 

@@ -51,8 +51,8 @@ class Live(FeatureSource):
     def read(self, batch: Batch) -> Features:
         tokens_BT, document_BT = batch.tokens_BT, batch.document_BT
         if batch.packed:
-            see = documents_apart(document_BT, self.backbone.windows)
-            features = self.backbone.read(tokens_BT, None, restarting(document_BT), see, self.taps)
+            attention_mask = documents_apart(document_BT, self.backbone.windows)
+            features = self.backbone.read(tokens_BT, None, restarting(document_BT), attention_mask, self.taps)
         else:   # causal: padding on the right is seen by nothing before it
             features = self.backbone.read(tokens_BT, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=document_BT)

@@ -177,13 +177,13 @@ def target_hidden(backbone: Backbone, features: FeaturesWithCache, at: Anchors, 
     tokens_BRN[at.row_M, rank_M] = guesses_MN
     place_BR = guesses_MN.new_full((B, R), -2)   # of what is no draft: it sees no text
     place_BR[at.row_M, rank_M] = at.place_M
-    positions_BX, see = _masks(features, place_BR, N, backbone.windows)
+    positions_BX, attention_mask = _masks(features, place_BR, N, backbone.windows)
     if backbone.max_positions is not None:   # a guess behind the document's end teaches nothing
         positions_BX = positions_BX.clamp(max=backbone.max_positions - 1)
     assert features.cache is not None
     kept = [(layer.keys, layer.values) for layer in features.cache.layers]
     try:
-        hidden_BXD = backbone.read(tokens_BRN.flatten(1), features.cache, positions_BX, see).hidden_BTD
+        hidden_BXD = backbone.read(tokens_BRN.flatten(1), features.cache, positions_BX, attention_mask).hidden_BTD
     finally:   # the next head reads behind the text as well
         for layer, (keys, values) in zip(features.cache.layers, kept, strict=True):
             layer.keys, layer.values = keys, values
@@ -201,15 +201,15 @@ def _masks(features: Features, place_BR: Tensor, count: int, windows: dict[str, 
     text_BRT = same_BRT & (place_T <= place_BR[..., None] + 1)
     back_NN = ahead_N[:, None] - ahead_N
     alone_RR = torch.eye(R, dtype=torch.bool, device=place_BR.device)
-    see = {}
+    attention_mask = {}
     for kind, window in windows.items():
         text_BRNT, own_NN = text_BRT[:, :, None].expand(-1, -1, count, -1), back_NN >= 0
         if window is not None:
             text_BRNT = text_BRNT & (position_BRN[..., None] - position_BT[:, None, None] < window)
             own_NN = own_NN & (back_NN < window)
         own_XX = (alone_RR[:, None, :, None] & own_NN[:, None]).reshape(R * count, R * count)
-        see[kind] = torch.cat([text_BRNT.flatten(1, 2), own_XX.expand(B, -1, -1)], -1)
-    return position_BRN.flatten(1), see
+        attention_mask[kind] = torch.cat([text_BRNT.flatten(1, 2), own_XX.expand(B, -1, -1)], -1)
+    return position_BRN.flatten(1), attention_mask
 
 
 class Along(Fused):
