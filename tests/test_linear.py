@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headstart.inference.capture.capture import Captured, linear
+from headstart.inference.capture import linear
+from headstart.inference.capture.capture import Captured
 from headstart.inference.capture.linear import TransposedLinear, max_transposed_rows, turned
 
 
