@@ -1,41 +1,194 @@
-"""Configuration as frozen pydantic models, and errors in one line: the key, what was found, what is allowed, the nearest name.
+"""Configuration as frozen pydantic models; each error is one line: the key, what is allowed, what was found, the nearest name.
 
     class Config(StrictModel):
         depth: Annotated[int, Ge(1)] = 4
-        """Tokens drafted beyond the root."""
+        \"\"\"Tokens drafted beyond the root.\"\"\"
 
-    config = parse(Config, {"depth": 3}, where="drafter")
+    config = parse(Config, {"depth": 0}, where="drafter")   # drafter.depth is a whole number of at least 1; got 0
+
+Bounds are data (`annotated_types`), so that errors, the JSON schema and the documentation are made from the same fields.
+A rule between fields is a model validator that raises `RuleError`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
+from pydantic import AllowInfNan, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 
 from headstart.support.errors import UserError
 
-T = TypeVar("T", bound="StrictModel")
+Model = TypeVar("Model", bound="StrictModel")
+WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+MANY = {str: "texts", int: "whole numbers", float: "numbers"}
+ORDER = {"invalid_key": 0, "extra_forbidden": 0, "missing": 1}
+"""Errors that are reported before all others: a misspelt key is also a missing one."""
 
 
 class StrictModel(BaseModel):
-    """No unknown keys, no conversion between types, no change after construction; docstrings of fields are their descriptions."""
+    """Unknown keys are refused and values are not converted, except a whole number to a float and a list to a tuple.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=True)
+    Frozen. The docstring under a field is its description.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any, info: ValidationInfo) -> Any:
+        options = _options(cls.model_fields[str(info.field_name)].annotation)
+        return tuple(value) if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options) else value
 
 
-def parse(model: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """The model of those values; ``where`` is the dotted place they stand at. Raises UserError naming the first fault."""
+class RuleError(ValueError):
+    """A value that breaks a rule between fields. Raised in a model validator; `parse` completes ``key`` to its dotted name.
+
+    ``rule`` goes on from the key: "is a divisor of batch_size=8".
+    """
+
+    def __init__(self, key: str, rule: str, value: Any) -> None:
+        super().__init__(f"{key} {rule}; got {value!r}")
+        self.key = key
+
+
+def parse(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
+    """Build ``model`` from ``values``. Raises UserError for the first fault; ``where`` is the dotted prefix of its keys."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([*([where] if where else []), *map(str, first["loc"])])
-        if first["type"] == "extra_forbidden":
-            known = list(model.model_fields)
-            near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"unknown key {key}{hint} (known: {', '.join(known)})") from None
-        raise UserError(f"{key}: {first['msg']}; got {first['input']!r}") from None
+        first = min(error.errors(), key=lambda details: ORDER.get(details["type"], 2))
+        raise UserError(_explain(model, values, where, first)) from None
+
+
+def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a field allows, in words: ``a number above 0 and at most 1, or null``."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *inner = typing.get_args(annotation)
+        return describe(annotation, [*inner, *metadata])
+    options = _options(annotation)
+    texts = [_describe_one(option, metadata) for option in options if option is not types.NoneType]
+    return " or ".join(texts) + (", or null" if types.NoneType in options else "")
+
+
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields, those of nested models too."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if _is_model(field.annotation):
+            yield from dotted_keys(typing.cast(Any, field.annotation), f"{prefix}{name}.")
+
+
+def _describe_one(annotation: Any, metadata: Sequence[Any]) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return describe(annotation, metadata)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
+    if origin is tuple or origin is list:
+        item, *inner = typing.get_args(arguments[0]) if typing.get_origin(arguments[0]) is typing.Annotated else arguments[:1]
+        size = "" if origin is list or Ellipsis in arguments else f"{len(arguments)} "
+        return f"a list of {size}{MANY.get(item, 'values')}{_bounds(inner)}"
+    if origin is dict or annotation is dict:
+        return "a section with keys of its own"
+    if _is_model(annotation):
+        return "a section with keys of its own"
+    text = WORDS.get(annotation, "any value")
+    return f"{text} that is not empty" if any(_least_length(rule) for rule in metadata) else text + _bounds(metadata)
+
+
+def _least_length(rule: Any) -> bool:
+    return isinstance(rule, MinLen | Len) and rule.min_length > 0
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    """As it follows a noun: `` of at least 0 and below 1``."""
+    low = [f"above {rule.gt:g}" if isinstance(rule, Gt) else f"of at least {rule.ge:g}" for rule in metadata if isinstance(rule, Gt | Ge)]
+    high = [f"below {rule.lt:g}" if isinstance(rule, Lt) else f"at most {rule.le:g}" for rule in metadata if isinstance(rule, Lt | Le)]
+    infinite = any(isinstance(rule, AllowInfNan) and rule.allow_inf_nan for rule in metadata)
+    return "".join(f" {text}" for text in [" and ".join(low + high), "(or .inf)" * infinite] if text)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; a type that is none stands alone."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, details: ErrorDetails) -> str:
+    kind, place = details["type"], details["loc"]
+    if kind in ORDER and not (kind == "missing" and isinstance(place[-1], int)):
+        key = _dotted(where, [*place[:-1], str(place[-1])])
+        if kind == "missing":
+            return f"missing key {key}"
+        section, _, _ = _resolve(model, place[:-1])
+        here = [_dotted(where, [*place[:-1], name]) for name in section.model_fields]
+        return f"unknown key {key}; {_instead(str(place[-1]), here, [_dotted(where, [name]) for name in dotted_keys(model)])}"
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, RuleError):
+        at = _dotted(where, place)
+        return f"{at}.{cause}" if at else str(cause)
+    annotation, metadata, known = _resolve(model, place[:-1] if kind == "missing" else place)   # an item that a tuple lacks
+    key = _dotted(where, known)
+    if isinstance(cause, UserError):
+        return str(cause)
+    rule = str(cause) if cause is not None else f"is {describe(annotation, metadata)}"
+    return f"{key or 'the configuration'} {rule}; got {_value(values, known, details['input'])!r}"
+
+
+def _resolve(model: type[BaseModel], place: Sequence[str | int]) -> tuple[Any, list[Any], list[str | int]]:
+    """Annotation and bounds of the value at ``place``, and the place itself without what stands for a union's branch or a missing item."""
+    annotation: Any = model
+    metadata: list[Any] = []
+    known: list[str | int] = []
+    for step in place:
+        options = [option for option in _options(annotation) if option is not types.NoneType]
+        origin, arguments = typing.get_origin(options[0]), typing.get_args(options[0])
+        if len(options) > 1:
+            break
+        if _is_model(options[0]) and step in options[0].model_fields:
+            field = options[0].model_fields[str(step)]
+            annotation, metadata = field.annotation, list(field.metadata)
+        elif origin is dict:
+            annotation, metadata = arguments[1], []
+        elif origin is list or (origin is tuple and Ellipsis in arguments):
+            annotation, metadata = arguments[0], []
+        elif origin is tuple and isinstance(step, int) and step < len(arguments):
+            annotation, metadata = arguments[step], []
+        else:
+            break
+        known.append(step)
+    return annotation, metadata, known
+
+
+def _dotted(where: str, place: Sequence[str | int]) -> str:
+    text = where
+    for step in place:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def _value(values: Any, place: Sequence[str | int], otherwise: Any) -> Any:
+    for step in place:
+        try:
+            values = values[step]
+        except (KeyError, IndexError, TypeError):
+            return otherwise
+    return values
+
+
+def _instead(key: str, here: Sequence[str], anywhere: Sequence[str]) -> str:
+    """The nearest key of this section, or else of any, by its dotted name; the known keys if there is none."""
+    for dotted, cutoff in ((here, 0.6), (anywhere, 0.8)):
+        names = {name.rpartition(".")[2]: name for name in dotted}
+        if near := difflib.get_close_matches(key, names, 1, cutoff=cutoff):
+            return f"did you mean {names[near[0]]}?"
+    return f"known: {', '.join(here)}"
