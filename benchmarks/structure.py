@@ -104,7 +104,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=1", "data.limit=80"]
         train = deepest(root, str(root / "train_heads.py"), *recipe, "data.eval_rows=2", f"save.dir={folder}/heads")
-        generate = deepest(root, "headstart.cli", "generate", "--heads", f"{folder}/heads", "--max-new-tokens", "8", "--nodes", "6", "def f(")
+        decode = ["--heads", f"{folder}/heads", "--max-new-tokens", "8", "--nodes", "6", "def f("]
+        generate = deepest(root, "headstart.cli", "generate", *decode)
     report: dict[str, Any] = {
         "files": len(files),
         "lines": sum(len(path.read_text().splitlines()) for path in files),
