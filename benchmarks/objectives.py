@@ -11,7 +11,6 @@ run's tau (the backbone's own token included) and acceptance per depth, and for 
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.files import write_json
 from headstart.training.data.data import load_data
 from headstart.training.log.evaluate import evaluate
 from headstart.training.loop import train
@@ -102,10 +102,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps({"rows": rows, "summary": summary(rows)}, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_json(path, {"rows": rows, "summary": summary(rows)})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, build_drafter, methods
 from headstart.support.errors import UserError
+from headstart.support.files import atomic, file_hash, value_hash
 
 METADATA = "headstart.json"
 FORMAT = 1
@@ -33,7 +32,7 @@ HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weig
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A hash of the chat template; None if the tokenizer has none."""
     template = tokenizer.chat_template
-    return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16] if template else None
+    return value_hash(template) if template else None
 
 
 def recipe_template(card: dict[str, Any]) -> str | None:
@@ -43,29 +42,29 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
-    """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the card last."""
+    """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the metadata last."""
     config, tensors = drafter.config(), drafter.tensors()   # which a drafter may refuse, before anything is there
-    folder.mkdir(parents=True, exist_ok=True)
     backbone = drafter.backbone[0]
     module = type(drafter).__module__
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
-        work = Path(name)
+    # Renamed in the order in which the blocks end: the innermost first.
+    with (
+        atomic(folder / METADATA) as metadata_file,
+        atomic(folder / "config.json") as config_file,
+        atomic(folder / drafter.file_name) as file,
+    ):
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(tensors, work / drafter.file_name, metadata={"format": "pt"})
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, file, metadata={"format": "pt"})
+        config_file.write_text(json.dumps(config, indent=2) + "\n")
         card = {
             "format": FORMAT,
             "kind": module.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
             "contract": backbone.contract() | {"taps": list(drafter.taps)},
-            "weights": {"file": drafter.file_name, "sha256": _hash(work / drafter.file_name)},
+            "weights": {"file": drafter.file_name, "sha256": file_hash(file)},
             "provenance": extra,
         }
-        (work / METADATA).write_text(json.dumps(card, indent=2) + "\n")
-        (work / drafter.file_name).chmod((work / METADATA).stat().st_mode)   # safetensors lets nobody else read it
-        for file in (drafter.file_name, "config.json", METADATA):
-            os.replace(work / file, folder / file)
+        metadata_file.write_text(json.dumps(card, indent=2) + "\n")
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
@@ -116,7 +115,7 @@ def load_drafter(
     file = folder / card["weights"]["file"]
     if not file.is_file():
         raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
-    if _hash(file) != card["weights"]["sha256"]:
+    if file_hash(file) != card["weights"]["sha256"]:
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
         raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
@@ -152,11 +151,6 @@ def _fetch(path: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(f"no heads at {path!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id") from None
-
-
-def _hash(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def same_weights(ours: Any, theirs: Any) -> bool:

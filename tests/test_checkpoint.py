@@ -270,7 +270,7 @@ def test_the_chat_template(tmp_path: Path) -> None:
     assert template_hash(tokenizer(None)) is None
 
 
-@pytest.mark.parametrize("stage", ["tensors", "config", "save_file", "_hash"])
+@pytest.mark.parametrize("stage", ["tensors", "config", "save_file", "file_hash"])
 @pytest.mark.parametrize("over", [False, True])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, over: bool) -> None:
     drafter = random_drafter("medusa", backbone("llama"))

@@ -2,8 +2,9 @@
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
+from headstart.support.chat import read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import Chat, as_messages, encode
+from headstart.training.data.conversation import Chat, encode
 from headstart.training.data.data import Sample, tokenise
 from headstart.training.recipe.recipe import Data
 
@@ -89,8 +90,8 @@ def test_sharegpt_turns_are_the_same_conversation():
 
 def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
     given = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning": None}]
-    assert as_messages(given, "x") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    assert as_messages([{"from": "human", "value": "Hi", "weight": 1}], "x") == [{"role": "user", "content": "Hi", "weight": 1}]
+    assert read_messages(given, "x") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert read_messages([{"from": "human", "value": "Hi", "weight": 1}], "x") == [{"role": "user", "content": "Hi", "weight": 1}]
     template = "{{ tools[0].name }}{% for m in messages %}{{ m.role + m.content + (m.extra or '') }}{% endfor %}"
     tokenizer = make_tokenizer(template)
     rows = [{"messages": [*chat(*TURNS[:1]), {"role": "assistant", "content": "a", "extra": "b"}], "tools": [{"name": "Add"}]}]

@@ -116,7 +116,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
         ("cache.dtype=bf16", "cache.dtype: found 'int8', expected 'bf16'"),
         ("cache.teacher=topk", "cache.teacher: found 'hidden', expected 'topk 64'"),
         ("cache.mode=lru", "cache.mode: found 'full', expected 'lru'"),
-        ("backbone.dtype=bf16", "backbone.dtype: found 'float32', expected 'bfloat16'"),
+        ("backbone.dtype=bf16", "backbone.dtype: found 'fp32', expected 'bf16'"),
         ("data.max_length=20", "data.max_length: found 64, expected 20"),
         ("data.eval_rows=5", "data.eval_rows: found 4, expected 5"),
         ("cache.dir=nowhere", "no features in nowhere: found no manifest.json; run headstart cache with this recipe"),

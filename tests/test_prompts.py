@@ -56,7 +56,7 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl", '{"body": "a"}', "line 1: no column to ask with (found body; known: messages, conversations"),
         ("p.jsonl", '{"prompt": 3}', "prompt: text expected; got int"),
         ("p.jsonl", '{"turns": ["a", 3]}', "turns: text expected; got int"),
-        ("p.jsonl", '{"messages": "a"}', "messages is a list of turns; got str"),
+        ("p.jsonl", '{"messages": "a"}', "messages: a conversation is a list of turns, each a mapping; got 'a'"),
         ("p.jsonl", '{"messages": [{"speaker": "a"}]}', "this one has speaker"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),

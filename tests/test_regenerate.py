@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import GenerationConfig
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import build_drafter
+from headstart.support.files import locked
 from headstart.training.data.conversation import Chat
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
@@ -257,8 +257,8 @@ def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
     half.write_text('{"headstart": "regen')   # torn before anything was done
     with Partial(out, {"seed": 2}) as partial:
         assert not partial.places
-    with half.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)   # the lock was given back
+    with locked(tmp_path / ".new.jsonl.lock", "regenerate.out") as free:
+        assert free
 
 
 def test_heads_are_taught_by_the_new_file(ask: Any, talker: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from headstart.heads.backbone.quantization import quantization, quantizing
 from headstart.heads.backbone.recurrent import KIND, Branch, find_recurrent
 from headstart.heads.backbone.rope import rope_switch
 from headstart.heads.base import Features
+from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 
 EMBEDDED = "embedded"
@@ -154,8 +155,7 @@ def load_backbone(
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    wanted = dtypes.get(dtype) or (torch.float32 if on.type == "cpu" else "auto")
+    wanted = torch_dtype(dtype) or (torch.float32 if on.type == "cpu" else "auto")
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:

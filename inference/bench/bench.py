@@ -29,9 +29,9 @@ from headstart.inference.bench.systems import PLAIN, TRANSFORMERS, HeadstartSyst
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
+from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WARM_UP, LONGEST_WARM_UP = 40, 240
 """Passes of each system before it is measured: at least, and at most while something is still recorded for replay (see `capture`)."""
 TIMED = 4
@@ -210,7 +210,7 @@ def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[s
             "python": platform.python_version(),
         },
         "device": _device_name(backbone.device),
-        "dtype": DTYPES.get(backbone.dtype, str(backbone.dtype)),
+        "dtype": dtype_name(backbone.dtype),
         "weight_bytes": weight_bytes(backbone),
         "memory_bytes_per_second": memory_bandwidth(backbone.device),
         "baselines": [],

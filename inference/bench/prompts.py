@@ -18,19 +18,16 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.support.chat import ASSISTANT, Message, prompt_length, read_messages
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row, read_jsonl, read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
 """What a row may ask with, in the order in which they are looked for."""
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant", "model": "assistant"}
-"""Speakers of ShareGPT-like files -> roles; others keep their name."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
 """Beside these, the eight categories of MT-bench count as the one task ``mt_bench``, as Spec-Bench reports them."""
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Prompter:
     def excerpt(self, text: str) -> Tensor:
         """The first ``prompt_tokens`` of a document, half of a shorter one."""
         ids_T = self.begin(text)
-        return ids_T[: self.prompt_tokens if len(ids_T) > self.prompt_tokens else (len(ids_T) + 1) // 2]
+        return ids_T[: prompt_length(len(ids_T), self.prompt_tokens)]
 
     def of_row(self, row: Row) -> Prompt:
         """Raises UserError (without the place) for a row that asks nothing."""
@@ -95,8 +92,6 @@ class Prompter:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
         value = row[column]
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
-            if not isinstance(value, list):
-                raise UserError(f"{column} is a list of turns; got {type(value).__name__}")
             return Prompt(self.converse(_up_to_the_answer(value, column)))
         questions = value if column == "turns" and isinstance(value, list) else [value]
         odd = next((question for question in questions if not isinstance(question, str)), None)
@@ -176,20 +171,11 @@ def _question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _up_to_the_answer(turns: list[Any], column: str) -> list[Message]:
+def _up_to_the_answer(turns: Any, column: str) -> list[Message]:
     """The turns before the assistant's last one; all of them if it has none."""
-    messages = [_message(turn, column) for turn in turns]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = read_messages(turns, column)
+    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     asked = messages[: answers[-1]] if answers else messages
     if not asked:
         raise UserError(f"{column} begins with its last answer: nothing is asked")
     return asked
-
-
-def _message(turn: Any, column: str) -> Message:
-    if isinstance(turn, dict) and "role" in turn and "content" in turn:
-        return {key: value for key, value in turn.items() if value is not None or key == "content"}
-    if isinstance(turn, dict) and "from" in turn and "value" in turn:
-        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-    found = ", ".join(map(str, turn)) if isinstance(turn, dict) else type(turn).__name__
-    raise UserError(f"a turn of {column} has role and content, or from and value; this one has {found}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.speculation.calibration import Calibration
 from headstart.inference.speculation.cost_model import CostsByLength
 from headstart.support.errors import UserError
+from headstart.support.files import write_json
 
 FILE = "tuned.json"
 FORMAT = 2
@@ -97,11 +97,7 @@ def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Pa
     file = place(path, backbone)
     entries = _entries(file) if file.is_file() else {}
     entries[key(backbone)] = vars(tuned)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".tuned-") as folder:
-        whole = Path(folder) / FILE
-        whole.write_text(json.dumps({"format": FORMAT, "entries": entries}, indent=1) + "\n", encoding="utf-8")
-        os.replace(whole, file)
+    write_json(file, {"format": FORMAT, "entries": entries}, indent=1)
     return file
 
 

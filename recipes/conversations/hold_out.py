@@ -7,9 +7,10 @@ often sorted. A row that asks what a held-out row asks is left out of the others
 """
 
 import json
-import os
 import sys
 from pathlib import Path
+
+from headstart.support.files import write_text
 
 
 def asked(line: str) -> str:
@@ -42,11 +43,8 @@ def main(answers: str, folder: str, held: str) -> int:
         left = f"too few that ask something else are left to learn from ({len(files['train'])}, at least {2 * count} are needed)"
         print(f"error: {few}, {left}; take more conversations, or hold out fewer (--held-out)", file=sys.stderr)
         return 2
-    out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
-        aside = out / f".{name}.{os.getpid()}"
-        aside.write_text("".join(rows), encoding="utf-8")
-        os.replace(aside, out / f"{name}.jsonl")
+        write_text(out / f"{name}.jsonl", "".join(rows))
     left_out = len(lines) - sum(map(len, files.values()))
     print(f"held out  {len(files['eval'])} rows to tune on and {len(files['bench'])} to measure on; {len(files['train']):,} to learn from"
           + (f"; {left_out} left out, which ask the same as a held-out one" if left_out else ""))  # fmt: skip

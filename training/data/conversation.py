@@ -21,18 +21,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.support.chat import ASSISTANT, Message
 from headstart.support.errors import UserError
-
-ASSISTANT = "assistant"
-ROLES = {
-    "human": "user", "user": "user",
-    "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "model": ASSISTANT, "assistant": ASSISTANT,
-    "system": "system",
-    "tool": "tool", "function": "tool", "observation": "tool",
-}
-"""The names ShareGPT-like files give to speakers -> roles."""
-
-Message = dict[str, Any]
 
 
 class TemplateRefusal(Exception):
@@ -44,27 +34,6 @@ class Rendered:
     text: str
     learn: tuple[tuple[int, int], ...]
     """Runs of characters to learn, ``text[start:end]``."""
-
-
-def as_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
-    """Role and content, from either way of writing turns; other fields (tool calls, reasoning) stay as they are."""
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(f"{where}: a conversation is a list of turns, each a mapping; got {_short(turns)}")
-    return [_message(turn, f"{where}, turn {i}", form) for i, turn in enumerate(turns)]
-
-
-def _message(turn: dict[str, Any], where: str, form: str) -> Message:
-    # Tables fill the fields a message lacks with null, which templates take for a field that is there.
-    given = {key: value for key, value in turn.items() if value is not None or key == "content"}
-    if "role" in given and form != "conversations":
-        return {"content": None, **given}
-    if "from" in given and "value" in given and form != "messages":
-        rest = {key: value for key, value in given.items() if key not in ("from", "value")}
-        if given["from"] not in ROLES:
-            raise UserError(f"{where}: unknown speaker {_short(given['from'])}; known: {', '.join(ROLES)}")
-        return {"role": ROLES[given["from"]], "content": given["value"], **rest}
-    wanted = {"messages": "role and content", "conversations": "from and value"}.get(form, "role and content, or from and value")
-    raise UserError(f"{where}: a turn has {wanted}; this one has {', '.join(map(str, turn)) or 'nothing'}")
 
 
 class Chat:
@@ -170,8 +139,3 @@ def _first(text: str, start: int, end: int) -> int:
     if start == end:
         return start - 1
     return end - len(text[start:end].lstrip(" ") or text[start:end])
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

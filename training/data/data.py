@@ -14,8 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from headstart.support.chat import prompt_length, read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import Chat, TemplateRefusal, as_messages, encode
+from headstart.training.data.conversation import Chat, TemplateRefusal, encode
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.recipe.recipe import Data, Eval
 
@@ -158,7 +159,7 @@ def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reade
     chat = Chat(tokenizer, data.chat_template)
 
     def read(row: Row, column: str, where: str, stats: Stats) -> list[Sample]:
-        messages, tools = as_messages(row[column], where, data.format), row.get("tools")
+        messages, tools = read_messages(row[column], where, data.format), row.get("tools")
         if data.loss_on == "all":
             ids = tokenizer(chat.render(messages, tools), add_special_tokens=False, verbose=False)["input_ids"]
             return [_whole(ids)]
@@ -238,7 +239,7 @@ def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Ten
 
 def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
     if sample.loss_mask.all():
-        return sample.tokens[: prompt_tokens if len(sample.tokens) > prompt_tokens else len(sample.tokens) // 2]
+        return sample.tokens[: prompt_length(len(sample.tokens), prompt_tokens)]
     learned = sample.loss_mask.nonzero().flatten().tolist()
     start = next(i for i in range(learned[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
     return sample.tokens[:start]

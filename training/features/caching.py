@@ -14,12 +14,13 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.support.errors import UserError
+from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import Manifest, contents_of, form_of, plan, read_manifest, size_of, written_form
 from headstart.training.features.source import taps_of
 from headstart.training.features.stored import require_taps_alone
-from headstart.training.features.writer import bytes_missing, fill, gigabytes, measured_errors
+from headstart.training.features.writer import bytes_missing, fill, measured_errors
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.trainer import build
 

@@ -9,9 +9,7 @@ Samples are kept as they read alone: packing, batches, their order and the numbe
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import same_weights
+from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
+from headstart.support.files import value_hash, write_json
 from headstart.training.data.batch_sampler import digest
 from headstart.training.data.data import Sample
 from headstart.training.features.codec import CacheFormat, Encoded
@@ -46,7 +46,7 @@ def contents(form: CacheFormat, backbone: Backbone) -> Contents:
     return {
         "reading": {f"backbone {key}": value for key, value in backbone.contract().items()}
         | {
-            "backbone.dtype": str(backbone.dtype).removeprefix("torch."),
+            "backbone.dtype": dtype_name(backbone.dtype),
             "cache.dtype": form.store,
             "cache.teacher": f"topk {form.top}" if form.top else "hidden",
             "taps": list(form.taps),
@@ -61,7 +61,7 @@ def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, to
     return contents(form, backbone) | {
         "samples": {"count": len(samples), "tokens": sum(len(sample.tokens) for sample in samples), "hash": digest(samples)},
         "made": {f"data.{key}": value for key, value in to_dict(data).items() if key in MAKE_SAMPLES}
-        | {"chat template": _hash(template) if template else None, "tokenizer": _hash(vocabulary)},
+        | {"chat template": value_hash(template) if template else None, "tokenizer": value_hash(vocabulary)},
     }
 
 
@@ -90,10 +90,6 @@ def _said(key: str, found: Any, expected: Any) -> str:
     return f"{key}: found {found!r}, expected {expected!r}"
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Manifest:
     folder: Path
@@ -105,18 +101,15 @@ class Manifest:
 
     @cached_property
     def id(self) -> str:
-        return _hash([FORMAT, self.mode, self.contents, self.shards])
+        return value_hash([FORMAT, self.mode, self.contents, self.shards])
 
     def shard(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}-of-{len(self.shards):05d}.safetensors"
 
     def write(self) -> None:
         """Into its folder, whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{MANIFEST}.{os.getpid()}"
         content = {"format": FORMAT, "mode": self.mode, "contents": self.contents, "shards": self.shards, "id": self.id}
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(temporary, self.folder / MANIFEST)
+        write_json(self.folder / MANIFEST, content, indent=1)
 
     def require(self, expected: Contents, mode: str) -> None:
         """Raise UserError unless this is a cache of that."""

@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, Features
 from headstart.support.errors import UserError
+from headstart.support.units import gigabytes
 from headstart.training.data.batch_sampler import digest
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
 from headstart.training.features.codec import CacheFormat, Encoded, join, row_of
 from headstart.training.features.manifest import Manifest, Shards, contents, contents_of, form_of, read_manifest, size_of, written_form
 from headstart.training.features.source import FeatureSource, Live, taps_of
-from headstart.training.features.writer import gigabytes, open_teacher, save
+from headstart.training.features.writer import open_teacher, save
 from headstart.training.recipe.recipe import Recipe
 
 

@@ -8,13 +8,10 @@ Shape suffixes: C positions, V vocabulary.
 """
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -28,6 +25,8 @@ from tqdm.auto import tqdm
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Features
 from headstart.support.errors import UserError
+from headstart.support.files import atomic, discard_unfinished, locked
+from headstart.support.units import gigabytes
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.codec import CHUNK, CacheFormat, Encoded, TopTeacher, join, row_of, taught
@@ -73,10 +72,6 @@ def require_room(folder: Path, needed: int) -> None:
         )
 
 
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
 def fill(manifest: Manifest, form: CacheFormat, samples: list[Sample], backbone: Backbone, *, progress: bool = True) -> int:
     """Write the shards that are missing and that no other process is writing; how many those were."""
     require_room(manifest.folder, bytes_missing(manifest, form, samples))
@@ -87,28 +82,14 @@ def fill(manifest: Manifest, form: CacheFormat, samples: list[Sample], backbone:
     total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
     with tqdm(total=total, desc="reading", unit="token", unit_scale=True, disable=not progress) as bar:
         for number in missing:
-            with locked(manifest.folder / ".locks" / str(number)) as mine:
+            with locked(manifest.folder / ".locks" / str(number), "cache.dir") as mine:
                 if mine and not manifest.shard(number).exists():
+                    discard_unfinished(manifest.shard(number))
                     written += 1
                     _write_shard(work, number, bar)
     if not manifest.missing():
         shutil.rmtree(manifest.folder / ".locks", ignore_errors=True)
     return written
-
-
-@contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether this process has the lock; it is given back at the end, or by the system when the process dies."""
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            raise UserError(f"{path} cannot be locked ({error}); choose a cache.dir on a disk that can lock files") from None
-        yield True
 
 
 def _write_shard(work: Work, number: int, bar: tqdm) -> None:
@@ -133,15 +114,10 @@ def _write_shard(work: Work, number: int, bar: tqdm) -> None:
 
 def save(tensors: Encoded, path: Path, header: dict[str, str]) -> None:
     """Whole or not at all. Raises UserError if the disk refuses it."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.touch()
-        rights = temporary.stat().st_mode   # those that new files get here; the library would let nobody else read it
-        save_file(tensors, temporary, metadata=header)
-        temporary.chmod(rights)
-        os.replace(temporary, path)
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, metadata=header)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error}") from None
 
 
@@ -190,7 +166,7 @@ def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], l
         return live.backbone
     path = manifest.folder / TAIL
     if not path.exists():   # a finished cache may lie where nothing can be written
-        with locked(manifest.folder / ".locks" / "tail", wait=True):
+        with locked(manifest.folder / ".locks" / "tail", "cache.dir", wait=True):
             if not path.exists():
                 save({"tail_V": _tail(form, samples, live)}, path, {"cache": manifest.id})
     tail_V = load_file(path, device=str(live.backbone.device))["tail_V"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from headstart.heads.checkpoint import read_metadata
 from headstart.inference.speculation.tuned import FILE as TUNED
 from headstart.support.errors import UserError
-from headstart.training.features.writer import gigabytes
+from headstart.support.files import file_hash
+from headstart.support.units import gigabytes
 
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 
@@ -23,8 +23,7 @@ def describe(what: str) -> tuple[dict[str, Any], list[str]]:
     file = folder / card["weights"]["file"]
     if not file.is_file():
         raise UserError(f"{what} lacks its weights {file.name}; train or fetch the heads again")
-    with open(file, "rb") as stream:
-        intact = hashlib.file_digest(stream, "sha256").hexdigest() == card["weights"]["sha256"]
+    intact = file_hash(file) == card["weights"]["sha256"]
     tensors = _tensors(file)
     trained = card["provenance"]
     found = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from headstart.support.errors import UserError
+from headstart.support.files import write_text
 from headstart.training.log.report import write_report
 from headstart.training.log.trackers import start_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
@@ -157,9 +157,7 @@ def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
         if line["step"] <= done:
             kept.append(text + "\n")
             recipe = {key: line[key] for key in ("recipe", "steps")} if "recipe" in line else recipe
-    temporary = path.with_name("log.jsonl.tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    write_text(path, "".join(kept))
     return recipe
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from headstart.support.files import write_text
 from headstart.support.report.charts import Axes, Series, across, around, lines, short
 from headstart.support.report.markup import RUNS, document, heat, panels, passes, section, tabled
 
@@ -63,12 +63,8 @@ class Head:
 
 def write_report(folder: Path) -> Path:
     """Make ``folder/report.html`` of ``folder/log.jsonl``, in place of an earlier one at once. Raises OSError for what the disk refuses."""
-    target, temporary = folder / "report.html", folder / "report.html.tmp"
-    try:
-        temporary.write_text(page(_read(folder / "log.jsonl")), encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    target = folder / "report.html"
+    write_text(target, page(_read(folder / "log.jsonl")))
     return target
 
 

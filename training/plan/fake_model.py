@@ -24,11 +24,10 @@ from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone, resolve
 from headstart.heads.base import Drafter, build_drafter
+from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.training.features.source import taps_of
 from headstart.training.recipe.recipe import Recipe
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Answers(TorchFunctionMode):
@@ -110,7 +109,7 @@ def draw(recipe: Recipe, accelerator: bool) -> FakeModels:
     """
     config, where = read_config(recipe), recipe.backbone
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    dtype = DTYPES.get(where.dtype) or (own if accelerator else torch.float32)
+    dtype = torch_dtype(where.dtype) or (own if accelerator else torch.float32)
     answers, mode = Answers(), FakeTensorMode()
     kinds = ", ".join(alone.drafter["kind"] for alone in recipe.apart().values())
     try:

@@ -30,6 +30,7 @@ import torch
 
 from headstart.heads.base import Drafter, Features, list_tensors
 from headstart.heads.layers import causal_attention as causal
+from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.codec import TopTeacher
@@ -178,8 +179,7 @@ class Memory:
 
 def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, live: Live) -> Parts:
     """One drafter's forward, objective and backward: what training's `TrainStep` is made of."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = dtypes.get(recipe.train.precision)
+    precision = torch_dtype(recipe.train.precision)
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     try:
         live.part = "drafter activations"

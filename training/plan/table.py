@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.training.features.writer import gigabytes
+from headstart.support.units import gigabytes
 
 NOTES = {
     "reading": "the backbone reads", "learning": "the drafter learns", "stepping": "the optimiser steps", "saving": "a checkpoint is made",

@@ -7,15 +7,15 @@ stand before it; so the order of the rows, the batch and a restart do not change
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.support.chat import ASSISTANT, Message, read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import ASSISTANT, Message, as_messages
+from headstart.support.files import value_hash
 from headstart.training.data.data import _column
 from headstart.training.data.rows import Row
 from headstart.training.recipe.recipe import Data
@@ -148,16 +148,11 @@ def read_asked(rows: Sequence[Row], data: Data, source: str) -> list[Asked]:
         where = f"{source}, row {number + 1}"
         if row.get(column) is None:
             raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
-        value: Any = row[column] if plain else as_messages(row[column], where, data.format)
+        value: Any = row[column] if plain else read_messages(row[column], where, data.format)
         if plain and not isinstance(value, str):
             raise UserError(f"{where}: plain text expected; got {type(value).__name__}")
-        hashed = digest([value, row.get("tools")])
+        hashed = value_hash([value, row.get("tools")])
         key = f"{hashed}/{equals[hashed]}"
         equals[hashed] += 1
         asked.append(Passage(number, key, value) if plain else Conversation(number, key, value, row.get("tools")))
     return asked
-
-
-def digest(value: Any) -> str:
-    """A hash of plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -18,11 +18,10 @@ from typing import Any
 import httpx2
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.chat import ASSISTANT, prompt_length
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import ASSISTANT
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, failed
-from headstart.training.regenerate.in_process import beginning
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the first retry, doubled for each further one, and at most; a Retry-After of the server's is kept to within the same."""
@@ -118,7 +117,7 @@ class Endpoint:
 
     def _text(self, one: Passage) -> Answer:
         encoding = self._tokenizer(one.text, return_offsets_mapping=True, verbose=False)
-        kept = beginning(len(encoding["input_ids"]), self.settings.prompt_tokens)
+        kept = prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
         prompt = one.text[: max((end for _, end in encoding["offset_mapping"][:kept]), default=0)]
         if not prompt:
             return failed("nothing")

@@ -21,9 +21,12 @@ from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally, continue_texts
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
-from headstart.training.data.conversation import ASSISTANT, Chat, TemplateRefusal
+from headstart.support.chat import ASSISTANT, prompt_length
+from headstart.support.dtypes import dtype_name
+from headstart.support.files import value_hash
+from headstart.training.data.conversation import Chat, TemplateRefusal
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, digest, failed
+from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, failed
 
 WINDOW = 8
 """Prompts of one call for each row decoded at once: a longer queue keeps all rows busy, and a kill loses what was not finished of it."""
@@ -53,8 +56,8 @@ class InProcess:
         return {
             "answered": "in process",
             "backbone.path": self.backbone.name,
-            "backbone weights": digest(contract),
-            "backbone.dtype": str(self.backbone.dtype).removeprefix("torch."),
+            "backbone weights": value_hash(contract),
+            "backbone.dtype": dtype_name(self.backbone.dtype),
             "chat template": template_hash(self.tokenizer),
             "regenerate.prompt_tokens": self.settings.prompt_tokens,
         }
@@ -88,7 +91,7 @@ class InProcess:
         """What is to be continued, int64 [T]; or why it cannot be."""
         if isinstance(one, Passage):
             ids = self.tokenizer(one.text, verbose=False)["input_ids"]
-            ids = ids[: beginning(len(ids), self.settings.prompt_tokens)]
+            ids = ids[: prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
             assert isinstance(one, Conversation)
             try:
@@ -157,8 +160,3 @@ def closing(chat: Chat) -> set[int]:
     match = chat.special.search(text, text.rfind(PROBE) + len(PROBE))
     token = chat.tokenizer.convert_tokens_to_ids(match.group()) if match is not None and match.group() else None
     return set() if token is None else {token}
-
-
-def beginning(length: int, prompt_tokens: int) -> int:
-    """How many tokens of a text of that length are its prompt: half of a short one."""
-    return prompt_tokens if length > prompt_tokens else (length + 1) // 2

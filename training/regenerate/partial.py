@@ -6,15 +6,16 @@ line that a kill has torn, and goes on with the rows that are missing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from headstart.support.errors import UserError
+from headstart.support.files import atomic, locked
 
 FORMAT = 1
 AGAIN = ("too_long", "refused")
@@ -38,23 +39,22 @@ class Partial:
         """What was said to the first row that was refused."""
         if out.exists():
             raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.file: BinaryIO = self.path.open("a+b")
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another regenerate.out") from None
-        try:
-            self._lock()
+        self.lock_path = out.with_name(f".{out.name}.lock")
+        with ExitStack() as resources:   # given back here if anything fails
+            if not resources.enter_context(locked(self.lock_path, "regenerate.out")):
+                raise UserError(f"{self.path} is being written by another process; let it finish, or choose another regenerate.out")
+            try:
+                self.file: BinaryIO = resources.enter_context(self.path.open("a+b"))
+            except OSError as error:
+                raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another regenerate.out") from None
             self._read()
-        except BaseException:
-            self.file.close()
-            raise
+            self.resources = resources.pop_all()
 
     def __enter__(self) -> Partial:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.file.close()
+        self.resources.close()
 
     def append(self, line: Line) -> None:
         """One row, on disk when this returns (unless the machine itself fails)."""
@@ -65,31 +65,23 @@ class Partial:
     def finish(self) -> int:
         """Write what was answered, in the dataset's order, and give it its name; how many rows. Raises UserError if none."""
         if not self.counts["answered"]:
-            self.path.unlink()
+            self._remove()
             found = ", ".join(f"{self.counts[fault]} {fault}" for fault in ("truncated", "too_long", "refused", "nothing"))
             why = f" (refused: {self.note})" if self.note else ""
             raise UserError(f"no row of {len(self.places)} was answered: {found}{why}; nothing is written to {self.out}")
-        aside = self.out.with_name(f".{self.out.name}.{os.getpid()}")
-        try:
-            with aside.open("wb") as rows:
-                for row in sorted(self.places):
-                    self.file.seek(self.places[row])
-                    answered = json.loads(self.file.readline())["answered"]
-                    if answered is not None:
-                        rows.write(_encode({"row": row} | answered))
-            os.replace(aside, self.out)
-        finally:
-            aside.unlink(missing_ok=True)
-        self.path.unlink()
+        with atomic(self.out) as temporary, temporary.open("wb") as rows:
+            for row in sorted(self.places):
+                self.file.seek(self.places[row])
+                answered = json.loads(self.file.readline())["answered"]
+                if answered is not None:
+                    rows.write(_encode({"row": row} | answered))
+        self._remove()
         return self.counts["answered"]
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another process; let it finish, or choose another regenerate.out") from None
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be locked ({error}); choose a regenerate.out on a disk that can lock files") from None
+    def _remove(self) -> None:
+        """The half-done file and its lock: the dataset is there, or there will be none."""
+        self.path.unlink()
+        self.lock_path.unlink(missing_ok=True)
 
     def _read(self) -> None:
         """What is there already. Without a row to keep it is prefill_at anew."""

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 
 from headstart.support.errors import UserError
-from headstart.support.files import require_writable
+from headstart.support.files import require_writable, value_hash
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.strict import to_dict
-from headstart.training.regenerate.answers import FAULTS, Asked, digest, read_asked
+from headstart.training.regenerate.answers import FAULTS, Asked, read_asked
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.partial import Partial
@@ -77,7 +77,7 @@ def _made(recipe: Recipe, asked: Sequence[Asked]) -> dict[str, Any]:
     data, sampling = to_dict(recipe.data), to_dict(recipe.regenerate)
     return (
         {f"data.{key}": data[key] for key in DATA}
-        | {"rows": len(asked), "hash of the rows": digest([one.key for one in asked])}
+        | {"rows": len(asked), "hash of the rows": value_hash([one.key for one in asked])}
         | {f"regenerate.{key}": sampling[key] for key in SAMPLING}
         | {"seed": recipe.seed}
     )

@@ -10,7 +10,6 @@ Random numbers need no saving: the loop seeds every step from (seed, step, proce
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
+from headstart.support.files import atomic, discard_unfinished, file_hash
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import part_like, whole
 
@@ -46,22 +46,13 @@ class State:
 def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], notes: dict[str, Any], keep: int) -> Path:
     """Write the state of that step, atomically, and drop all but the ``keep`` newest."""
     folder = save_dir / "state" / f"step-{step:08d}"
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    for left in (save_dir / "state").glob(".step-*.tmp"):   # by a run that was killed
-        shutil.rmtree(left)
-    try:
-        temporary.mkdir(parents=True)
+    discard_unfinished(folder.with_name("step-*"))
+    with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
-        content = {"step": step, **notes, "sha256": _checksum(temporary / "tensors.safetensors")}
+        content = {"step": step, **notes, "sha256": file_hash(temporary / "tensors.safetensors")}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
         for path in temporary.iterdir():
             _flush(path)
-    except BaseException:   # a full disk, an interrupt
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(temporary, folder)
     _flush(folder.parent)
     for old in _steps(save_dir)[max(keep, 1):]:
         shutil.rmtree(old)
@@ -143,7 +134,7 @@ def _fault(folder: Path) -> str | None:
     """What is wrong with a state on disk."""
     try:
         notes = json.loads((folder / "state.json").read_text())
-        found = _checksum(folder / "tensors.safetensors")
+        found = file_hash(folder / "tensors.safetensors")
     except OSError as error:
         return f"{Path(error.filename).name} cannot be read"
     except ValueError:
@@ -151,11 +142,6 @@ def _fault(folder: Path) -> str | None:
     if not isinstance(notes, dict) or notes.get("sha256") != found:
         return "the checksum of tensors.safetensors is not the one in state.json"
     return None
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

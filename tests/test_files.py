@@ -1,0 +1,89 @@
+"""Files written whole or not at all, locks between processes, hashes."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from headstart.support.errors import UserError
+from headstart.support.files import atomic, discard_unfinished, file_hash, locked, value_hash, write_json
+
+
+def test_a_file_is_replaced_only_when_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "file.txt"
+    with atomic(path) as temporary:
+        temporary.write_text("first")
+        assert not path.exists()
+    with pytest.raises(OSError, match="full"), atomic(path) as temporary:
+        temporary.write_text("second")
+        raise OSError("the disk is full")
+    assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_writer_cannot_make_the_file_private(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    with atomic(tmp_path / "file") as temporary:
+        temporary.chmod(0o600)
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        with atomic(tmp_path / "folder", folder=True) as temporary:
+            (temporary / name).touch()
+    with pytest.raises(KeyboardInterrupt), atomic(tmp_path / "folder", folder=True) as temporary:
+        (temporary / "never").touch()
+        raise KeyboardInterrupt
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/new"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    def write() -> None:
+        with atomic(tmp_path / "file") as temporary:
+            temporary.touch()
+            os._exit(9)
+
+    process = get_context("fork").Process(target=write)
+    process.start()
+    process.join(60)
+    (tmp_path / "another").touch()
+    assert len(list(tmp_path.iterdir())) == 2
+    discard_unfinished(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["another"]
+
+
+def test_one_process_holds_a_lock_until_it_dies(tmp_path: Path) -> None:
+    path = tmp_path / "locks" / "one"
+    ours, theirs = get_context("fork").Pipe()
+
+    def hold() -> None:
+        with locked(path, "cache.dir") as mine:
+            theirs.send(mine)
+            theirs.recv()
+            os._exit(9)
+
+    process = get_context("fork").Process(target=hold)
+    process.start()
+    assert ours.recv()
+    with locked(path, "cache.dir") as mine:
+        assert not mine
+    ours.send("die")
+    process.join(60)
+    with locked(path, "cache.dir", wait=True) as mine:
+        assert mine
+
+
+def test_a_lock_that_the_disk_refuses_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="cannot be locked .* choose a cache.dir on a disk"), locked(tmp_path / "folder", "cache.dir"):
+        pass
+
+
+def test_hashes_follow_contents(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+    write_json(tmp_path / "b.json", {"a": 1})
+    assert file_hash(tmp_path / "a.json") == file_hash(tmp_path / "b.json") and len(file_hash(tmp_path / "a.json")) == 64
+    assert value_hash({"a": 1, "b": [2]}) == value_hash({"b": [2], "a": 1}) != value_hash({"a": 1, "b": [3]})
