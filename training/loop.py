@@ -7,7 +7,6 @@ because data parallelism averages them.
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headstart.support.errors import UserError
+from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
 from headstart.training.log.evaluate import evaluate
 from headstart.training.log.log import Meter, Result
@@ -195,8 +195,7 @@ def _save_heads(run: Run, trainer: DrafterTrainer) -> None:
         if run.accelerator.is_main_process:
             recipe = to_dict(trainer.recipe)
             provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
-            for unfinished in trainer.folder.glob(".saving-*"):   # left by a killed run
-                shutil.rmtree(unfinished)
+            discard_unfinished(trainer.folder / "*")   # of a killed run
             drafter.save_pretrained(trainer.folder, extra=provenance)
 
 

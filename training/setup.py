@@ -148,7 +148,7 @@ def _choose_vocabularies(drafters: dict[str, Drafter], splits: Splits, backbone:
 
 
 def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
-    """A trainer with the weights of the saved state, if there is one, and an `Accelerator` of its own, since that has one gradient scaler."""
+    """A trainer, with the weights of the saved state if there is one. Each has an `Accelerator`, and so a gradient scaler, of its own."""
     if state is not None:
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
     return build_trainer(name, recipe, _accelerator(recipe), drafter, source.teacher)

@@ -119,10 +119,10 @@ def unpack_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, tensors
             _, key, name = flat.split("/", 2)
             moments.setdefault(name, {})[key] = tensor
     groups = optimizer.state_dict()["param_groups"]
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        i: {key: distribute_like(tensor, p) for key, tensor in moments[names[p]].items()} for i, p in enumerate(trained) if names[p] in moments
-    }
+    state = {}
+    for i, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if names[parameter] in moments:
+            state[i] = {key: distribute_like(tensor, parameter) for key, tensor in moments[names[parameter]].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

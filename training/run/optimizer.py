@@ -20,7 +20,7 @@ from headstart.training.run.sharding import distribute_like, gather_like, to_loc
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow; a sharded matrix (FSDP2) is orthogonalised whole by every process."""
+    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow; every process orthogonalises a sharded matrix (FSDP2) whole."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
