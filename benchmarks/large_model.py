@@ -13,7 +13,7 @@ from program import options, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.generate import SpeculativeModel

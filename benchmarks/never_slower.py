@@ -15,7 +15,8 @@ from program import options, run
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts

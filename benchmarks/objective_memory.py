@@ -29,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
 from headstart.training.objective import fused
 from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective

@@ -15,7 +15,7 @@ import torch
 from program import options, run
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.generate import SpeculativeModel
 

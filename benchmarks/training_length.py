@@ -24,9 +24,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.heads.layers import decoder_layer as layers
 from headstart.heads.layers.causal_attention import Blocks, attend_past
+from headstart.heads.methods import build_drafter
 
 
 def attend_whole(query_BHTC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -52,7 +54,7 @@ def make(args: argparse.Namespace) -> Drafter:
 
 def made_up(drafter: Drafter, length: int, document: int) -> Features:
     """Features of no text in particular, in documents of that length."""
-    tokens_BT, D = torch.randint(0, 256, (1, length)), drafter.backbone[0].dim
+    tokens_BT, D = torch.randint(0, 256, (1, length)), drafter.backbone.dim
     taps = {tap: torch.randn(1, length, D) for tap in drafter.taps}
     return Features(tokens_BT, torch.randn(1, length, D), taps, document_BT=torch.arange(length)[None] // document)
 

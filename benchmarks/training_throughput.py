@@ -25,7 +25,8 @@ from accelerate import Accelerator
 from program import options, run
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, vocabulary_by_frequency
 from headstart.training.features.manifest import Manifest, contents_of, form_of, plan

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, build_drafter, methods
+from headstart.heads.base import Drafter
+from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, file_hash, value_hash
 
@@ -43,8 +44,8 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the metadata last."""
-    config, tensors = drafter.config(), drafter.tensors()   # which a drafter may refuse, before anything is there
-    backbone = drafter.backbone[0]
+    config, tensors = drafter.engine_config(), drafter.tensors()   # which a drafter may refuse, before anything is there
+    backbone = drafter.backbone
     module = type(drafter).__module__
     # Renamed in the order in which the blocks end: the innermost first.
     with (
@@ -119,11 +120,12 @@ def load_drafter(
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
         raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
-    drafter = build_drafter(card["kind"], backbone, card["arguments"])
+    drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
+    require_weights(drafter, str(file))
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
 
 

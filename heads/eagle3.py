@@ -10,18 +10,20 @@ Shape suffixes: B batch, T positions, S keys, D width, H heads, N tree nodes, M 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.last_layer import last_layer
-from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, llama_like
 from headstart.heads.layers.draft_cache import DraftCache, Ring
@@ -41,76 +43,67 @@ class State:
 
 
 class Eagle3(Drafter):
-    """``depth`` passes of one layer.
+    """One layer, applied once per depth to its own output."""
 
-    ``taps``: three layers, by default ``(2, L//2, L-3)``. ``draft_vocab_size``: how many of the most frequent tokens are drafted
-    (None: all). ``intermediate_size``: width of the feed-forward part (None: the backbone's).
-    """
+    class Config(DrafterConfig):
+        depth: Annotated[int, Ge(1)] = 5
+        """Passes of the training-time test: tokens drafted beyond the root."""
+        taps: tuple[int, ...] | None = None
+        """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
+        draft_vocab_size: Annotated[int, Ge(1)] | None = None
+        """How many of the most frequent tokens are drafted (null: all)."""
+        intermediate_size: Annotated[int, Ge(1)] | None = None
+        """Width of the feed-forward part (null: the backbone's)."""
 
-    captures = True
+    config: Config
+    reads_hidden = False
+    capturable = True
     recomputing = False
     ring: Ring | None = None
     offload = False
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        depth: int = 5,
-        taps: Sequence[int] | None = None,
-        draft_vocab_size: int | None = None,
-        intermediate_size: int | None = None,
-    ) -> None:
-        super().__init__(backbone)
-        require_count("depth", depth)
-        self.depth, self.draft_vocab_size = depth, draft_vocab_size
-        self.taps = _taps(taps, backbone.num_layers)
-        self.arguments = {
-            "depth": depth,
-            "taps": list(self.taps),
-            "draft_vocab_size": draft_vocab_size,
-            "intermediate_size": intermediate_size,
-        }
-        for name in ("draft_vocab_size", "intermediate_size"):
-            if self.arguments[name] is not None:
-                require_count(name, self.arguments[name])
-        if draft_vocab_size is not None and draft_vocab_size > backbone.vocab:
-            raise UserError(f"drafter.draft_vocab_size is at most the backbone's vocabulary of {backbone.vocab}; got {draft_vocab_size}")
-        self.layer_config: LlamaConfig = llama_like(backbone, intermediate_size)
+    def __init__(self, backbone: Backbone, config: Config) -> None:
+        taps = _taps(config.taps, backbone.num_layers)
+        super().__init__(backbone, config.model_copy(update={"taps": taps}))
+        self.taps = taps
+        DV = config.draft_vocab_size
+        if DV is not None and DV > backbone.vocab:
+            raise UserError(f"drafter.draft_vocab_size is at most the backbone's vocabulary of {backbone.vocab}; got {DV}")
+        self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size)
         D = backbone.dim
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = PairLayer(self.layer_config)
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
-        self.lm_head = nn.Linear(D, draft_vocab_size or backbone.vocab, bias=False)
+        self.lm_head = nn.Linear(D, DV or backbone.vocab, bias=False)
         self.rotary = Rotary(self.layer_config)
-        self._start()
-        if draft_vocab_size is None:
-            self.lm_head.weight.data.copy_(backbone.unembed.weight)
-        else:
-            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        if DV is not None:
+            self.register_buffer("d2t", torch.zeros(DV, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(backbone.vocab, dtype=torch.bool))
-            self.use_vocabulary(torch.arange(draft_vocab_size))
+            self._set_vocabulary(torch.arange(DV))
 
-    def use_vocabulary(self, tokens: Tensor) -> None:
-        """Draft these backbone tokens (int64 ``[DV]``) and no others; the readout starts as the backbone's rows of them."""
-        tokens = tokens.sort().values.to(self.d2t.device)
-        assert len(tokens) == self.draft_vocab_size and len(tokens.unique()) == len(tokens)
+    def _set_vocabulary(self, tokens: Tensor) -> None:
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
         self.t2d.zero_()
         self.t2d[tokens] = True
-        self.lm_head.weight.data.copy_(self.backbone[0].unembed.weight[tokens.to(self.backbone[0].device)])
         self.vocabulary = tokens
 
-    @torch.no_grad()
-    def _start(self) -> None:
-        """The fused state starts as the deepest tap with a little of the others, each brought to unit size; the layer as the backbone's
-        last, where that is shaped alike.
+    def use_vocabulary(self, tokens: Tensor) -> None:
+        """Draft these backbone tokens (int64 ``[DV]``) and no others; the output layer starts as the backbone's rows of them."""
+        tokens = tokens.sort().values.to(self.d2t.device)
+        assert len(tokens) == self.config.draft_vocab_size and len(tokens.unique()) == len(tokens)
+        self._set_vocabulary(tokens)
+        self.lm_head.weight.data.copy_(self.backbone.unembed.weight[tokens.to(self.backbone.device)])
+
+    def init_from(self, backbone: Backbone) -> None:
+        """The fused state starts as the deepest tap with a little of the others, each scaled to unit size; the layer as the backbone's
+        last where the shapes agree; the output layer as the backbone's.
 
         Residual streams are tens of units large, beside which the layer's own first contributions would not count.
         """
-        backbone, D = self.backbone[0], self.fc.out_features
+        super().init_from(backbone)
+        D = self.fc.out_features
         tokens_1T = torch.linspace(0, backbone.vocab - 1, min(64, backbone.max_positions or 64), device=backbone.device).long()[None]
         taps = backbone.read(tokens_1T, taps=self.taps).taps or {}
         self.fc.weight[:, -D:] += torch.eye(D)
@@ -119,22 +112,24 @@ class Eagle3(Drafter):
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
         if (last := last_layer(backbone)) is not None and self.midlayer.start_as(last[0]):
             self.norm.weight.copy_(last[1])
+        rows = slice(None) if self.vocabulary is None else self.vocabulary.to(backbone.device)
+        self.lm_head.weight.copy_(backbone.unembed.weight[rows])
 
     def fuse(self, features: Features) -> Tensor:
         """The tapped layers side by side, brought to one width: ``[B, T, D]``."""
         assert features.taps is not None
         return self.fc(torch.cat([features.taps[tap] for tap in self.taps], -1).to(self.fc.weight.dtype))
 
-    def forward(self, features: Features) -> list[Tensor]:
+    def forward_dense(self, features: Features) -> list[Tensor]:
         T = features.tokens_BT.shape[1]
         if T < 3:
-            return [self.fc.weight.new_zeros(len(features.tokens_BT), 0, self.fc.out_features) for _ in range(self.depth)]
-        embedded_BTD = self.backbone[0].embed(features.tokens_BT)
+            return [self.fc.weight.new_zeros(len(features.tokens_BT), 0, self.fc.out_features) for _ in range(self.trained_depth)]
+        embedded_BTD = self.backbone.embed(features.tokens_BT)
         state_BTD = self.fuse(features)
         blocks = divide(features.document_BT, (len(state_BTD), self.layer_config.num_attention_heads, T - 2), state_BTD.device)
         passes: list[tuple[Tensor, Tensor]] = []
         out = []
-        for k in range(self.depth):
+        for k in range(self.trained_depth):
             Tk = max(T - 2 - k, 0)
             next_BTD = embedded_BTD[:, k + 1 : k + 1 + Tk]
             given = (next_BTD, state_BTD[:, :Tk], tuple(passes), self.rotary, blocks)
@@ -188,7 +183,7 @@ class Eagle3(Drafter):
         if state is not None:
             last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
         if T:
-            pair = self.midlayer.pair(self.backbone[0].embed(tokens_BT), before_BTD)
+            pair = self.midlayer.pair(self.backbone.embed(tokens_BT), before_BTD)
             store = store.extend(*self.midlayer.keys_values(pair, store.positions(places_BT)), places_BT, new_B)
         return State(store, last_BD)
 
@@ -210,14 +205,14 @@ class Eagle3(Drafter):
         drafted = ancestors_BNM.shape[-1] - N
         index_BN = store.ends_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
         rotation = store.positions(depth)
-        pair = self.midlayer.pair(self.backbone[0].embed(tokens_BN), before_BND)
+        pair = self.midlayer.pair(self.backbone.embed(tokens_BN), before_BND)
         for past, new in zip(store.past, self.midlayer.keys_values(pair, rotation), strict=True):
             put(past, new, index_BN)
         see_BNS = visible(store.ends_B, ancestors_BNM, store.slots)
         hidden_BND = self.midlayer.attend(pair, before_BND, rotation, store.past, see_BNS)
         return hidden_BND, replace(state, store=store, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 
-    def config(self) -> dict[str, Any]:
+    def engine_config(self) -> dict[str, Any]:
         """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
         config = self.layer_config.to_dict()
         keep = (
@@ -237,7 +232,7 @@ class Eagle3(Drafter):
             "rope_scaling": scaled,
             "dtype": dtype,
             "torch_dtype": dtype,
-            "draft_vocab_size": self.draft_vocab_size or self.backbone[0].vocab,
+            "draft_vocab_size": self.config.draft_vocab_size or self.backbone.vocab,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.taps),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
@@ -246,16 +241,14 @@ class Eagle3(Drafter):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_tensors(tensors)
-        if self.draft_vocab_size is not None:
+        if self.vocabulary is not None:
             self.vocabulary = self.t2d.nonzero().flatten()
             offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
             if not torch.equal(offsets, self.d2t):
                 raise UserError("d2t and t2d disagree about the draft vocabulary: the checkpoint is damaged; train or fetch it again")
 
 
-def _taps(taps: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    if taps is not None and (not isinstance(taps, list | tuple) or any(not isinstance(tap, int) or isinstance(tap, bool) for tap in taps)):
-        raise UserError(f"drafter.taps is a list of layer counts from 0 (the embedding) to {num_layers}; got {taps!r}")
+def _taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
     chosen = sorted(set(taps)) if taps is not None else [2, num_layers // 2, num_layers - 3]
     if taps is None and (num_layers < 6 or len(set(chosen)) < 3):
         chosen = sorted({1, num_layers // 2, num_layers - 1} - {0}) if num_layers > 1 else [num_layers]

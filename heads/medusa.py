@@ -1,7 +1,7 @@
 """Medusa (2401.10774): independent heads; head k drafts k+2 tokens ahead from the last hidden state alone.
 
-Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and a readout of its own. The blocks start as the identity and
-the readouts as the backbone's, so an untrained head repeats the backbone's own guess.
+Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and an output layer of its own. The blocks start as the identity and
+the output layers as the backbone's, so an untrained head repeats the backbone's own next-token distribution.
 
 Shape suffixes: B batch, T positions, D width, N tree nodes, K depth.
 """
@@ -9,53 +9,67 @@ Shape suffixes: B batch, T positions, D width, N tree nodes, K depth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
 
 
 class ResBlock(nn.Module):
-    """``x + silu(Wx + b)``; W and b start at zero, so an untrained block is the identity."""
+    """``x + silu(Wx + b)``."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, dim)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.silu(self.linear(x))
 
 
 class Medusa(Drafter):
-    """``depth`` heads of ``layers`` residual blocks; reads nothing but the final hidden state."""
+    """`trained_depth` heads, each on the final hidden state of the last position."""
 
-    captures = True
+    class Config(DrafterConfig):
+        depth: Annotated[int, Ge(1)] = 4
+        """Number of heads: tokens drafted beyond the root."""
+        layers: Annotated[int, Ge(1)] = 1
+        """Residual blocks of each head."""
+
+    config: Config
+    sequential = False
+    capturable = True
     file_name = "medusa_lm_head.safetensors"
 
-    def __init__(self, backbone: Backbone, *, depth: int = 4, layers: int = 1) -> None:
-        super().__init__(backbone)
-        require_count("depth", depth)
-        require_count("layers", layers)
-        self.arguments = {"depth": depth, "layers": layers}
-        self.depth, self.layers = depth, layers
+    def __init__(self, backbone: Backbone, config: Config) -> None:
+        super().__init__(backbone, config)
         self.heads = nn.ModuleList(
-            nn.Sequential(*(ResBlock(backbone.dim) for _ in range(layers)), nn.Linear(backbone.dim, backbone.vocab, bias=False))
-            for _ in range(depth)
+            nn.Sequential(*(ResBlock(backbone.dim) for _ in range(config.layers)), nn.Linear(backbone.dim, backbone.vocab, bias=False))
+            for _ in range(config.depth)
         )
-        for head in self._heads:
-            head[-1].weight.data.copy_(backbone.unembed.weight)
+
+    def init_from(self, backbone: Backbone) -> None:
+        for name, weight in self.named_parameters():
+            if ".linear." in name:
+                weight.zero_()
+            else:
+                weight.copy_(backbone.unembed.weight)
+
+    @property
+    def max_depth(self) -> int:
+        """A head per depth."""
+        return self.trained_depth
 
     @property
     def _heads(self) -> list[Any]:
-        """Each a sequence: residual blocks, then the readout."""
+        """Each a sequence: residual blocks, then the output layer."""
         return list(self.heads)
 
-    def forward(self, features: Features) -> list[Tensor]:
+    def forward_dense(self, features: Features) -> list[Tensor]:
         T = features.tokens_BT.shape[1]
         hidden = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
         return [head[:-1](hidden[:, : max(T - 2 - k, 0)]) for k, head in enumerate(self._heads)]
@@ -74,16 +88,15 @@ class Medusa(Drafter):
     def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return self._heads[depth][:-1](state), state
 
-    def config(self) -> dict[str, Any]:
+    def engine_config(self) -> dict[str, Any]:
         """No ``architectures``: one engine that reads this layout refuses files that name one."""
-        backbone = self.backbone[0]
         return {
-            "medusa_num_heads": self.depth,
-            "medusa_num_layers": self.layers,
+            "medusa_num_heads": self.config.depth,
+            "medusa_num_layers": self.config.layers,
             "medusa_fc_bias": True,
-            "base_model_name_or_path": backbone.name,
-            "hidden_size": backbone.dim,
-            "vocab_size": backbone.vocab,
+            "base_model_name_or_path": self.backbone.name,
+            "hidden_size": self.backbone.dim,
+            "vocab_size": self.backbone.vocab,
         }
 
     def tensors(self) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-    from headstart.heads.base import Drafter, Features
+    from headstart.heads.backbone.features import Features
+    from headstart.heads.base import Drafter
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
     from headstart.training.recipe.recipe import load_recipe
@@ -30,7 +31,7 @@ __all__ = [
 _HOME = {
     "Backbone": "headstart.heads.backbone.backbone",
     "Drafter": "headstart.heads.base",
-    "Features": "headstart.heads.base",
+    "Features": "headstart.heads.backbone.features",
     "SpeculativeModel": "headstart.inference.generate",
     "TreeShape": "headstart.inference.engine.tree",
     "load": "headstart.inference.generate",

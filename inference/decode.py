@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Features, join_features
+from headstart.heads.backbone.features import Features, join_features
 from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.processing import History

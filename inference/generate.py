@@ -179,15 +179,19 @@ def load(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     allow_finetuned: bool = False,
+    depth: int | None = None,
     proposers: Sequence[Proposer | Drafter] = (),
     capture: When = "auto",
 ) -> SpeculativeModel:
     """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule, or ``proposers`` alone.
 
-    Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
+    ``depth``: tokens beyond the root that the drafter drafts, also more than it was trained for where its kind allows that (None: as
+    the recipe says). Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
     on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
     drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+    if drafter is not None and depth is not None:
+        drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=proposers, capture=capture)
     heads.tuned = read_tuned(path, on)
     return heads

@@ -9,7 +9,8 @@ import os
 
 from torch import Tensor
 
-from headstart.heads.base import Features
+from headstart.heads.anchors import Anchors
+from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 
 SIGNAL, FORWARD, NAN = "HEADSTART_TEST_SIGNAL", "HEADSTART_TEST_FORWARD", "HEADSTART_TEST_NAN"
@@ -21,11 +22,11 @@ class Dying(Eagle3):
 
     forwards = 0
 
-    def forward(self, features: Features) -> list[Tensor]:
+    def forward(self, features: Features, at: Anchors | None = None) -> list[Tensor]:
         self.forwards += 1
         if str(self.forwards) == os.environ.get(FORWARD):
             os.kill(os.getpid(), int(os.environ[SIGNAL]))
-        hidden = super().forward(features)
+        hidden = super().forward(features, at)
         if str(self.forwards) in os.environ.get(NAN, "").split(","):
             return [draft_BTD * float("nan") for draft_BTD in hidden]
         return hidden

@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter, methods
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.methods import build_drafter, methods
 from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
@@ -119,9 +121,9 @@ class Scripted(Drafter):
     """
 
     def __init__(self, on: Backbone, truths: Sequence[Sequence[int]], manner: str, depth: int = 4) -> None:
-        super().__init__(on)
+        super().__init__(on, DrafterConfig(depth=depth))
         self.truths = [list(map(int, truth)) for truth in truths]
-        self.manner, self.depth, self.arguments = manner, depth, {}
+        self.manner = manner
 
     def begin(self, features: Features, state: list[list[int]] | None = None) -> list[list[int]]:
         counts = features.lengths_B.tolist()
@@ -145,7 +147,7 @@ class Scripted(Drafter):
         place = len(text) + 1 + depth
         truth = next((t for t in self.truths if t[: len(text)] == text), None)
         noise = torch.Generator().manual_seed(zlib.crc32(bytes(f"{text} {depth}", "ascii")))
-        logits = torch.randn(self.backbone[0].vocab, generator=noise)
+        logits = torch.randn(self.backbone.vocab, generator=noise)
         if truth is None or place >= len(truth):
             return logits
         if self.manner == "adversary":

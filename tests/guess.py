@@ -15,25 +15,26 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
 from headstart.training.objective.objective import Sums, count_learned
 from headstart.training.recipe.recipe import Objective
 
 V, B, T = 53, 3, 19
 
 
-class Proposal(Drafter):
+class TinyDrafter(Drafter):
     """The least that is a drafter, with a hidden state of its own width; it corrects by the parent token as some heads do."""
 
     def __init__(self, backbone: Backbone, depth: int, vocabulary: Tensor | None) -> None:
-        super().__init__(backbone)
-        self.depth, self.vocabulary = depth, vocabulary
+        super().__init__(backbone, DrafterConfig(depth=depth))
+        self.vocabulary = vocabulary
         self.mix = nn.ModuleList(nn.Linear(backbone.dim, 12) for _ in range(depth))
         self.head = nn.Linear(12, backbone.vocab if vocabulary is None else len(vocabulary))
         self.correction = nn.Embedding(backbone.vocab, 12)
         self.largest = 0
 
-    def forward(self, features: Features) -> list[Tensor]:
+    def forward_dense(self, features: Features) -> list[Tensor]:
         length = features.tokens_BT.shape[1]
         return [mix(features.hidden_BTD[:, : max(length - 2 - k, 0)]).tanh() for k, mix in enumerate(self.mix)]
 
@@ -78,13 +79,13 @@ def learned(features: Features) -> int:
 def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
     """By the book: a loop over rows, draft positions and depths, with whole distributions. The slow reference."""
     loss = torch.zeros((), dtype=torch.float64)
-    count, correct, overlap = (torch.zeros(drafter.depth, dtype=torch.float64) for _ in range(3))
+    count, correct, overlap = (torch.zeros(drafter.trained_depth, dtype=torch.float64) for _ in range(3))
     tokens, learn, document = features.tokens_BT, features.loss_mask_BT, features.document_BT
     assert learn is not None and document is not None
     ids = torch.arange(V) if drafter.vocabulary is None else drafter.vocabulary
     for b, t in [(b, t) for b in range(len(tokens)) for t in range(tokens.shape[1])]:
         values, sure = [], []
-        for k in range(drafter.depth):
+        for k in range(drafter.trained_depth):
             drafted = t + 2 + k
             if drafted >= tokens.shape[1] or not learn[b, drafted] or not document[b, t] == document[b, drafted] != -1:
                 values, sure = [*values, torch.zeros(())], [*sure, None]
@@ -100,7 +101,7 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
             count[k] += 1
             correct[k] += ids[log_q.argmax()] == p.argmax()
             overlap[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
-        geometric = [wanted.depth_decay**k for k in range(drafter.depth)]
+        geometric = [wanted.depth_decay**k for k in range(drafter.trained_depth)]
         weights = geometric if wanted.depth_weights == "geometric" else dpace(sure)
         loss = loss + sum(weight * value for weight, value in zip(weights, values, strict=True))
     return Sums(loss, count, correct, overlap)

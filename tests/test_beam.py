@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft_model import DraftModel
@@ -36,8 +37,7 @@ class Knowing(Drafter):
     """Drafts by the backbone itself, which reads every path from the start: it knows all that may follow any beam."""
 
     def __init__(self, on: Backbone, depth: int = 3) -> None:
-        super().__init__(on)
-        self.depth, self.arguments = depth, {}
+        super().__init__(on, DrafterConfig(depth=depth))
 
     def begin(self, features: Features, state: list[Any] | None = None) -> list[Any]:
         counts = features.lengths_B.tolist()
@@ -51,7 +51,7 @@ class Knowing(Drafter):
         found, states = [], []
         for (text, above), tokens, parents in zip(state, tokens_BN.tolist(), parents_BN.tolist(), strict=True):
             paths = [(above[parent] if depth else text) + [token] for token, parent in zip(tokens, parents, strict=True)]
-            found.append(self.backbone[0].model(torch.tensor(paths)).logits[:, -1])
+            found.append(self.backbone.model(torch.tensor(paths)).logits[:, -1])
             states.append((text, paths))
         return torch.stack(found), states
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, backbone, prompts
 
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
 from headstart.inference.beam.drafts import _corrected
 from headstart.inference.beam.features import NodeFeatures

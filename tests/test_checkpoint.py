@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 import headstart
 from headstart.heads import checkpoint
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata, template_hash
+from headstart.heads.methods import build_drafter
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
@@ -270,19 +271,18 @@ def test_the_chat_template(tmp_path: Path) -> None:
     assert template_hash(tokenizer(None)) is None
 
 
-@pytest.mark.parametrize("stage", ["tensors", "config", "save_file", "file_hash"])
+@pytest.mark.parametrize("stage", ["tensors", "engine_config", "save_file", "file_hash"])
 @pytest.mark.parametrize("over", [False, True])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, over: bool) -> None:
-    drafter = random_drafter("medusa", backbone("llama"))
     if over:
-        drafter.save_pretrained(tmp_path / "heads")
+        random_drafter("medusa", backbone("llama")).save_pretrained(tmp_path / "heads")
     before = {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
 
     another = random_drafter("medusa", backbone("llama"), seed=9)
-    monkeypatch.setattr(another if stage in ("tensors", "config") else checkpoint, stage, fail)
+    monkeypatch.setattr(another if stage in ("tensors", "engine_config") else checkpoint, stage, fail)
     with pytest.raises(OSError, match="no space"):
         another.save_pretrained(tmp_path / "heads")
     monkeypatch.undo()

@@ -17,7 +17,7 @@ import headstart
 from headstart.cli.main import main
 from headstart.cli.main import main as cli
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import load

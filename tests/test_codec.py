@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate

@@ -14,8 +14,10 @@ from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter, find_drafter
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
+from headstart.heads.methods import build_drafter, find_drafter
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
@@ -74,7 +76,7 @@ def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
 @each_drafter
 def test_forward_is_begin_and_steps(family: str, kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made(family, kind, arguments)
-    T, K = 20, drafter.depth
+    T, K = 20, drafter.trained_depth
     features = read(on, texts(2, T), drafter)
     taught = drafter(features)
     assert [x.shape[:2] for x in taught] == [(2, T - 2 - k) for k in range(K)]
@@ -90,7 +92,8 @@ def test_forward_is_begin_and_steps(family: str, kind: str, arguments: dict[str,
 @each_drafter
 def test_short_texts_teach_what_they_hold(kind: str, arguments: dict[str, Any], length: int) -> None:
     on, drafter = made("llama", kind, arguments)
-    assert [x.shape[1] for x in drafter(read(on, texts(2, length), drafter))] == [max(length - 2 - k, 0) for k in range(drafter.depth)]
+    taught = drafter(read(on, texts(2, length), drafter))
+    assert [x.shape[1] for x in taught] == [max(length - 2 - k, 0) for k in range(drafter.trained_depth)]
 
 
 @each_family
@@ -265,8 +268,8 @@ def test_an_untrained_medusa_repeats_the_backbone() -> None:
         ("eagle3", {"draft_vocab_size": 0}, "draft_vocab_size"),
         ("eagle3", {"intermediate_size": 1.5}, "intermediate_size"),
         ("medusa", {"layers": 0}, "layers"),
-        ("medusa", {"dept": 3}, "did you mean depth"),
-        ("medusa", {"taps": [1]}, "depth, layers"),
+        ("medusa", {"dept": 3}, "did you mean drafter.depth"),
+        ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.layers"),
         ("medussa", {}, "did you mean 'medusa'"),
         ("no.such.module", {}, "no.such.module"),
         ("json.decoder", {}, "exactly one Drafter"),

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, join_features
+from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft_model import DraftModel, load_draft_model

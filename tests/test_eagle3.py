@@ -12,9 +12,12 @@ import torch
 from families import FAMILIES, backbone, random_drafter, read, texts
 from torch import Tensor
 
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.heads.eagle3 import Eagle3, _taps
 from headstart.heads.layers.decoder_layer import EMBEDDED
+from headstart.heads.methods import build_drafter
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
@@ -41,7 +44,7 @@ def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
         keys: list[list[Tensor]] = []
         values: list[list[Tensor]] = []
         rows: list[list[Tensor]] = []
-        for k in range(drafter.depth):
+        for k in range(drafter.trained_depth):
             pairs = [
                 torch.cat(
                     [
@@ -67,11 +70,17 @@ def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
             states = new
             rows.append(new)
         out.append([torch.stack(x) for x in rows])
-    return [torch.stack([row[k] for row in out]) for k in range(drafter.depth)]
+    return [torch.stack([row[k] for row in out]) for k in range(drafter.trained_depth)]
+
+
+def fresh(on: Backbone, **arguments: int) -> Eagle3:
+    drafter = build_drafter("eagle3", on, arguments)
+    assert isinstance(drafter, Eagle3)
+    return drafter
 
 
 def features_embed(drafter: Drafter, token: Tensor) -> Tensor:
-    return drafter.backbone[0].embed(token[None])[0]
+    return drafter.backbone.embed(token[None])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,7 +106,7 @@ def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
 def test_the_layer_starts_as_the_backbones_last() -> None:
     """What reads the state is that layer's; a layer shaped otherwise, or asked for in another width, starts as drawn."""
     on = backbone("llama")
-    drafter, last, D = Eagle3(on), on.layers[-1], on.dim
+    drafter, last, D = fresh(on), on.layers[-1], on.dim
     layer = drafter.midlayer
     for name in ("q_proj", "k_proj", "v_proj"):
         reads = getattr(layer.self_attn, name).weight
@@ -106,10 +115,10 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight) and torch.equal(drafter.norm.weight, on.base.norm.weight)
     assert torch.equal(layer.input_layernorm.weight, torch.ones(D))
-    for other in (Eagle3(on, intermediate_size=40), Eagle3(backbone("gpt2")), Eagle3(backbone("gemma3"))):
+    for other in (fresh(on, intermediate_size=40), fresh(backbone("gpt2")), fresh(backbone("gemma3"))):
         assert torch.equal(other.midlayer.hidden_norm.weight, torch.ones(D)) and torch.equal(other.norm.weight, torch.ones(D))
     qwen = backbone("qwen3")   # its queries and keys are normalised, which a head's are not
-    layer, last = Eagle3(qwen).midlayer, qwen.layers[-1]
+    layer, last = fresh(qwen).midlayer, qwen.layers[-1]
     assert torch.equal(layer.self_attn.v_proj.weight[:, D:], last.self_attn.v_proj.weight)
     assert layer.self_attn.q_proj.weight.abs().max() < 1 < last.self_attn.q_proj.weight.abs().max()
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import Proposal, V, batch, learned, naive, run, small_backbone
+from guess import TinyDrafter, V, batch, learned, naive, run, small_backbone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.training.objective.objective import objective, require_comparable
 from headstart.training.recipe.recipe import Objective
@@ -26,7 +28,7 @@ def backbone() -> Backbone:
 
 def test_logits_are_never_held_whole(backbone: Backbone) -> None:
     """No readout of more positions than a chunk; each of them once, the backbone's not once a depth; nothing for the backward."""
-    drafter = Proposal(backbone, 3, None).double()
+    drafter = TinyDrafter(backbone, 3, None).double()
     features = batch(backbone)
     seen: list[int] = []
     hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
@@ -52,7 +54,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
 def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone, terms: dict[str, float]) -> None:
-    drafter, features = Proposal(backbone, 3, None).double(), batch(backbone)
+    drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
     found = []
     for chunk in (4, 1000):
         wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk=chunk), drafter(features)
@@ -63,7 +65,7 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
-    drafter, features = Proposal(backbone, 3, None).double(), batch(backbone)
+    drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
     sums = objective(Objective(), backbone, drafter, features, drafter(features))
     with torch.no_grad():
         for a, b in zip(sums, objective(Objective(), backbone, drafter, features, drafter(features)), strict=True):
@@ -72,7 +74,7 @@ def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
 
 def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_learn(backbone: Backbone) -> None:
     features = batch(backbone)
-    right = run(objective, Objective(), backbone, drafter := Proposal(backbone, 3, None).double(), features)
+    right = run(objective, Objective(), backbone, drafter := TinyDrafter(backbone, 3, None).double(), features)
     grads = dict(zip([name for name, _ in drafter.named_parameters()], right[4:], strict=True))
     for frozen in (drafter.head, drafter.mix):
         drafter.requires_grad_(True)
@@ -85,7 +87,7 @@ def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_le
                 torch.testing.assert_close(parameter.grad, grads[name])
 
 
-class Feature(Proposal):
+class Feature(TinyDrafter):
     """Like EAGLE-1: its states stand in for the backbone's, whose output layer reads them."""
 
     def __init__(self, backbone: Backbone, depth: int = 3, vocabulary: Tensor | None = None) -> None:
@@ -93,11 +95,13 @@ class Feature(Proposal):
         self.mix = torch.nn.ModuleList(torch.nn.Linear(backbone.dim, backbone.dim) for _ in range(depth))
         del self.head, self.correction
 
-    def forward(self, features: Features) -> list[Tensor]:
-        return [3 * drafted_BTD for drafted_BTD in super().forward(features)]   # on both sides of where smooth L1 bends
+    own_readout = False
+
+    def forward_dense(self, features: Features) -> list[Tensor]:
+        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]   # on both sides of where smooth L1 bends
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        logits = self.backbone[0].readout(hidden)
+        logits = self.backbone.readout(hidden)
         return logits if self.vocabulary is None else logits[..., self.vocabulary]
 
 
@@ -115,6 +119,8 @@ def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms:
 class Wrapped(Feature):
     """Of the backbone's width, read out by a layer of its own that happens to equal the backbone's."""
 
+    own_readout = True
+
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         self.own = torch.nn.Parameter(backbone.unembed.weight.clone())
@@ -127,7 +133,7 @@ def test_only_states_that_the_backbone_reads_are_compared_with_its_own(backbone:
     for vocabulary in (None, torch.arange(1, 53, 2)):
         require_comparable(Feature(backbone, 3, vocabulary).double())
     others: list[Drafter] = [build_drafter(kind, backbone, {}) for kind in ("medusa", "eagle3")]
-    for drafter in [*others, Proposal(backbone, 2, None), Wrapped(backbone)]:
+    for drafter in [*others, TinyDrafter(backbone, 2, None), Wrapped(backbone)]:
         with pytest.raises(UserError, match=f"objective.terms.features.*but {type(drafter).__name__} has a readout of its own.*leave"):
             require_comparable(drafter.double())
 
@@ -138,7 +144,7 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     """bf16 readouts of fp32 weights, whose gradients are in fp32."""
     torch.manual_seed(2)
     backbone = small_backbone(torch.float32)
-    drafter, features = Proposal(backbone, 3, None), batch(backbone)
+    drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
     exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk=7), backbone, drafter, features)   # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
         found = run(objective, wanted, backbone, drafter, features)

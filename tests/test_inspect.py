@@ -16,8 +16,8 @@ from small_run import make_recipe
 from transformers import LlamaConfig
 
 from headstart.cli.main import main
-from headstart.heads.base import build_drafter
 from headstart.heads.checkpoint import template_hash
+from headstart.heads.methods import build_drafter
 from headstart.training.inspect.inspection import layer_name, norm_name
 
 ANSWER = "It is four."

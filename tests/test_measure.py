@@ -4,7 +4,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import HeadstartSystem

@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import Proposal, V, batch, learned, naive, run, small_backbone
+from guess import TinyDrafter, V, batch, learned, naive, run, small_backbone
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
+from headstart.support.nest import map_tensors
 from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective
 
@@ -36,7 +39,7 @@ def test_same_as_naive_forward_and_backward(
     backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None, weights: Weights
 ) -> None:
     torch.manual_seed(2)
-    drafter = Proposal(backbone, 3, vocabulary).double()
+    drafter = TinyDrafter(backbone, 3, vocabulary).double()
     features = batch(backbone)
     wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
     right = run(naive, wanted, backbone, drafter, features)
@@ -52,7 +55,7 @@ def test_same_as_naive_forward_and_backward(
 def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
     """Each alone (as in accumulation, or on processes of their own), padded to one length, or packed in a row."""
     torch.manual_seed(5)
-    drafter, wanted = Proposal(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
+    drafter, wanted = TinyDrafter(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
     lengths = [4, 9, 3, 12]
     alone = []
     for i, length in enumerate(lengths):
@@ -78,7 +81,7 @@ def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms:
 
 def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
-    drafter = Proposal(backbone, 2, None).double()
+    drafter = TinyDrafter(backbone, 2, None).double()
     features = batch(backbone)
     wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk=5)   # else they follow the draft
     weight = drafter.head.weight
@@ -103,7 +106,7 @@ class Module(nn.Module):
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:
     """Data parallelism waits for the gradient of every parameter, also from a process whose share teaches nothing."""
-    drafter = Proposal(backbone, 3, None).double()
+    drafter = TinyDrafter(backbone, 3, None).double()
     for length in (1, 2, 4, 6):
         drafter.zero_grad()
         zeros = torch.zeros(1, length, dtype=torch.int64)
@@ -135,9 +138,9 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
 def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
     """Alignment: a drafter that hands back the backbone's own state of position t+1+k is always right, at every depth."""
 
-    class Oracle(Proposal):
-        def forward(self, features: Features) -> list[Tensor]:
-            return [features.hidden_BTD[:, 1 + k : -1] for k in range(self.depth)]
+    class Oracle(TinyDrafter):
+        def forward_dense(self, features: Features) -> list[Tensor]:
+            return [features.hidden_BTD[:, 1 + k : -1] for k in range(self.trained_depth)]
 
         def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
             return backbone.readout(hidden)
@@ -151,8 +154,8 @@ def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
 
 
 def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
-    drafter = Proposal(backbone, 1, None).bfloat16()
+    drafter = TinyDrafter(backbone, 1, None).bfloat16()
     features = batch(backbone)
-    hidden = [h.bfloat16() for h in Proposal(backbone, 1, None).double()(features)]
+    hidden = [h.bfloat16() for h in TinyDrafter(backbone, 1, None).double()(features)]
     assert objective(Objective(), backbone, drafter, features, hidden).overlap_K.dtype == torch.float64   # the teacher's
     assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # why it must be asked for

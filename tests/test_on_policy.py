@@ -16,7 +16,10 @@ from guess import small_backbone
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, build_drafter, map_tensors
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
+from headstart.support.nest import map_tensors
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import LiveWithCache
@@ -86,18 +89,18 @@ def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], argumen
     on = backbone(family)
     drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
     features, wanted = remembered(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
-    at = starts(features, drafter.depth, 0.6, MOMENT)
+    at = starts(features, drafter.trained_depth, 0.6, MOMENT)
     guesses_MN, hidden = walk(drafter, features, at, wanted)
     assert all(one.requires_grad for one in hidden)
     with torch.no_grad():
         for m, row, t, first in each_draft(features, at):
             text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
             state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
-            state, token = drafter.reserve(state, t + 1 + drafter.depth), features.tokens_BT[row, t + 1].view(1, 1)
-            for k in range(drafter.depth):
+            state, token = drafter.reserve(state, t + 1 + drafter.trained_depth), features.tokens_BT[row, t + 1].view(1, 1)
+            for k in range(drafter.trained_depth):
                 decoded, state = drafter.step(state, token, torch.zeros_like(token), k)
                 torch.testing.assert_close(hidden[k][m], decoded[0, 0], **CLOSE)
-                if k + 1 < drafter.depth:
+                if k + 1 < drafter.trained_depth:
                     place = drafter.readout(decoded, k, token).argmax(-1)
                     token = place if drafter.vocabulary is None else drafter.vocabulary[place]
                     assert token.item() == guesses_MN[m, k]
@@ -111,13 +114,13 @@ def drafting(vocabulary: int | None = None) -> tuple[Backbone, Drafter]:
 
 def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesWithCache) -> Tensor:
     """By the book: each draft alone, whole distributions, autograd."""
-    at, loss = starts(features, drafter.depth, wanted.on_policy_share, MOMENT), torch.zeros((), dtype=torch.float64)
+    at, loss = starts(features, drafter.trained_depth, wanted.on_policy_share, MOMENT), torch.zeros((), dtype=torch.float64)
     guesses_MN, _ = walk(drafter, features, at, wanted)
     ids = torch.arange(on.vocab) if drafter.vocabulary is None else drafter.vocabulary
     for m, row, t, first in each_draft(features, at):
         text = features.tokens_BT[row, first : t + 2]
         state, token = drafter.begin(on.read(text[None, :-1], taps=drafter.taps)), text[-1].view(1, 1)
-        for k in range(drafter.depth):
+        for k in range(drafter.trained_depth):
             hidden, state = drafter.step(state, token, torch.zeros_like(token), k)
             state = map_tensors(torch.clone, state)   # a step writes into what the one before needs for its gradients
             if k and at.counts_MK[m, k]:
@@ -126,7 +129,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
                 choice = (ids == p_V.argmax()).nonzero().flatten().tolist()
                 weight = wanted.on_policy / wanted.on_policy_share * wanted.depth_decay**k
                 loss = loss + weight * mixture(p_V[ids], log_q_V, choice[0] if choice else None, wanted)
-            if k + 1 < drafter.depth:
+            if k + 1 < drafter.trained_depth:
                 token = guesses_MN[m, k].view(1, 1)
                 text = torch.cat([text, token[0]])
     return loss

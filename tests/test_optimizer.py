@@ -6,7 +6,8 @@ import pytest
 import torch
 from families import backbone
 
-from headstart.heads.base import Drafter, build_drafter, methods
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter, methods
 from headstart.training.recipe.recipe import Train
 from headstart.training.run.checkpoint import pack, unpack_drafter, unpack_optimizer
 from headstart.training.run.optimizer import MuonAdamW, build_optimizer, orthogonal

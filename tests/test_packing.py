@@ -17,7 +17,8 @@ from small_run import make_recipe, read_log
 from torch import Tensor
 
 from headstart.cli.train import main
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler, digest
 from headstart.training.data.data import Sample
@@ -96,7 +97,7 @@ def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor
     assert features.loss_mask_BT is not None and features.document_BT is not None
     drafter.zero_grad()
     drafter.requires_grad_(True)
-    sums = objective(Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16), drafter.backbone[0], drafter, features, drafter(features))
+    sums = objective(Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16), drafter.backbone, drafter, features, drafter(features))
     loss = sums.loss / count_learned(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]

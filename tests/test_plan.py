@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.base import methods
+from headstart.heads.methods import methods
 from headstart.support.errors import UserError
 from headstart.training.data.data import Splits
 from headstart.training.data.packing import Batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer, resolve
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau

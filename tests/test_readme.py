@@ -10,7 +10,7 @@ import torch
 
 from headstart.cli.main import _parser
 from headstart.heads.backbone.backbone import load_backbone, resolve
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.training.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.heads.base import build_drafter
+from headstart.heads.methods import build_drafter
 from headstart.support.files import locked
 from headstart.training.data.conversation import Chat
 from headstart.training.data.data import load_data

@@ -14,7 +14,7 @@ from families import backbone, random_drafter, read, texts
 from small_run import make_recipe, run
 from torch import Tensor
 
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers import causal_attention as causal
 from headstart.heads.layers.causal_attention import attend_past, divide, join
@@ -41,14 +41,14 @@ def documents(lengths: list[list[int]] | None) -> Tensor | None:
 def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
     """What `Eagle3.forward` is, with all scores of a pass at once."""
     layer, attn = drafter.midlayer, drafter.midlayer.self_attn
-    embedded, state = drafter.backbone[0].embed(features.tokens_BT), drafter.fuse(features)
+    embedded, state = drafter.backbone.embed(features.tokens_BT), drafter.fuse(features)
     length = state.shape[1]
     apart = torch.zeros(1, length, length, dtype=torch.bool)
     if features.document_BT is not None and bool((features.document_BT > 0).any()):
         apart = features.document_BT[:, :, None] != features.document_BT[:, None, :]
     passes: list[tuple[Tensor, Tensor]] = []
     out = []
-    for k in range(drafter.depth):
+    for k in range(drafter.trained_depth):
         n = max(length - 2 - k, 0)
         state, rotation = state[:, :n], drafter.rotary(k, n, state.device)
         pair = layer.pair(embedded[:, k + 1 : k + 1 + n], state)
@@ -158,7 +158,7 @@ def saved(drafter: Eagle3, features: Features) -> int:
 def made_up(drafter: Eagle3, length: int) -> Features:
     """Of no text in particular: the backbone is not asked."""
     make = torch.Generator().manual_seed(0)
-    D = drafter.backbone[0].dim
+    D = drafter.backbone.dim
     taps = {tap: torch.randn(1, length, D, generator=make) for tap in drafter.taps}
     return Features(torch.randint(61, (1, length), generator=make), torch.randn(1, length, D, generator=make), taps)
 

@@ -15,7 +15,7 @@ import torch
 from families import VOCAB, backbone
 from torch import Tensor
 
-from headstart.heads.base import Drafter
+from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import SURE, CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.engine.verify import pick, walk
@@ -31,8 +31,8 @@ class Table(Drafter):
     """Its logits are a fixed function of the depth and of the tokens on the way to the node; the state holds each node's tokens."""
 
     def __init__(self, depth: int, vocabulary: Tensor | None = None, spread: float = 1.0) -> None:
-        super().__init__(backbone("llama"))
-        self.depth, self.spread = depth, spread
+        super().__init__(backbone("llama"), DrafterConfig(depth=depth))
+        self.spread = spread
         self.vocabulary = vocabulary
         self.DV = VOCAB if vocabulary is None else len(vocabulary)
 

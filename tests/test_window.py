@@ -19,7 +19,7 @@ from torch import Tensor
 from headstart.cli.main import main
 from headstart.heads import eagle3
 from headstart.heads.backbone.backbone import load_backbone
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
 from headstart.heads.layers.draft_cache import Ring

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import grouped, tapped
 from headstart.heads.backbone.quantization import quantization, quantizing
 from headstart.heads.backbone.recurrent import KIND, Branch, find_recurrent
 from headstart.heads.backbone.rope import rope_switch
-from headstart.heads.base import Features
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 

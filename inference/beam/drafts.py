@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Drafter, Features, join_features
+from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.base import Drafter
 from headstart.inference.beam.breadth import DEPTHS, Breadth, Plan
 from headstart.inference.beam.search import Beam
 from headstart.inference.beam.trie import TopK, padded
@@ -177,7 +178,7 @@ class Drafting:
         news = self._gathered() if self.news else None
         for source, growth in enumerate(self.growths):
             drafter = growth.drafter
-            state = drafter.select(self.states[source], torch.tensor(self.origins, device=drafter.backbone[0].device))
+            state = drafter.select(self.states[source], torch.tensor(self.origins, device=drafter.backbone.device))
             room = longest + (drafter.depth + 1) * (self.width + 1)
             self.states[source] = drafter.reserve(state, room) if news is None else growth.extend_state(news, state, room)
         self.origins, self.news = list(range(len(self.origins))), []
@@ -185,7 +186,7 @@ class Drafting:
     def _grow(self, source: int, rows: list[Wanted], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
         """Let a drafter draft depth by depth."""
         growth, drafter = self.growths[source], self.growths[source].drafter
-        level = root_level([beam.tokens[-1] for row in rows for beam in row.beams], drafter.backbone[0].device)
+        level = root_level([beam.tokens[-1] for row in rows for beam in row.beams], drafter.backbone.device)
         paths: list[list[tuple[int, ...]]] = [[()] for _ in scores]
         for depth in range(min(deepest, drafter.depth)):
             level, self.states[source] = growth.level(depth, self.states[source], level, self.width, DraftScoring())

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from headstart.heads.base import Features, map_tensors
+from headstart.heads.backbone.features import Features
+from headstart.support.nest import map_tensors
 
 
 class NodeFeatures:

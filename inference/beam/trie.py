@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged import visible
 from headstart.inference.capture.capture import Captured, When, capturable
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache

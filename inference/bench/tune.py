@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.base import list_tensors, map_tensors
 from headstart.heads.layers.ragged import grown, put, whole_steps
+from headstart.support.nest import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Keys and values ``[L, B, H, S, D]``, for each group of layers of one shape."""

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
-from headstart.heads.base import Features, list_tensors, map_tensors
 from headstart.heads.layers.ragged import visible
 from headstart.inference.capture.capture import Captured, When, capturable
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree
+from headstart.support.nest import list_tensors, map_tensors
 
 
 class Reader:

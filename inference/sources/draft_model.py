@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.layers.ragged import grown
 from headstart.inference.engine.cache import RaggedCache, TreeCache
 from headstart.inference.sources.levels import Rows, read_chain, read_level
@@ -44,7 +45,8 @@ class DraftModel(Drafter):
     vocabularies must be equal. Raises UserError where the vocabularies differ.
     """
 
-    captures = True
+    reads_hidden = False
+    capturable = True
 
     def __init__(
         self,
@@ -54,9 +56,8 @@ class DraftModel(Drafter):
         depth: int = 6,
         tokenizers: Tokenizers | None = None,
     ) -> None:
-        super().__init__(backbone)
         require_count("depth", depth, of="draft model")
-        self.depth, self.arguments = depth, {"depth": depth}
+        super().__init__(backbone, DrafterConfig(depth=depth))
         self.small = model if isinstance(model, Backbone) else Backbone(model)
         self.model = self.small.model   # a submodule, so that it is seen when its weights move
         _require_fitting(backbone, self.small, tokenizers)
@@ -65,7 +66,7 @@ class DraftModel(Drafter):
         self.view: TreeCache | None = None
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self.small.readout(hidden)[..., : self.backbone[0].vocab]
+        return self.small.readout(hidden)[..., : self.backbone.vocab]
 
     def reserve(self, state: State, length: int) -> State:
         keys, values = (tuple(grown(store, length) for store in stores) for stores in state.rows.stores)

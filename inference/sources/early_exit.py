@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, require_count
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.inference.engine.cache import TreeCache
 from headstart.inference.sources.levels import Rows, read_level
 from headstart.support.errors import UserError
@@ -25,22 +26,23 @@ from headstart.support.errors import UserError
 class EarlyExit(Drafter):
     """``layers``: E, how many of the backbone's layers draft. Raises UserError for an E or a backbone with which that can't be done."""
 
-    captures = True
+    reads_hidden = False
+    own_readout = False
+    capturable = True
 
     def __init__(self, backbone: Backbone, *, layers: int, depth: int = 4) -> None:
-        super().__init__(backbone)
         require_count("depth", depth, of="early exit")
+        super().__init__(backbone, DrafterConfig(depth=depth))
         require_count("layers", layers, of="early exit")
         if layers > backbone.num_layers:
             raise UserError(f"early exit.layers is from 1 to {backbone.num_layers}, the layers that {backbone.name} has; got {layers}")
         if backbone.recurrent is not None:
             raise UserError(f"{backbone.name} has recurrent layers, whose states drafted nodes can't share; draft without early exit")
-        self.depth, self.arguments = depth, {"layers": layers, "depth": depth}
         self.first = first_layers(backbone, layers)
         self.view: TreeCache | None = None
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
-        return self.backbone[0].readout(hidden)
+        return self.backbone.readout(hidden)
 
     # Between drafts the state holds lengths alone: the keys are in the backbone's cache, which its owner keeps.
 

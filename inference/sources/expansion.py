@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import Captured, When, capturable
 
 
@@ -76,9 +77,9 @@ class Growth:
 
     def __init__(self, drafter: Drafter, capture: When) -> None:
         self.drafter = drafter
-        on_cpu = drafter.backbone[0].device.type == "cpu"
+        on_cpu = drafter.backbone.device.type == "cpu"
         frozen = not any(weight.requires_grad for weight in drafter.parameters())   # a recording would miss what training changes
-        when = capture if drafter.captures and frozen and on_cpu and capturable(capture, drafter.backbone[0].device) else "never"
+        when = capture if drafter.capturable and frozen and on_cpu and capturable(capture, drafter.backbone.device) else "never"
         self.first = Captured(self._first, "never")
         self.begin = Captured(self._begin, when, drafter)
         self.levels = [Captured(partial(self._level, depth), when, drafter) for depth in range(drafter.depth)]

@@ -159,7 +159,7 @@ class Speculation:
         growth, drafter = self.growths[source], self.drafters[source]
         depth = min(shape.depth or drafter.depth, drafter.depth) if shape is not None else drafter.depth
         width = shape.width if shape is not None else WIDTH
-        level, places = root_level([pool.tokens[0] for pool in draft.pools], drafter.backbone[0].device), [[0] for _ in draft.pools]
+        level, places = root_level([pool.tokens[0] for pool in draft.pools], drafter.backbone.device), [[0] for _ in draft.pools]
         for k in range(min(depth, max(draft.room, default=0))):
             if shape is None and k and not self._deeper(draft, source, places, k):
                 break

@@ -20,8 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Features, map_tensors
+from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
+from headstart.support.nest import map_tensors
 from headstart.training.data.packing import Batch
 
 Encoded = dict[str, Tensor]

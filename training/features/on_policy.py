@@ -6,10 +6,8 @@ and a drafter whose proposals depend on those before them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-import torch
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
@@ -57,40 +55,7 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
                 f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {backbone.turn}"
             )
         kind, drafter = one.drafter["kind"], drafters[name]
-        if drafter.depth < 2:
+        if drafter.trained_depth < 2:
             raise UserError(f"{what} needs a drafter that goes on from its proposals; {kind} has drafter.depth=1: raise it, or set it to 0")
-        if not follows_guesses(drafter):
+        if not drafter.sequential:
             raise UserError(f"{what}: what {kind} drafts does not depend on its own proposals, so it learns nothing from them; set it to 0")
-
-
-@torch.no_grad()
-def follows_guesses(drafter: Drafter) -> bool:
-    """Whether depth 1 says something else after another guess of depth 0, whatever its weights happen to be at the start."""
-    backbone = drafter.backbone[0]
-    tokens_1T = torch.arange(4, device=backbone.device)[None] % backbone.vocab
-    features = backbone.read(tokens_1T, taps=drafter.taps).rows(torch.zeros(2, dtype=torch.int64, device=backbone.device))
-    guesses_21 = torch.tensor([[0], [1]], device=backbone.device)
-    guesses_21 = guesses_21 if drafter.vocabulary is None else drafter.vocabulary[guesses_21]
-    same_21 = torch.zeros_like(guesses_21)
-    with _shaken(drafter):
-        state = drafter.reserve(drafter.begin(features), 4 + 1 + drafter.depth)
-        _, state = drafter.step(state, same_21, same_21, 0)
-        hidden_21D, _ = drafter.step(state, guesses_21, same_21, 1)
-        said_21V = drafter.readout(hidden_21D, 1, guesses_21)
-    return not torch.equal(said_21V[0], said_21V[1])
-
-
-@contextmanager
-def _shaken(drafter: Drafter) -> Iterator[None]:
-    """With weights off their first values, some of which may be 0."""
-    devices = [drafter.backbone[0].device] if drafter.backbone[0].device.type == "cuda" else []
-    kept = [weight.clone() for weight in drafter.parameters()]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
-        for weight in drafter.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.02)
-    try:
-        yield
-    finally:
-        for weight, before in zip(drafter.parameters(), kept, strict=True):
-            weight.copy_(before)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch, documents_apart, restarting
 from headstart.training.recipe.recipe import Recipe

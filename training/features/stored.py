@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.support.units import gigabytes
 from headstart.training.data.batch_sampler import digest
@@ -139,7 +139,7 @@ def open_source(
 
     Raises UserError for a cache that is not this run's.
     """
-    backbone, cache, taps = drafters[0].backbone[0], recipe.cache, taps_of(drafters)
+    backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
         return Live(backbone, taps), None
     form, folder = form_of(cache, backbone, taps), Path(cache.dir)
@@ -171,18 +171,5 @@ def require_taps_alone(recipe: Recipe, drafters: Sequence[Drafter], form: CacheF
         return
     for one, drafter in zip(recipe.apart().values(), drafters, strict=True):
         who = "objective.terms.features learns" if one.objective.terms.get("features") else f"{one.drafter['kind']} reads"
-        if one.objective.terms.get("features") or reads_hidden(drafter):
+        if one.objective.terms.get("features") or drafter.reads_hidden:
             raise UserError(f"cache.teacher=topk keeps no final hidden state, which {who}; set cache.teacher=hidden")
-
-
-@torch.no_grad()
-def reads_hidden(drafter: Drafter) -> bool:
-    """Whether a drafter looks at the final hidden state: what it makes of one that is no number is no number either."""
-    backbone, T = drafter.backbone[0], drafter.depth + 4
-    tokens_BT = torch.zeros(1, T, dtype=torch.int64, device=backbone.device)
-    state_BTD = torch.zeros(1, T, backbone.dim, device=backbone.device, dtype=backbone.dtype)
-    taps = dict.fromkeys(drafter.taps, state_BTD)
-    features = Features(tokens_BT, torch.full_like(state_BTD, torch.nan), taps or None, tokens_BT == 0, tokens_BT)
-    return any(bool(hidden.isnan().any()) for hidden in drafter(features))
-
-

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Features
+from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, locked
 from headstart.support.units import gigabytes

@@ -27,8 +27,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features, map_tensors
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.inference.engine.noise import gumbel, mix, row_seeds
+from headstart.support.nest import map_tensors
 from headstart.training.data.packing import restarting
 from headstart.training.objective.depth_weights import geometric
 from headstart.training.objective.fused import Fused, Ledger, LossRows
@@ -118,7 +120,7 @@ def prefill_at(drafter: Drafter, features: Features, at: Anchors) -> Any:
         rows, alive = torch.searchsorted(alive, document_M[now]), document_M[now]
         state = None if state is None else drafter.select(state, rows)
         piece = _piece(features, at.row_M[now], first_M[now] + taken_M[now], (end_M - taken_M)[now])
-        state = drafter.reserve(drafter.begin(piece, state), longest + drafter.depth)
+        state = drafter.reserve(drafter.begin(piece, state), longest + drafter.trained_depth)
         states.append(state)
     while len(states) > 1:   # two and two, so that each is copied but a few times
         pairs = [states[i : i + 2] for i in range(0, len(states), 2)]
@@ -140,12 +142,12 @@ def walk(drafter: Drafter, features: Features, at: Anchors, wanted: Objective) -
     state = prefill_at(drafter, features, at)
     tokens_M1 = features.tokens_BT[at.row_M, at.place_M + 1][:, None]
     parents_M1, proposals, hidden = torch.zeros_like(tokens_M1), [], []
-    for k in range(drafter.depth):
+    for k in range(drafter.trained_depth):
         # A step writes where the last one's keys lie, which its gradients still need.
         given = state if k == 0 else map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
         hidden_M1D, state = drafter.step(given, tokens_M1, parents_M1, k)
         hidden.append(hidden_M1D[:, 0])
-        if k + 1 < drafter.depth:
+        if k + 1 < drafter.trained_depth:
             tokens_M1 = choose(drafter, hidden[-1], (k, tokens_M1[:, 0], at.key_M), wanted)[:, None]
             proposals.append(tokens_M1)
     return torch.cat(proposals, 1), hidden
@@ -156,7 +158,7 @@ def choose(drafter: Drafter, hidden_MD: Tensor, given: tuple[int, Tensor, Tensor
     """int64 ``[M]``: a token of each draft's own distribution at a depth, after its parents (``given``: depth, parents, keys)."""
     depth, parents_M, key_M = given
     vocabulary, found = drafter.vocabulary, []
-    for rows in Fused(wanted, drafter.backbone[0], drafter).chunks(len(key_M)):
+    for rows in Fused(wanted, drafter.backbone, drafter).chunks(len(key_M)):
         logits_CV = wide(drafter.readout(hidden_MD[rows], depth, parents_M[rows]))
         if wanted.on_policy_temperature:
             place_C1 = torch.full_like(key_M[rows, None], depth)
@@ -234,7 +236,7 @@ def on_policy_loss(wanted: Objective, backbone: Backbone, drafter: Drafter, feat
 
     Drafting is in the weights' own dtype, as `begin` and `step` are not made for autocast.
     """
-    at = starts(features, drafter.depth, wanted.on_policy_share, step_key)
+    at = starts(features, drafter.trained_depth, wanted.on_policy_share, step_key)
     if not len(at.row_M):
         return features.hidden_BTD.new_zeros((), dtype=torch.float32)
     with torch.autocast(features.tokens_BT.device.type, enabled=False):

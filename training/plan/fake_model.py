@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone, resolve
-from headstart.heads.base import Drafter, build_drafter
+from headstart.heads.base import Drafter
+from headstart.heads.methods import construct_drafter
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.training.features.source import taps_of
@@ -132,7 +133,7 @@ def draw(recipe: Recipe, accelerator: bool) -> FakeModels:
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
     arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
-    drafter = build_drafter(recipe.drafter["kind"], backbone, arguments).train()
+    drafter = construct_drafter(recipe.drafter["kind"], backbone, arguments).train()
     if recipe.train.gradient_checkpointing:
         drafter.recompute()
     return drafter

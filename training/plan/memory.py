@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import Drafter, Features, list_tensors
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.heads.layers import causal_attention as causal
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
+from headstart.support.nest import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.codec import TopTeacher
 from headstart.training.features.source import Live as FromBackbone

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.base import Drafter, Features
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter
 from headstart.training.objective.objective import Sums, objective, require_comparable
 from headstart.training.objective.on_policy import FeaturesWithCache, StepKey, on_policy_loss
 from headstart.training.objective.terms import FEATURES

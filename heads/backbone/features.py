@@ -1,0 +1,66 @@
+"""Features: the backbone's hidden states over consecutive tokens, which is all that drafters see of it.
+
+Shape suffixes: B batch, T positions, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.support.nest import map_tensors
+
+
+@dataclass(frozen=True)
+class Features:
+    """The backbone's hidden states over consecutive tokens; a drafter cannot tell whether they were computed or read from disk."""
+
+    tokens_BT: Tensor
+    hidden_BTD: Tensor
+    """The final hidden state, after the final norm."""
+    taps: dict[int, Tensor] | None = None
+    """Tap number -> [B, T, D]: the residual stream after that many layers (0 is the embedding), before the final norm."""
+    loss_mask_BT: Tensor | None = None
+    """True where ``x_j`` is a label: a token to learn to draft."""
+    document_BT: Tensor | None = None
+    """Number of each position's document; -1 is padding, at the right end of a row. None: one document per row, no padding."""
+
+    def gather(self, index_BT: Tensor, valid_BT: Tensor) -> Features:
+        """The positions ``index_BT`` of each row; where ``valid_BT`` is False the position is padding."""
+
+        def pick(x_BTD: Tensor) -> Tensor:
+            return x_BTD.gather(1, index_BT[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+        taps = None if self.taps is None else {number: pick(tap) for number, tap in self.taps.items()}
+        document = torch.where(valid_BT, 0, -1)
+        return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
+
+    def rows(self, rows_B: Tensor) -> Features:
+        """The rows ``rows_B`` (int64) of the batch, in that order."""
+        return map_tensors(lambda tensor: tensor[rows_B], self)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Number of positions of each row that are not padding."""
+        if self.document_BT is None:
+            return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
+        return (self.document_BT >= 0).sum(1)
+
+
+def join_features(parts: list[Features]) -> Features:
+    """Concatenate features of consecutive tokens; rows are right-padded, as those of each part are."""
+    if len(parts) == 1:
+        return parts[0]
+    taps = None if parts[0].taps is None else {tap: torch.cat([part.taps[tap] for part in parts if part.taps], 1) for tap in parts[0].taps}
+    tokens_BT = torch.cat([part.tokens_BT for part in parts], 1)
+    valid_BT = torch.cat([_valid(part) for part in parts], 1)
+    whole = Features(tokens_BT, torch.cat([part.hidden_BTD for part in parts], 1), taps)
+    order_BT = (~valid_BT).to(torch.int8).argsort(dim=1, stable=True)[:, : int(valid_BT.sum(1).max())]
+    return whole.gather(order_BT, valid_BT.gather(1, order_BT))
+
+
+def _valid(features: Features) -> Tensor:
+    """True where a position is no padding, ``[B, T]``."""
+    return torch.ones_like(features.tokens_BT, dtype=torch.bool) if features.document_BT is None else features.document_BT >= 0

@@ -1,0 +1,81 @@
+"""Kinds of drafters: found by their class, constructed without weights, built fresh."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+import headstart.heads as package
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.support.config import parse
+from headstart.support.errors import UserError
+
+
+def drafters_of(module: str) -> list[type[Drafter]]:
+    """The concrete drafters that a module defines."""
+    classes = [value for value in vars(importlib.import_module(module)).values() if isinstance(value, type)]
+    return [one for one in classes if issubclass(one, Drafter) and one.__module__ == module and not inspect.isabstract(one)]
+
+
+def methods() -> list[str]:
+    """The kinds of drafter that ship: every module of this folder that defines one."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg]
+    return sorted(name for name in names if drafters_of(f"headstart.heads.{name}"))
+
+
+def find_drafter(kind: str) -> type[Drafter]:
+    """``medusa`` is the drafter in heads/medusa.py; a dotted name is a module of the user's own. Raises UserError."""
+    known = methods()
+    if "." not in kind and kind not in known:
+        near = difflib.get_close_matches(kind, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(known)}, or the dotted name of a module of your own")
+    name = kind if "." in kind else f"headstart.heads.{kind}"
+    try:
+        drafters = drafters_of(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or a dotted name that can be imported") from None
+    if len(drafters) != 1:
+        raise UserError(f"{name} must define exactly one Drafter; it defines {len(drafters)}")
+    return drafters[0]
+
+
+def construct_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
+    """A drafter of that kind without weights: all are NaN until they are loaded or initialised.
+
+    Raises UserError for an unknown kind, an unknown argument, or a value the drafter refuses.
+    """
+    cls = find_drafter(kind)
+    config = parse(cls.Config, arguments, "drafter")
+    with no_init_weights():
+        drafter = cls(backbone, config)
+    for tensor in drafter.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    return drafter
+
+
+def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
+    """A fresh drafter of that kind with its start values. Raises UserError as `construct_drafter` does."""
+    drafter = construct_drafter(kind, backbone, arguments)
+    with torch.no_grad():
+        drafter.init_from(backbone)
+    require_weights(drafter, f"init_from of drafter {kind}")
+    return drafter
+
+
+def require_weights(drafter: Drafter, source: str) -> None:
+    """Raise UserError naming a weight that ``source`` has left without a number."""
+    for name, tensor in drafter.state_dict().items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise UserError(f"{source} leaves weight {name} of {type(drafter).__name__} not a number (NaN): missed, or damaged")
