@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from program import options, run
 
-from headstart.training.loop import take_step
+from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.signals import StopSignal
 from headstart.training.setup import Run, prepare
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, StopSignal() as signal:
         given = [*args.overrides, f"save.dir={folder}/heads", "eval.prompts=1", "drafter.draft_vocab_size=null"]
         ours = prepare(load_recipe(args.recipe, given))
-        ways: dict[str, Callable[[int], int]] = {"headstart": lambda number: take_step(ours, number, signal).tokens}
+        ways: dict[str, Callable[[int], int]] = {"headstart": lambda number: training_step(ours, number, signal).tokens}
         ways |= {f"speculators, {attention}": theirs(ours, attention) for attention in args.attention}
         speeds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(1, args.steps + args.warm + 1):

@@ -147,7 +147,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(line["loss"], line["skipped"]) for line in read_log(tmp_path / "out") if "loss" in line] == [(None, 1), (None, 1)]
 
 
-def test_ten_in_a_row_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_consecutive_skips_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, save={"every": 1})
     assert without(recipe, tmp_path / "out", monkeypatch, ",".join(map(str, [1, *range(3, 30)])), "train.steps=20") == 2
     said = capsys.readouterr().err.splitlines()[-1]

@@ -19,7 +19,7 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
 from headstart.training.recipe.recipe import load_recipe
-from headstart.training.run.sharding import own_part, shard_layers
+from headstart.training.run.sharding import to_local, shard_layers
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}
@@ -79,7 +79,7 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
 def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
     """Five sequences a step, one at a time: a process that has one less keeps step with the others all the same."""
     said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
-    assert "frozen, its layers shared out over the processes\n" in said
+    assert "frozen, its layers sharded over the processes\n" in said
     same(tmp_path / "out", whole / "out")
 
 
@@ -88,11 +88,11 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, which hears nothing of the others
     try:
         model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
-        own = {name: own_part(weight).numel() for name, weight in model.named_parameters()}
+        own = {name: to_local(weight).numel() for name, weight in model.named_parameters()}
         wholes = {name: weight.numel() for name, weight in model.named_parameters()}
         with torch.no_grad():
             model(input_ids=torch.arange(5)[None])
-        assert {name: own_part(weight).numel() for name, weight in model.named_parameters()} == own, "gathered while it runs, not longer"
+        assert {name: to_local(weight).numel() for name, weight in model.named_parameters()} == own, "gathered while it runs, not longer"
     finally:
         torch.distributed.destroy_process_group()
     layers = {name for name in wholes if ".layers." in name}

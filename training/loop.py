@@ -1,23 +1,25 @@
-"""The training loop: optimiser steps on `accelerate`, with what has to happen between them.
+"""The training loop on `accelerate`: optimiser steps, logging, evaluation and saving.
 
-The number that is trained on is the summed loss of the whole global step over its number of learned tokens. That number is
-counted before the first forward, over all processes and micro-batches, so every micro-batch is divided by the same one;
-times the number of processes, because data parallelism averages the gradients it should sum.
+The loss is the sum over the whole global batch divided by its number of label tokens. These are counted before the first forward, over
+all processes and micro-batches, so every micro-batch has the same divisor; gradients are then multiplied by the number of processes,
+because data parallelism averages them.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch import Tensor
 
 from headstart.support.errors import UserError
+from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
 from headstart.training.log.evaluate import evaluate
-from headstart.training.log.log import Result
+from headstart.training.log.log import Meter, Result
 from headstart.training.objective.objective import Sums, count_learned
 from headstart.training.recipe.recipe import to_dict
 from headstart.training.run.checkpoint import write_state
@@ -27,23 +29,23 @@ from headstart.training.run.signals import StopSignal
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run
 
-SKIPPED_IN_A_ROW = 10
-"""So many steps that are not finite, one after another, end a run that skips them: the weights themselves have gone wrong."""
+MAX_CONSECUTIVE_SKIPS = 10
+"""With ``train.non_finite=skip``, so many non-finite steps in a row end the run: the weights themselves are broken."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an optimiser step came to, over all processes."""
+    """The result of an optimiser step, over all processes."""
 
     tokens: int
     stop: bool
-    """Some process has been told to stop."""
+    """A signal to stop has arrived at some process."""
     results: list[Result | None]
-    """Of each trainer; None where its step was skipped."""
+    """One for each trainer; None if its step was skipped."""
 
 
 def train(run: Run) -> int:
-    """Train to the last step, or until told to stop; the exit status of the command."""
+    """Train to the last step or until a signal; the exit status of the command."""
     steps = run.feed.steps
     if run.done >= steps:
         run.log.say(f"{run.folder} is already at step {run.done} of {steps}; raise train.steps or train.epochs to go on")
@@ -51,77 +53,84 @@ def train(run: Run) -> int:
     with StopSignal() as signal:
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
-            outcome = take_step(run, step, signal)
+            outcome = training_step(run, step, signal)
             run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
             for trainer, result in zip(run.trainers, outcome.results, strict=True):
                 trainer.meter.add(result, outcome.tokens, seconds)
-            _report(run)
+            _log_and_evaluate(run)
             if outcome.stop or step == steps or _due(step, run.recipe.save.every):
                 save(run)
             if outcome.stop and step < steps:
                 run.log.say(f"stopped by a signal after step {step} of {steps}, all saved; the same command goes on from there")
                 return 128 + signal.number
-    run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped(run)}")
+    run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped_steps(run)}")
     return 0
 
 
-def take_step(run: Run, step: int, signal: StopSignal) -> Outcome:
-    """One optimiser step of every trainer. Raises UserError, before any weight changes, for a loss or gradient that ends the run."""
+def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
+    """One optimiser step of every trainer. Raises UserError, before any weight changes, if a non-finite loss or gradient ends the run."""
     accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
     for trainer in run.trainers:
-        trainer.set_rate(step, run.feed.steps)
-    learned = accelerator.reduce(torch.stack([count_learned(batch.loss_mask_BT, batch.document_BT) for batch in batches]).sum(), "sum")
-    sums = _backward(run, step, batches, accelerator.num_processes / learned.clamp(min=1))
-    norms = [trainer.clip() for trainer in run.trainers]
+        trainer.set_learning_rate(step, run.feed.steps)
+    label_tokens = accelerator.reduce(torch.stack([count_learned(batch.loss_mask_BT, batch.document_BT) for batch in batches]).sum(), "sum")
+    sums = _accumulate_gradients(run, step, batches, accelerator.num_processes / label_tokens.clamp(min=1))
+    norms = [trainer.clip_gradients() for trainer in run.trainers]
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
-    own = [tokens[None], tokens.new_tensor([signal.received])]
-    own += [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.overlap_K)]
-    read, stopped, *told = accelerator.reduce(torch.cat([part.float() for part in own]), "sum").tolist()
+    [[total_tokens], [stops]], totals = _sum_over_processes(accelerator, [tokens[None], tokens.new_tensor([signal.received])], sums)
     results = []
-    for trainer, norm in zip(run.trainers, norms, strict=True):
-        depth = trainer.drafter.trained_depth
-        loss, depths, told = told[0], told[1 : 1 + 3 * depth], told[1 + 3 * depth :]
-        results.append(Result(loss / max(learned.item(), 1), norm, [depths[i * depth : (i + 1) * depth] for i in range(3)]))
-    taken = [_is_good(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
-    for trainer, good in zip(run.trainers, taken, strict=True):
-        trainer.move(step) if good else trainer.skip()
-    return Outcome(int(read), stopped > 0, [result if good else None for result, good in zip(results, taken, strict=True)])
+    for norm, ([loss], *depths) in zip(norms, totals, strict=True):
+        results.append(Result(loss / max(label_tokens.item(), 1), norm, depths))
+    good = [_is_finite(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
+    for trainer, finite in zip(run.trainers, good, strict=True):
+        trainer.optimizer_step() if finite else trainer.skip_step()
+    return Outcome(int(total_tokens), stops > 0, [result if finite else None for result, finite in zip(results, good, strict=True)])
 
 
-def _backward(run: Run, step: int, batches: list[Batch], scale: torch.Tensor) -> list[Sums]:
-    """Gradients of all micro-batches; what the backbone says of each is read once for all trainers."""
+def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tensor) -> list[Sums]:
+    """Forward and backward of all micro-batches; the backbone's features of each are computed once for all trainers."""
     totals: list[Sums] = []
     for i, batch in enumerate(batches):
         features = run.source.read(batch)
-        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random numbers need no saving
-        found = [trainer.learn(features, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
-        totals = [Sums(*(a + b for a, b in zip(*both, strict=True))) for both in zip(totals, found, strict=True)] if totals else found
+        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random states need no saving
+        sums = [trainer.backward(features, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
+        totals = [Sums(*(a + b for a, b in zip(*pair, strict=True))) for pair in zip(totals, sums, strict=True)] if totals else sums
     return totals
 
 
-def _is_good(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
-    """Whether to take the step. Raises UserError if the run is not to go on."""
+def _sum_over_processes(
+    accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
+) -> tuple[list[list[float]], list[list[list[float]]]]:
+    """The counts, and of each trainer its sums, over all processes: one all-reduce."""
+    parts = counts + [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.overlap_K)]
+    reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
+    values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
+    totals = values[len(counts) :]
+    return values[: len(counts)], [totals[i : i + 4] for i in range(0, len(totals), 4)]
+
+
+def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
+    """Whether to update the weights. Raises UserError if the run has to end."""
     if trainer.is_finite(result):
         return True
-    what = f"the loss{_of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
+    fault = f"the loss{_of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
     if trainer.recipe.train.non_finite == "stop":
-        raise _diverged(run, trainer, what)
-    if trainer.in_a_row + 1 >= SKIPPED_IN_A_ROW:
-        raise _diverged(run, trainer, f"{what}, the last of {SKIPPED_IN_A_ROW} such steps in a row")
+        raise _diverged(run, trainer, fault)
+    if trainer.consecutive_skips + 1 >= MAX_CONSECUTIVE_SKIPS:
+        raise _diverged(run, trainer, f"{fault}, the last of {MAX_CONSECUTIVE_SKIPS} such steps in a row")
     return False
 
 
-def _diverged(run: Run, trainer: DrafterTrainer, what: str) -> UserError:
+def _diverged(run: Run, trainer: DrafterTrainer, fault: str) -> UserError:
     train = trainer.recipe.train
     skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
     return UserError(
-        f"{what}; stopped, and {_kept(run)}. Try a lower train.lr (now {train.lr:g}), "
+        f"{fault}; stopped, and {_last_checkpoint(run)}. Try a lower train.lr (now {train.lr:g}), "
         f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
         f"{'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
     )
 
 
-def _kept(run: Run) -> str:
+def _last_checkpoint(run: Run) -> str:
     saved = sorted((run.folder / "state").glob("step-*"))
     return f"the last good checkpoint, {saved[-1]}, is kept" if saved else "no checkpoint had been saved yet (save.every)"
 
@@ -130,55 +139,64 @@ def _of(trainer: DrafterTrainer) -> str:
     return f" of {trainer.name}" if trainer.name else ""
 
 
-def _skipped(run: Run) -> str:
-    told = [f"{trainer.skipped}{_of(trainer)}" for trainer in run.trainers if trainer.skipped]
-    return f"; steps skipped since their loss or gradient was not finite: {', '.join(told)}" if told else ""
+def _skipped_steps(run: Run) -> str:
+    counts = [f"{trainer.skipped}{_of(trainer)}" for trainer in run.trainers if trainer.skipped]
+    return f"; steps skipped since their loss or gradient was not finite: {', '.join(counts)}" if counts else ""
 
 
-def _report(run: Run) -> None:
-    """The log's lines and the evaluation, where this step has them."""
+def _log_and_evaluate(run: Run) -> None:
+    """Write the log's lines and evaluate, if due at this step."""
     step, last = run.done, run.done == run.feed.steps
     run.log.advance()
     for trainer in run.trainers:
         if last or _due(step, run.recipe.log.every):
             rate = learning_rate(step, run.feed.steps, trainer.recipe.train)
             run.log.line(step, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
-            trainer.meter = type(trainer.meter)()
+            trainer.meter = Meter()
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
-            with trainer.shown() as drafter:
-                if run.accelerator.is_main_process or is_sharded(run.backbone):   # which runs in all processes or in none
-                    measured = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
-                    trainer.tau = measured["tau"]
-                    run.log.line(step, measured, trainer.name)
-            run.accelerator.wait_for_everyone()
-    if run.prompts and _due(step, run.recipe.eval.every):   # at the end it is made when the log is closed
+            _evaluate(run, trainer)
+    if run.prompts and _due(step, run.recipe.eval.every):   # the report of the last step is written when the log is closed
         run.log.report()
 
 
+def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
+    """Decode the held-out prompts, in the main process; in all processes with a sharded backbone, which they have to run together."""
+    with trainer.eval_weights() as drafter:
+        if run.accelerator.is_main_process or is_sharded(run.backbone):
+            scores = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
+            trainer.tau = scores["tau"]
+            run.log.line(run.done, scores, trainer.name)
+    run.accelerator.wait_for_everyone()
+
+
 def save(run: Run) -> None:
-    """The heads as they are, loadable, into ``save.dir``; and the state to resume from below it."""
+    """Save the heads, loadable, in ``save.dir``, and below it the state to resume from."""
     tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
-    notes = {"recipe": to_dict(run.recipe), "data": run.feed.digest, "tokens": run.tokens}
-    notes["heads"] = {trainer.name: trainer.notes() for trainer in run.trainers}
+    progress = {"recipe": to_dict(run.recipe), "data": run.feed.digest, "tokens": run.tokens}
+    progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
     for trainer in run.trainers:
         if run.accelerator.is_main_process and not all_finite(tensors, f"{trainer.prefix}drafter/"):
             raise _diverged(run, trainer, f"the weights{_of(trainer)} are no longer finite after step {run.done}")
     try:
         for trainer in run.trainers:
-            with trainer.shown() as drafter:
-                if run.accelerator.is_main_process:
-                    origin = {**run.origin, "recipe": to_dict(trainer.recipe), "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
-                    for left in trainer.folder.glob(".saving-*"):   # by a run that was killed
-                        shutil.rmtree(left)
-                    drafter.save_pretrained(trainer.folder, extra=origin)
+            _save_heads(run, trainer)
         if run.accelerator.is_main_process:
-            write_state(run.folder, run.done, tensors, notes, run.recipe.save.keep)
-    except (OSError, SafetensorError) as error:   # no room, no permission, a disk that went away
+            write_state(run.folder, run.done, tensors, progress, run.recipe.save.keep)
+    except (OSError, SafetensorError) as error:   # no space, no permission, a disk that is gone
         raise UserError(
-            f"step {run.done} could not be saved in {run.folder}: {error}; stopped, and {_kept(run)}. "
+            f"step {run.done} could not be saved in {run.folder}: {error}; stopped, and {_last_checkpoint(run)}. "
             "Make room there, and the same command goes on"
         ) from None
     run.accelerator.wait_for_everyone()
+
+
+def _save_heads(run: Run, trainer: DrafterTrainer) -> None:
+    with trainer.eval_weights() as drafter:
+        if run.accelerator.is_main_process:
+            recipe = to_dict(trainer.recipe)
+            provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
+            discard_unfinished(trainer.folder / "*")   # of a killed run
+            drafter.save_pretrained(trainer.folder, extra=provenance)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""From a recipe to everything a training loop needs, in the order in which mistakes are cheapest to report."""
+"""Sets up a training run from a recipe, in the order in which mistakes are cheapest to report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headstart.training.features.stored import open_source
 from headstart.training.log.log import Log
 from headstart.training.log.trackers import require_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.run.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter
+from headstart.training.run.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter, without_prefix
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import fsdp_plugin, is_sharded, require_known, shard_layers
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
@@ -32,27 +32,27 @@ from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 @dataclass
 class Run:
-    """A training run: what it is made of, and how far it is."""
+    """A training run: its parts, and how far it is."""
 
     recipe: Recipe
     accelerator: Accelerator
     backbone: Backbone
     trainers: list[DrafterTrainer]
-    """The heads that are trained, one or several."""
     feed: BatchSampler
     source: FeatureSource
     prompts: list[Tensor]
+    """Held-out prompts for evaluation."""
     tokenizer: PreTrainedTokenizerBase
     log: Log
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
     done: int = 0
-    """Optimiser steps taken."""
+    """Optimiser steps so far."""
     tokens: int = 0
-    """Tokens read."""
+    """Tokens trained on so far, padding excluded."""
 
     @property
     def drafter(self) -> Drafter:
-        """The only head, or the first."""
+        """The drafter, or the first of several."""
         return self.trainers[0].drafter
 
     @property
@@ -61,42 +61,31 @@ class Run:
 
 
 def prepare(recipe: Recipe) -> Run:
-    """Load, build, restore. Raises UserError for whatever the user can mend."""
+    """Load the backbone and the data, build the drafters, resume. Raises UserError for the user's mistakes."""
     require_trackers(recipe)
     accelerator = _accelerator(recipe)
-    state = _state(recipe, accelerator)
-    where, several = recipe.backbone, accelerator.num_processes > 1
-    backbone = load_backbone(
-        where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=accelerator.device,
-        place=shard_layers if where.shard and several else None,
-    )  # fmt: skip
-    require_packable(recipe, backbone)
-    recipes = recipe.apart()
-    drafters = {name: build(one, backbone, fresh=state is None) for name, one in recipes.items()}
-    require_on_policy(recipe, backbone, drafters)
-    tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-    splits = _data(recipe, tokenizer, backbone, accelerator)
-    window = recipe.data.max_length if recipe.data.packing else None
-    feed = BatchSampler(splits.train, recipe.train, recipe.seed, accelerator.process_index, accelerator.num_processes, window, where.shard)
-    for drafter in drafters.values():
-        if state is None and drafter.vocabulary is not None:
-            drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
-    source, kept = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
+    state = _find_state(recipe, accelerator)
+    backbone, tokenizer = _load_backbone(recipe, accelerator)
+    drafters = _build_drafters(recipe, backbone, fresh=state is None)
+    splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
+    if state is None:
+        _choose_vocabularies(drafters, splits, backbone)
+    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
     source = with_cache(recipe, source)
-    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipes.items()]
+    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.apart().items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     run = Run(recipe, accelerator, backbone, trainers, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
     if state is not None:
-        _restore(run, state)
-    log.say(_summary(run, splits, kept))
+        _resume(run, state)
+    log.say(_summary(run, splits, cache_summary))
     return run
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # the others wait while the first evaluates
+        InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # the other processes wait while the main one evaluates
     ]
     plugin = fsdp_plugin()
     try:
@@ -110,47 +99,75 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def _state(recipe: Recipe, accelerator: Accelerator) -> State | None:
-    """The state to go on from, chosen by the first process for all."""
-    found: list[Path | None] = [find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
-    found = broadcast_object_list(found)
-    if found[0] is None:
+def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
+    """The saved state to resume from, chosen by the main process for all."""
+    choice: list[Path | None] = [find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
+    folder = broadcast_object_list(choice)[0]
+    if folder is None:
         return None
     if not recipe.save.resume:
-        raise UserError(f"{found[0]} holds an earlier run; set save.resume=true to go on with it, or choose another save.dir")
-    state = read_state(found[0])
+        raise UserError(f"{folder} holds an earlier run; set save.resume=true to go on with it, or choose another save.dir")
+    state = read_state(folder)
     require_same_recipe(state, to_dict(recipe))
     return state
 
 
-def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator) -> Splits:
-    with accelerator.main_process_first():   # a named dataset is fetched once, and then read from the cache
+def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
+    section = recipe.backbone
+    place = shard_layers if section.shard and accelerator.num_processes > 1 else None
+    backbone = load_backbone(
+        section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
+        device=accelerator.device, place=place,
+    )  # fmt: skip
+    require_packable(recipe, backbone)
+    return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
+
+
+def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
+    """By name; freshly initialised, or without weights where a saved state has them."""
+    drafters = {name: build(one, backbone, fresh) for name, one in recipe.apart().items()}
+    require_on_policy(recipe, backbone, drafters)
+    return drafters
+
+
+def _load_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
+) -> tuple[Splits, BatchSampler]:
+    with accelerator.main_process_first():   # the main process downloads a named dataset, the others read its copy
         splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
-    return splits
+    window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
+    return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard)
+
+
+def _choose_vocabularies(drafters: dict[str, Drafter], splits: Splits, backbone: Backbone) -> None:
+    """Give drafters with a draft vocabulary the most frequent tokens of the training data."""
+    for drafter in drafters.values():
+        if drafter.vocabulary is not None:
+            drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
 
 
 def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
-    """With the weights of the state, if there is one. An `Accelerator` knows one model and has one gradient scaler: so one each."""
+    """A trainer, with the weights of the saved state if there is one. Each has an `Accelerator`, and so a gradient scaler, of its own."""
     if state is not None:
-        prefix = f"{name}/" if name else ""
-        unpack_drafter(drafter, {key.removeprefix(prefix): tensor for key, tensor in state.tensors.items() if key.startswith(prefix)})
+        unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
     return build_trainer(name, recipe, _accelerator(recipe), drafter, source.teacher)
 
 
-def _restore(run: Run, state: State) -> None:
-    if (was := state.notes.get("data", run.feed.digest)) != run.feed.digest:
+def _resume(run: Run, state: State) -> None:
+    if (digest := state.progress.get("data", run.feed.digest)) != run.feed.digest:
         raise UserError(
-            f"{state.folder} was trained on other samples (hash {was}, now {run.feed.digest}), so the rest of the run would read others "
+            f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.digest}), so the rest of the run would read others "
             f"than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose another save.dir"
         )
-    run.done, run.tokens = state.step, state.notes["tokens"]
+    run.done, run.tokens = state.step, state.progress["tokens"]
     for trainer in run.trainers:
-        trainer.restore(state.tensors, state.notes["heads"][trainer.name])
+        trainer.restore(state.tensors, state.progress["heads"][trainer.name])
     run.log.say(f"resuming from {state.folder}")
 
 
-def _summary(run: Run, splits: Splits, kept: str | None) -> str:
+def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
+    """What is about to be trained, printed before the first step."""
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)
@@ -158,10 +175,10 @@ def _summary(run: Run, splits: Splits, kept: str | None) -> str:
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
         f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen"
-        f"{', its layers shared out over the processes' if is_sharded(backbone) else ''}",
+        f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
-        *([] if kept is None else [f"features  {kept}"]),
+        *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "
         f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}"
@@ -173,7 +190,7 @@ def _summary(run: Run, splits: Splits, kept: str | None) -> str:
 def _described(trainer: DrafterTrainer) -> str:
     drafter = trainer.drafter
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    drafted = "" if drafter.vocabulary is None else f", draft vocabulary {len(drafter.vocabulary):,}"
+    vocabulary = "" if drafter.vocabulary is None else f", draft vocabulary {len(drafter.vocabulary):,}"
     kind = trainer.recipe.drafter["kind"]
-    named = f"{trainer.name} ({kind})" if trainer.name not in ("", kind) else kind
-    return f"{named}: depth {drafter.depth}, {trained:,} trainable parameters{drafted}"
+    name = f"{trainer.name} ({kind})" if trainer.name not in ("", kind) else kind
+    return f"{name}: depth {drafter.depth}, {trained:,} trainable parameters{vocabulary}"

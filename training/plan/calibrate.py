@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headstart.heads.backbone.backbone import resolve
 from headstart.training.features.manifest import read_manifest
-from headstart.training.loop import take_step
+from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.signals import StopSignal
 from headstart.training.setup import prepare
@@ -58,7 +58,7 @@ def seconds_a_step(recipe: Recipe, processes: int, steps: int) -> float:
             with StopSignal() as signal:
                 for step in range(1, STEPS + 1):
                     start = time.perf_counter()
-                    take_step(run, step, signal)
+                    training_step(run, step, signal)
                     seconds.append(time.perf_counter() - start)
                     if signal.received:
                         raise KeyboardInterrupt

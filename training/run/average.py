@@ -1,7 +1,7 @@
-"""A moving average of the trained weights: with ``train.ema`` it is what evaluation decodes with and what is saved as the heads.
+"""Exponential moving average of the trained weights (``train.ema``), used for evaluation and for the saved heads.
 
-After step t the average moves towards the weights by ``1 - min(ema, (1 + t) / (10 + t))``: at first by much, so that it soon
-forgets where training began. It is kept in the weights' own dtype and is part of the state a run resumes from.
+After step t the average moves towards the weights by ``1 - min(ema, (1 + t) / (10 + t))``: large steps at first, so that the initial
+weights are soon forgotten. It has the weights' dtype and is part of the state a run resumes from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from headstart.training.run.sharding import own_part, part_like
+from headstart.training.run.sharding import distribute_like, to_local
 
 
 class Average:
@@ -25,18 +25,18 @@ class Average:
         """Once after each optimiser step, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, average in self.weights.items():
-            own_part(average).lerp_(own_part(self.module.get_parameter(name)), share)
+            to_local(average).lerp_(to_local(self.module.get_parameter(name)), share)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """The inverse of ``weights``; strict."""
         assert weights.keys() == self.weights.keys()
         for name, average in self.weights.items():
-            average.copy_(part_like(weights[name], average))
+            average.copy_(distribute_like(weights[name], average))
 
 
 @contextmanager
 def in_place_of_weights(average: Average | None) -> Iterator[None]:
-    """While it is entered the module has the average's values; without an average, its own."""
+    """Inside the context the module has the averaged weights; without an average, nothing changes."""
     _exchange(average)
     try:
         yield

@@ -1,7 +1,7 @@
-"""AdamW for everything, or Muon for hidden matrices beside AdamW for the rest.
+"""AdamW for all weights, or Muon for hidden matrices and AdamW for the rest.
 
-Muon orthogonalises the update of a matrix (Jordan et al., 2024; scaled to AdamW's size as in 2502.16982), so both parts share one
-learning rate. Tables indexed by a vocabulary and vectors are not maps between hidden spaces and stay with AdamW.
+Muon orthogonalises the update of a matrix (Jordan et al., 2024), scaled to the size of AdamW's updates (2502.16982), so both share one
+learning rate. Vectors and matrices with a vocabulary dimension are not maps between hidden spaces and stay with AdamW.
 
 Shape suffixes: M, N sides of a matrix.
 """
@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
 from headstart.training.recipe.recipe import Train
-from headstart.training.run.sharding import joined, own_part, part_like
+from headstart.training.run.sharding import distribute_like, gather_like, to_local
 
 
 class Muon(torch.optim.Muon):
-    """torch's own; but on a CPU it works in fp32, since most of them multiply in bf16 many times slower, and of a matrix that is
-    shared out between processes (FSDP2) each of them orthogonalises the whole."""
+    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow; every process orthogonalises a sharded matrix (FSDP2) whole."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -33,26 +32,26 @@ class Muon(torch.optim.Muon):
             assert group["nesterov"] and group["adjust_lr_fn"] == "match_rms_adamw"
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum = own_part(state["momentum_buffer"]).lerp_(own_part(gradient), 1 - group["momentum"])
-        ahead = joined(own_part(gradient).lerp(momentum, group["momentum"]), parameter)   # a whole matrix, in every process
+        momentum = to_local(state["momentum_buffer"]).lerp_(to_local(gradient), 1 - group["momentum"])
+        ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)   # unsharded
         ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
         size = 0.2 * max(parameter.shape) ** 0.5   # 0.2: the usual size of AdamW's updates
-        own_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-        own_part(parameter).add_(own_part(part_like(update, parameter)), alpha=-group["lr"] * size)
+        to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        to_local(parameter).add_(to_local(distribute_like(update, parameter)), alpha=-group["lr"] * size)
 
 
-def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, least: float) -> Tensor:
-    """About the nearest matrix with singular values of 1 (they come out at 0.5 to 1.2), by a Newton-Schulz iteration in its dtype."""
+def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Approximately the nearest semi-orthogonal matrix (singular values 0.5 to 1.2), by a Newton-Schulz iteration in the matrix's dtype."""
     a, b, c = coefficients
     flat_MN = matrix_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else matrix_MN
-    flat_MN = flat_MN / flat_MN.norm().clamp(min=least)
+    flat_MN = flat_MN / flat_MN.norm().clamp(min=eps)
     for _ in range(steps):
         gram_MM = flat_MN @ flat_MN.T
         flat_MN = torch.addmm(flat_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), flat_MN, beta=a)
@@ -60,7 +59,7 @@ def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], step
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer to the outside; inside, Muon and AdamW work on its groups and its state."""
+    """Muon and AdamW as one optimizer: they share its parameter groups and its state."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], train: Train) -> None:
         muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -85,7 +84,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(drafter: Drafter, train: Train) -> torch.optim.Optimizer:
-    """What ``train.optimizer`` names. Weight decay pulls on matrices only; norms and biases have a scale of their own to keep."""
+    """The optimizer that ``train.optimizer`` names. Weight decay applies to matrices only, not to norms and biases."""
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
     hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]

@@ -1,8 +1,7 @@
-"""FSDP2: every process keeps a part of each weight. What `accelerate` makes of it, and the few places where a whole is wanted.
+"""FSDP2 through `accelerate` (``accelerate launch --use_fsdp --fsdp_version 2``), and helpers for tensors that may be sharded.
 
-``accelerate launch --use_fsdp --fsdp_version 2`` asks for it. The drafter is one unit: its weights are gathered before a forward,
-their gradients are divided afterwards, and numbers are those of data parallelism. Precision is autocast's, as everywhere, so
-nothing is reduced in less than fp32.
+The drafter is one FSDP unit: its weights are gathered before a forward and its gradients are reduce-scattered after the backward.
+Numbers equal those of data parallelism. Precision is left to autocast, so nothing is reduced in less than fp32.
 """
 
 from __future__ import annotations
@@ -20,25 +19,24 @@ from transformers import PreTrainedModel
 from headstart.heads.backbone.backbone import Backbone, decoder_layers
 from headstart.support.errors import UserError
 
-OTHERS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Ways of sharding that training does not know."""
+UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
-    """What the launcher asks for; None: nothing. Raises UserError for the first version of FSDP."""
+    """FSDP2 settings if the launcher asks for FSDP, else None. Raises UserError for FSDP version 1."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-        raise UserError(f"launched with FSDP version {version}; training knows version 2: accelerate launch --use_fsdp --fsdp_version 2")
-    # Every process builds the drafter itself, so none is to be sent its weights; layers are not called as modules, so one unit.
+        raise UserError(f"launched with FSDP version {version}; training supports version 2: accelerate launch --use_fsdp --fsdp_version 2")
+    # Every process builds the drafter itself, so no weights are broadcast. Its layers are not called as modules, hence one unit.
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy(), auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
     )
 
 
 def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Raise UserError for a way of running that training does not know. On CPUs, take up FSDP, which accelerate 1.15 passes over."""
-    if accelerator.distributed_type in OTHERS:
+    """Raise UserError for an unsupported launcher. On CPUs, switch FSDP on, which accelerate 1.15 ignores there."""
+    if accelerator.distributed_type in UNSUPPORTED:
         raise UserError(
             f"launched as {accelerator.distributed_type.value}; training is data-parallel (accelerate launch --multi_gpu) "
             "or sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
@@ -54,55 +52,55 @@ def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
 
 
 def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A frozen model on that device, of whose decoder layers every process keeps a part; a layer is gathered while it runs.
+    """Move a frozen model to the device with its decoder layers sharded over the processes; each layer is gathered while it runs.
 
-    Embedding and readout stay whole: the objective multiplies by them chunk by chunk. All processes have to run it alike.
+    Embedding and output layer stay whole: the objective multiplies by them chunk by chunk. All processes have to run the model together.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     model.requires_grad_(False)
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each is a root of its own, and roots stay gathered unless told
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
     return model.to(device)
 
 
 def is_sharded(backbone: Backbone) -> bool:
-    """Whether every process has but a part of its layers."""
+    """Whether the backbone's layers are sharded over the processes."""
     return any(isinstance(layer, FSDPModule) for layer in backbone.layers)
 
 
-def keep_whole(module: nn.Module, kept: bool) -> None:
-    """Whether weights that were gathered for a forward stay until the next: then processes may differ in their number of micro-batches."""
+def keep_gathered(module: nn.Module, keep: bool) -> None:
+    """Keep gathered weights until the next forward, so that processes may have different numbers of micro-batches."""
     if isinstance(module, FSDPModule):
-        module.set_reshard_after_backward(not kept)
+        module.set_reshard_after_backward(not keep)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be shared out; then all processes have to ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. A collective: all processes have to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """This process's part of it, to be changed in place."""
+def to_local(tensor: Tensor) -> Tensor:
+    """This process's shard of the tensor, which may be changed in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every process has whole, shared out as another one of its shape is."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:   # AdamW counts its steps in a number of its own
+def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every process holds whole, sharded like another one of the same shape."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:   # AdamW's step counter is a scalar
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def joined(part: Tensor, like: Tensor) -> Tensor:
-    """The whole of which ``part`` is this process's, shared out as ``like``."""
+def gather_like(shard: Tensor, like: Tensor) -> Tensor:
+    """The unsharded tensor of which ``shard`` is this process's part, sharded like ``like``."""
     if not isinstance(like, DTensor):
-        return part
+        return shard
     return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     ).full_tensor()
 
 
 def all_finite(tensors: dict[str, Tensor], prefix: str) -> bool:
-    """Whether the floating-point tensors whose names begin so are finite."""
-    found = [tensor for name, tensor in tensors.items() if name.startswith(prefix) and tensor.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in found)
+    """Whether all floating-point tensors with that prefix in their name are finite."""
+    checked = [tensor for name, tensor in tensors.items() if name.startswith(prefix) and tensor.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in checked)

@@ -7,24 +7,24 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-HEARD = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """While it is entered, the first signal is only noted."""
+    """Inside the context the first signal is only recorded."""
 
     def __init__(self) -> None:
         self.number = int(signal.SIGTERM)
-        """Of the signal target_hidden; SIGTERM where another process target_hidden it."""
+        """The signal received; SIGTERM if it was another process that received one."""
         self.received = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():   # Python delivers signals nowhere else
-            self._before = {number: signal.signal(number, self._note) for number in HEARD}
+            self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.number, self.received = number, True
         self._restore()
 

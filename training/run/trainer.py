@@ -1,8 +1,8 @@
-"""One head in training: the drafter, what it learns by, its optimiser, and how it has done so far.
+"""One drafter in training: the wrapped module, its optimiser, the average of its weights, and its statistics.
 
-A run has one trainer or several. They share what the backbone says of a batch and nothing else: every trainer has an `Accelerator` of its
-own (and with it a gradient scaler), and its random numbers are seeded for each forward. So it ends in the weights that it would have
-alone, whoever learns beside it.
+A run has one trainer or several. They share the backbone's features of a batch and nothing else: each has an `Accelerator` of its own
+(and with it a gradient scaler), and random numbers are seeded before every forward. So a drafter ends with the same weights whether it
+is trained alone or beside others.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from headstart.training.objective.objective import Sums
 from headstart.training.objective.on_policy import StepKey
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
-from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer
+from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.schedule import learning_rate
-from headstart.training.run.sharding import keep_whole, whole
+from headstart.training.run.sharding import full_tensor, keep_gathered
 from headstart.training.run.step import TrainStep
 
 
 @dataclass
 class DrafterTrainer:
     name: str
-    """Empty where there is but one."""
+    """Empty in a run of one drafter."""
     recipe: Recipe
-    """Of this head alone."""
+    """The recipe that trains this drafter alone."""
     accelerator: Accelerator
     drafter: Drafter
     module: nn.Module
-    """A `TrainStep` around the drafter, wrapped for data parallelism and autocast, or sharded."""
+    """A `TrainStep`, wrapped for data parallelism and autocast, or sharded."""
     optimizer: Any
     average: Average | None
-    """Of the weights, where ``train.ema`` asks for one."""
+    """The moving average of the weights; None without ``train.ema``."""
     meter: Meter = field(default_factory=Meter)
     tau: float | None = None
-    """Of the last evaluation."""
+    """Mean acceptance length at the last evaluation."""
     step: int = 0
-    """The optimiser step that it learns for."""
+    """The current optimiser step, from 1."""
     skipped: int = 0
-    """Steps not taken, since they were not finite."""
-    in_a_row: int = 0
-    """Of them, the last ones without a step taken in between."""
+    """Optimiser steps skipped because the loss or the gradient was not finite."""
+    consecutive_skips: int = 0
+    """How many steps before the current one were skipped in a row."""
 
     @property
     def folder(self) -> Path:
@@ -64,62 +64,62 @@ class DrafterTrainer:
 
     @property
     def prefix(self) -> str:
-        """Of the names of its tensors in the state of a run."""
+        """Prefix of this drafter's tensors in the saved state of the run."""
         return f"{self.name}/" if self.name else ""
 
     @property
     def sharded(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
 
-    def set_rate(self, step: int, steps: int) -> float:
-        """Learn for that step, at its rate by the recipe's schedule."""
+    def set_learning_rate(self, step: int, steps: int) -> float:
+        """Start that optimiser step with the learning rate of the schedule, which is returned."""
         self.step = step
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
 
-    def learn(self, features: Features, scale: Tensor, seed: int, last: bool) -> Sums:
-        """Gradients of a micro-batch, added to those of the others; processes synchronise in the ``last`` alone."""
+    def backward(self, features: Features, scale: Tensor, seed: int, last: bool) -> Sums:
+        """Accumulate the gradients of a micro-batch; processes synchronise at the ``last`` one only."""
         set_seed(seed)
-        autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # else accelerate has wrapped the module in it
-        keep_whole(self.module, not last)
+        autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # otherwise part of the wrapped module
+        keep_gathered(self.module, not last)
         with nullcontext() if last else self.accelerator.no_sync(self.module):
             with autocast:
                 sums = self.module(features, StepKey(self.recipe.seed, self.step))
             self.accelerator.backward(sums.loss * scale)
         return Sums(*(part.detach() for part in sums))
 
-    def clip(self) -> float:
-        """Shorten the gradient to ``train.max_grad_norm`` at most; its norm before."""
+    def clip_gradients(self) -> float:
+        """Clip the gradient to ``train.max_grad_norm``; returns its norm before clipping."""
         norm: Tensor = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.recipe.train.max_grad_norm)
-        return whole(norm).item()
+        return full_tensor(norm).item()
 
     def is_finite(self, result: Result) -> bool:
-        """An fp16 gradient may overflow: the scaler skips that step and lowers the scale."""
+        """Whether loss and gradient are finite. An fp16 gradient may overflow: the scaler then skips the step and lowers its scale."""
         scaler = self.accelerator.scaler
         return math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or (scaler is not None and scaler.get_scale() > 1))
 
-    def move(self, step: int) -> None:
-        """Take the optimiser step that `learn` has prepared."""
+    def optimizer_step(self) -> None:
+        """Update the weights by the accumulated gradients, and the average by the weights."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
-            self.average.update(step)
-        self.in_a_row = 0
+            self.average.update(self.step)
+        self.consecutive_skips = 0
 
-    def skip(self) -> None:
-        """Forget the gradients; weights, moments and average stay as they are."""
+    def skip_step(self) -> None:
+        """Drop the gradients; weights, optimiser state and average stay unchanged."""
         self.optimizer.zero_grad()
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self.skipped, self.consecutive_skips = self.skipped + 1, self.consecutive_skips + 1
 
     @contextmanager
-    def shown(self) -> Iterator[Drafter]:
-        """The drafter to decode with and to save, with the average's weights where there is one; all processes have to enter.
+    def eval_weights(self) -> Iterator[Drafter]:
+        """The drafter to evaluate and to save, with the averaged weights if there is an average. All processes have to enter.
 
-        A sharded drafter is gathered into an unsharded copy in the first process.
+        A sharded drafter is gathered into an unsharded copy in the main process.
         """
         if self.sharded:
             yield self._gathered()
@@ -129,8 +129,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _gathered(self) -> Drafter:
-        tensors = {name: whole(tensor) for name, tensor in self.drafter.tensors().items()}
-        averaged = {name: whole(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
+        tensors = {name: full_tensor(tensor) for name, tensor in self.drafter.tensors().items()}
+        averaged = {name: full_tensor(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
         if not self.accelerator.is_main_process:
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone, fresh=False)
@@ -140,40 +140,36 @@ class DrafterTrainer:
         return copy
 
     def pack(self) -> dict[str, Tensor]:
-        """Its tensors of the state of a run, in the first process; where they are sharded, all have to ask."""
+        """This drafter's tensors for the saved state, in the main process. If sharded, all processes have to call."""
         if not (self.sharded or self.accelerator.is_main_process):
             return {}
         return {self.prefix + name: tensor for name, tensor in pack(self.drafter, self.optimizer, self.average).items()}
 
-    def notes(self) -> dict[str, Any]:
-        """The rest of it."""
+    def progress(self) -> dict[str, Any]:
+        """What is saved beside the tensors, as JSON."""
         scaler = self.accelerator.scaler
         return {
             "tau": self.tau,
             "meter": self.meter.state(),
-            "skipped": [self.skipped, self.in_a_row],
+            "skipped": [self.skipped, self.consecutive_skips],
             "scaler": None if scaler is None else scaler.state_dict(),
         }
 
-    def restore(self, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Go on from a state; the weights are in place already."""
-        own = self.own(tensors)
-        unpack_optimizer(self.drafter, self.optimizer, own)
+    def restore(self, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        """Optimiser, average and statistics from a saved state; the weights were loaded before the module was wrapped."""
+        tensors = without_prefix(tensors, self.prefix)
+        unpack_optimizer(self.drafter, self.optimizer, tensors)
         if self.average is not None:
-            unpack_average(self.average, own)
-        self.tau, self.meter = notes["tau"], Meter(**notes["meter"])
-        self.skipped, self.in_a_row = notes["skipped"]
-        if self.accelerator.scaler is not None and notes["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(notes["scaler"])
-
-    def own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a state's tensors those that are its own, under the names they would have alone."""
-        return {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items() if name.startswith(self.prefix)}
+            unpack_average(self.average, tensors)
+        self.tau, self.meter = progress["tau"], Meter(**progress["meter"])
+        self.skipped, self.consecutive_skips = progress["skipped"]
+        if self.accelerator.scaler is not None and progress["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(progress["scaler"])
 
 
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
-    """The drafter of a recipe of one drafter, in fp32 on the backbone's device: with start values by the recipe's seed if ``fresh``,
-    else without weights, which are to be loaded.
+    """The drafter of a single drafter's recipe, in fp32 on the backbone's device: initialised by its seed if ``fresh``, else without
+    weights, which are to be loaded.
     """
     set_seed(recipe.seed)
     arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
@@ -185,7 +181,7 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 
 
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, teacher: Backbone) -> DrafterTrainer:
-    """A trainer whose drafter has the weights it starts from."""
+    """The trainer of a drafter that already has its initial (or resumed) weights."""
     module, optimizer = accelerator.prepare(TrainStep(teacher, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
     average = None if recipe.train.ema is None else Average(drafter, recipe.train.ema)
     return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)
