@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for context in plan.contexts
         for rows in plan.rows
     ]
-    for name, capture in (("eager", "never"), ("captured", "always")):
+    for name, capture in (("uncaptured", "off"), ("traced", "trace")):
         tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
         for row, found in zip(rows, tuned.details["by_context"], strict=True):
             draft = found["drafting_ms"][0]

@@ -22,7 +22,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.beam.beam import BeamDecoder, Beams
-from headstart.inference.capture.capture import When
+from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.decode import Decoder, Pass
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
@@ -60,12 +60,18 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 class SpeculativeModel:
     """A backbone, the drafter trained on it, and proposers that need no training; with none of them, plain decoding by the same rule.
 
-    ``capture``: whether passes are recorded once and replayed without Python (see `capture`): "auto", "always" or "never". What is
-    recorded is the model as it is at that time: after putting adapters on it or taking them off, load the heads again.
+    ``capture``: the backend that captures forward passes to replay them without Python's overhead (see `capture`): "auto", "trace",
+    "cuda-graph", "compile" or "off". A capture is of the model as it is at that time: after adding or removing adapters, load the
+    heads again.
     """
 
     def __init__(
-        self, backbone: Backbone, drafter: Drafter | None = None, *, proposers: Sequence[Proposer | Drafter] = (), capture: When = "auto"
+        self,
+        backbone: Backbone,
+        drafter: Drafter | None = None,
+        *,
+        proposers: Sequence[Proposer | Drafter] = (),
+        capture: BackendName = "auto",
     ) -> None:
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.tuned: Tuned | None = None
@@ -157,14 +163,15 @@ class Engine:
 
     def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
         drafters = heads.drafters if speculate else []
-        self.speculation = Speculation(drafters, heads.proposers, heads.capture) if speculate else None
+        self.capturer = Capturer(heads.capture, heads.backbone.device)
+        self.speculation = Speculation(drafters, heads.proposers, self.capturer) if speculate else None
         if self.speculation is not None and heads.tuned is not None:
             self.speculation.by_length = heads.tuned.costs()
             for sampled, calibration in heads.tuned.chances().items():
                 self.speculation.attend(sampled)
                 self.speculation.learned.calibration = calibration
-        self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), heads.capture)
-        self.beams = Beams(self.reader, self.speculation, heads.capture)
+        self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
+        self.beams = Beams(self.reader, self.speculation, self.capturer)
 
     @property
     def disturbed(self) -> int:
@@ -181,7 +188,7 @@ def load(
     allow_finetuned: bool = False,
     depth: int | None = None,
     proposers: Sequence[Proposer | Drafter] = (),
-    capture: When = "auto",
+    capture: BackendName = "auto",
 ) -> SpeculativeModel:
     """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule, or ``proposers`` alone.
 

@@ -20,10 +20,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def every_way_of_linear_layers() -> Iterator[None]:
-    """Recordings of one row, of up to four and of more take their three ways, untimed: timing tiny weights says nothing."""
-    from headstart.inference.capture import capture
+def every_layout_of_linear_layers() -> Iterator[None]:
+    """Captures of one row, of up to four rows and of more use the three layouts, untimed: timing tiny weights says nothing."""
+    from headstart.inference.capture import trace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "max_transposed_rows", lambda module: 4)
+        patch.setattr(trace, "max_transposed_rows", lambda module: 4)
         yield

@@ -215,7 +215,7 @@ def test_ids_alone_rows_in_turn_and_recorded_passes() -> None:
     truth = own(drafting("llama", "none"), rows, **options)
     for of in (
         heads("llama", "eagle3"),
-        SpeculativeModel(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="always"),
+        SpeculativeModel(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="trace"),
     ):
         for ours in ({}, {"batch": 1}, {"batch": 2, "tree": WIDE}, {"tree": TreeShape(12, 3), "timed": True}, {"speculate": False}):
             assert torch.equal(say(of, rows, **ours, **options), truth), ours

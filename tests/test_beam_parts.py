@@ -14,6 +14,7 @@ from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
 from headstart.inference.beam.drafts import _corrected
 from headstart.inference.beam.features import NodeFeatures
 from headstart.inference.beam.trie import BeamTrie, TopK, TrieReader
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.sources.expansion import Level
 
@@ -25,9 +26,9 @@ def test_nodes_read_as_their_texts_do(family: str) -> None:
     """Pass after pass, rows of very different lengths; a short row's trie would not fit behind a long row's text in its last slots."""
     on, make = backbone(family), random.Random(0)
     texts = prompts((30, 3))
-    reader, lengths_B = Reader(on, (), "never"), torch.tensor([30, 3])
+    reader, lengths_B = Reader(on, (), Capturer("off", torch.device("cpu"))), torch.tensor([30, 3])
     _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
-    tries, read = [BeamTrie(30), BeamTrie(3)], TrieReader(reader, "never")
+    tries, read = [BeamTrie(30), BeamTrie(3)], TrieReader(reader, Capturer("off", torch.device("cpu")))
     ends = [[-1], [-1] * 6]   # six texts in the second row
     for steps in (3, 2, 1, 2):
         for trie, last in zip(tries, ends, strict=True):

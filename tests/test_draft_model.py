@@ -58,7 +58,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
     alone, truth = say(SpeculativeModel(on), row, **options).sequences, say(SpeculativeModel(on), rows, **ending).sequences
     model, early = drafters(family)
     for given in ([model], [early], [model, early, random_drafter("eagle3", on), SuffixProposer()]):
-        of = SpeculativeModel(on, proposers=given, capture="never")
+        of = SpeculativeModel(on, proposers=given, capture="off")
         out = say(of, row, tree=TreeShape(14, 4), **options)
         assert torch.equal(out.sequences, alone) and out.tau > 1.2
         others = [(TreeShape(5, 1), None), (None, 2)] if len(given) > 1 else []
@@ -76,7 +76,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     truth = say(SpeculativeModel(on), rows, **options).sequences
     found = []
     for drafter in (model, early):
-        of = SpeculativeModel(on, proposers=[drafter], capture="never")
+        of = SpeculativeModel(on, proposers=[drafter], capture="off")
         for batch in (None, 2):
             out = say(of, rows, tree=TreeShape(5, 1), batch=batch, **options)
             assert torch.equal(out.sequences, truth) and out.runs == [[5] * 5] * 3, (type(drafter), batch)
@@ -87,7 +87,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_what_is_recorded_writes_the_same(family: str) -> None:
     on = backbone(family)
-    of = SpeculativeModel(on, proposers=drafters(family), capture="always")
+    of = SpeculativeModel(on, proposers=drafters(family), capture="trace")
     for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), None])):
         rows = left_padded(prompts(lengths))
         options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": new}

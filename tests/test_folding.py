@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import GROUPED
-from headstart.inference.capture.folding import folded
+from headstart.inference.capture.folding import expected_warnings, fold
 
 
 def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,13 +26,12 @@ def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def traced(*example: Tensor) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with expected_warnings():
         return torch.jit.trace(halves, example, check_trace=False)
 
 
 def test_a_folded_trace_follows_sizes_and_writes_in_place() -> None:
-    found = folded(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
+    found = fold(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
     for rows, count, width in ((2, 3, 8), (5, 2, 12), (1, 4, 2)):
         x, store, own = torch.randn(rows, count, width), torch.zeros(rows, 64), torch.zeros(rows, 64)
         for one, other in zip(found(own, x), halves(store, x), strict=True):
@@ -43,7 +41,7 @@ def test_a_folded_trace_follows_sizes_and_writes_in_place() -> None:
 
 def test_sizes_are_no_tensors_any_more() -> None:
     before = traced(torch.zeros(2, 64), torch.randn(2, 3, 8))
-    after = folded(before)
+    after = fold(before)
     count = {name: sum(1 for node in graph.nodes()) for name, graph in (("before", before.graph), ("after", after.graph))}
     assert "aten::floor_divide" in str(before.graph) and "aten::floor_divide" not in str(after.graph)
     assert count["after"] < 0.7 * count["before"]

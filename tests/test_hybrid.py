@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.recurrent import Added, Branch, Nodes, States, convolution_places, delta_rule
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
@@ -115,7 +116,7 @@ def test_the_convolution_follows_the_path(bias: bool) -> None:
 
 
 def read_prompts(of: Backbone, rows: list[Tensor]) -> tuple[Reader, Any, Any]:
-    reader, lengths_B = Reader(of, (1, 4), "never"), torch.tensor([len(row) for row in rows])
+    reader, lengths_B = Reader(of, (1, 4), Capturer("off", torch.device("cpu"))), torch.tensor([len(row) for row in rows])
     padded = torch.stack([torch.cat([row, row.new_full((int(lengths_B.max()) - len(row),), 7)]) for row in rows])
     return reader, *reader.prompts(padded, lengths_B)
 
@@ -166,7 +167,7 @@ def test_greedy_text_is_transformers_own(family: str) -> None:
 
 def test_recorded_passes_write_the_same() -> None:
     on, truths, rows = hybrid("qwen3_next_moe"), alone("qwen3_next_moe"), left_padded(prompts())
-    of = SpeculativeModel(on, Scripted(on, truths, "nearly"), capture="always")
+    of = SpeculativeModel(on, Scripted(on, truths, "nearly"), capture="trace")
     assert unpadded(say(of, rows, tree=TreeShape(12, 4), max_new_tokens=LENGTH, do_sample=False), rows) == truths
     row = {"input_ids": prompts()[0][None]}
     assert say(of, row, tree=TreeShape(5, 2), max_new_tokens=LENGTH, do_sample=False).tolist() == truths[:1]

@@ -1,4 +1,4 @@
-"""Linear layers turned round give what they give as they are, and only where it was asked for."""
+"""Linear layers in transposed layout give what `F.linear` gives, and only within ``TransposedLinear``."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from headstart.inference.capture import linear
-from headstart.inference.capture.capture import Captured
-from headstart.inference.capture.linear import TransposedLinear, max_transposed_rows, turned
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.linear import TransposedLinear, max_transposed_rows, transposed_linear
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 7), (5, 7), (1, 9, 7), (1, 7), (7,)])
 @pytest.mark.parametrize("outputs", [11, 12])
 @pytest.mark.parametrize("biased", [False, True])
-def test_turned_is_linear(shape: tuple[int, ...], outputs: int, biased: bool) -> None:
+def test_the_transposed_layout_gives_the_same(shape: tuple[int, ...], outputs: int, biased: bool) -> None:
     x, weight, bias = torch.randn(shape), torch.randn(outputs, 7), torch.randn(outputs) if biased else None
-    found = turned(x, weight, bias)
-    assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-6) and found.is_contiguous()
+    out = transposed_linear(x, weight, bias)
+    assert torch.allclose(out, F.linear(x, weight, bias), atol=1e-6) and out.is_contiguous()
 
 
 @pytest.mark.parametrize("outputs", [11, 12])
-def test_one_row_few_and_many_are_recorded_apart(outputs: int) -> None:
+def test_one_row_few_and_many_are_captured_apart(outputs: int) -> None:
     layer = nn.Linear(7, outputs).requires_grad_(False)
-    captured = Captured(lambda held, tokens, x: layer(x), "always", layer)
-    for rows, recorded in ((2, 1), (3, 1), (9, 2), (4, 2), (1, 3), (2, 3), (8, 3)):
+    captured = Capturer("trace", torch.device("cpu")).capture(lambda held, tokens, x: layer(x), "layer", layer)
+    for rows, captures in ((2, 1), (3, 1), (9, 2), (4, 2), (1, 3), (2, 3), (8, 3)):
         x = torch.randn(rows, 7)
-        assert torch.allclose(captured(None, torch.zeros(rows), x), layer(x), atol=1e-6) and captured.recorded == recorded, rows
-    few, many, single = (str(recording.traced.graph) for recording in captured.recordings.values())   # type: ignore[attr-defined]
+        assert torch.allclose(captured(None, torch.zeros(rows), x), layer(x), atol=1e-6) and captured.captures_made == captures, rows
+    few, many, single = (str(capture.traced.graph) for capture in captured._captures.values())   # type: ignore[attr-defined]
     assert "aten::mm" in few and "aten::linear" in many and ("aten::bmm" if outputs == 12 else "aten::cat") in single
 
 
-def test_it_is_timed_once_and_only_on_what_can_be_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_are_timed_once_and_only_for_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_KNOWN", {})
     model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(5, 64), nn.Linear(64, 32))
     assert max_transposed_rows(model) in (0, *linear.ROWS) and len(linear._KNOWN) == 1

@@ -61,12 +61,12 @@ def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) 
     """One family's trained kinds with recordings; test_capture.py holds those of the others to what is written without."""
     if manner in DRAFTERS:
         return heads(family, manner) if family == "llama" else unrecorded(family, manner)
-    return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="never")
+    return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="off")
 
 
 @functools.cache
 def unrecorded(family: str, kind: str) -> SpeculativeModel:
-    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture="never")
+    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture="off")
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:

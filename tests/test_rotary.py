@@ -22,7 +22,7 @@ def heads(kind: str) -> SpeculativeModel:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         model = build("Llama", SIZES | {"max_position_embeddings": TURN, "rope_parameters": rope})
     on = Backbone(model)
-    return SpeculativeModel(on, random_drafter("medusa", on), capture="always")
+    return SpeculativeModel(on, random_drafter("medusa", on), capture="trace")
 
 
 @pytest.mark.parametrize("kind,lengths", [("longrope", (9, 14)), ("longrope", (33, 40)), ("dynamic", (9, 14))])

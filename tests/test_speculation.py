@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.capture.capture import Captured
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.expansion import DraftScoring
@@ -162,7 +162,7 @@ def pools(*chances: float) -> list[Pool]:
 
 
 def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]], room: list[int] | None = None, queued: bool = False) -> int:
-    speculation = Speculation([], [], "never")
+    speculation = Speculation([], [], Capturer("off", torch.device("cpu")))
     speculation.costs = Costs({len(draft_pools): curve})
     return speculation.choose(Draft(draft_pools, room or [9] * len(draft_pools), queued=queued), None)[0].size
 
@@ -263,8 +263,8 @@ def test_sizes_ascend() -> None:
 
 def test_what_was_recorded_disturbs_that_pass_alone() -> None:
     """A depth recorded in its last call must not keep later passes, which may never draft it again, from being timed."""
-    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
-    read = Captured(lambda held: held, "never")
+    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], Capturer("off", torch.device("cpu")))
+    read = Capturer("off", torch.device("cpu")).capture(lambda held: held, "nothing")
     deepest = speculation.growths[0].levels[2]
     speculation.begin(read, 9)
     deepest.disturbed += 1
@@ -272,16 +272,16 @@ def test_what_was_recorded_disturbs_that_pass_alone() -> None:
     speculation.begin(read, 9)
     assert speculation.tells(read)
     speculation.costs.add_pass(1, 1, 9e-3)
-    read.recorded += 1
+    read.captures_made += 1
     assert speculation.tells(read) and not speculation.costs.knows(1), "passes by Python say nothing of recorded ones"
     speculation.costs.add_pass(1, 1, 4e-3)
     speculation.begin(read, 9)
-    read.recorded += 1
+    read.captures_made += 1
     assert speculation.tells(read) and speculation.costs.knows(1), "what is recorded later was never timed by Python"
 
 
 def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], "never")
+    speculation = Speculation([random_drafter("medusa", backbone("llama"), depth=3)], [], Capturer("off", torch.device("cpu")))
     speculation.learned.rate = 200.0
     speculation.costs.add_pass(1, 1, 5e-3)
     speculation.costs.add(f"level of {speculation.names[0]}", 1, 5e-4)   # a tenth of a token a depth

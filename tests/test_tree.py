@@ -16,6 +16,7 @@ from families import VOCAB, backbone
 from torch import Tensor
 
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import SURE, CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.engine.verify import pick, walk
@@ -53,7 +54,7 @@ class Table(Drafter):
 
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
     """What the drafter alone drafts below these roots."""
-    speculation = Speculation([drafter], [], "never")
+    speculation = Speculation([drafter], [], Capturer("off", torch.device("cpu")))
     draft = Draft([Pool(root) for root in roots], [room] * len(roots), calibrated=False)
     speculation.grow(draft, 0, [[] for _ in roots], scoring or DraftScoring(), shape)
     return speculation.choose(draft, shape)[0]

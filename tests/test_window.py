@@ -139,7 +139,7 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("window,sink,capture", [(8, 4, "never"), (1, 2, "never"), (3, 1, "always")])
+@pytest.mark.parametrize("window,sink,capture", [(8, 4, "off"), (1, 2, "off"), (3, 1, "trace")])
 def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample: bool) -> None:
     """One row and five of which four at a time: rows leave and join; fixed trees and chosen ones."""
     of = SpeculativeModel(backbone("llama"), made(), capture=capture)
@@ -150,7 +150,7 @@ def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample:
         for tree in (TreeShape(12, 4), None):
             assert unpadded(say(of, rows, tree=tree, batch=batch, **options), rows) == unpadded(plain, rows), tree
     engine = of.engine(True).speculation
-    assert engine is not None and bool(engine.growths[0].levels[0].recorded) == (capture == "always")
+    assert engine is not None and bool(engine.growths[0].levels[0].captures_made) == (capture == "trace")
 
 
 def test_beams_are_the_same() -> None:
@@ -170,7 +170,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
         return step(drafter, state, tokens_BN, parents_BN, depth)
 
     monkeypatch.setattr(Eagle3, "step", noted)
-    of, rows = SpeculativeModel(backbone("llama"), made(), capture="never"), left_padded(prompts((40, 9)))
+    of, rows = SpeculativeModel(backbone("llama"), made(), capture="off"), left_padded(prompts((40, 9)))
     options: dict[str, Any] = {"max_new_tokens": 210, "do_sample": False, "tree": TreeShape(6, 2, 3)}
     plain = say(of, rows, **options)
     grown, tail = dict(slots), max(slots)

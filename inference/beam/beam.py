@@ -23,7 +23,7 @@ from headstart.inference.beam.features import NodeFeatures
 from headstart.inference.beam.rules import BeamRules
 from headstart.inference.beam.search import Beam, Search
 from headstart.inference.beam.trie import BeamTrie, TopK, TrieReader
-from headstart.inference.capture.capture import When
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.decode import Clock, Pass
 from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.processing import History
@@ -37,8 +37,8 @@ from headstart.support.errors import UserError
 class Beams:
     """What a backbone's beam searches have in common: recordings, and what was learned."""
 
-    def __init__(self, reader: Reader, speculation: Speculation | None, capture: When) -> None:
-        self.tries, self.speculation = TrieReader(reader, capture), speculation
+    def __init__(self, reader: Reader, speculation: Speculation | None, capturer: Capturer) -> None:
+        self.tries, self.speculation = TrieReader(reader, capturer), speculation
         self.breadths: dict[int, tuple[Breadth, Breadth]] = {}
 
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged import visible
-from headstart.inference.capture.capture import Captured, When, capturable
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.reader import Reader
 from headstart.inference.speculation.cost_model import SIZES
@@ -134,10 +134,10 @@ class Nodes:
 class TrieReader:
     """Reads the new nodes of tries with the reader's backbone, in one captured pass."""
 
-    def __init__(self, reader: Reader, capture: When) -> None:
+    def __init__(self, reader: Reader, capturer: Capturer) -> None:
         self.reader = reader
         self.view: TreeCache | None = None
-        self.read = Captured(self._read, capture if capturable(capture, reader.backbone.device) else "never", reader.backbone.model)
+        self.read = capturer.capture(self._read, "beam verification", reader.backbone.model, reader.not_capturable)
 
     def tries(self, cache: RaggedCache, tries: list[BeamTrie]) -> tuple[Features, Tensor]:
         """The features ``[B, N]`` of every new node, and the logits ``[B, N, V]`` of what follows it."""

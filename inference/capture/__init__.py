@@ -1,1 +1,1 @@
-"""Forward passes captured once and replayed without Python."""
+"""Forward passes captured once and replayed without Python's overhead."""

@@ -1,20 +1,33 @@
-"""The graph of a `torch.jit.trace` without what only Python needed: a trace follows every size through tensors of one number.
+"""Folds the graph of a `torch.jit.trace`: a trace follows every size through tensors of one number, where plain integers do.
 
-Of the nodes of a model's pass three quarters are such arithmetic, in which a single row's pass spends a sixth of its time.
+Three quarters of the nodes in the trace of a model's forward pass are such arithmetic; a pass over a single row spends a sixth of its
+time in it.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
+PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
+PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", "IntType")
+"""What `fold` uses of `torch._C`, which no release promises to keep."""
 
-def folded(traced: Any) -> Any:
-    """The same function of the same tensors, for any sizes the trace follows, by fewer nodes."""
+
+def missing_functions() -> list[str]:
+    """The private names that this torch does not have."""
+    return [f"torch._C.{name}" for name in PRIVATE if getattr(torch._C, name, None) is None]
+
+
+def fold(traced: Any) -> Any:
+    """The same function of the same tensors, for every size the trace follows, with fewer nodes."""
     graph, passes = traced.graph.copy(), cast(Any, torch._C)
     passes._jit_pass_inline(graph)
-    _by_numbers(graph)
+    _use_integers(graph)
     passes._jit_pass_dce(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_constant_propagation(graph)
@@ -22,20 +35,29 @@ def folded(traced: Any) -> Any:
     return passes._create_function_from_graph("pass", graph)
 
 
-def _by_numbers(graph: Any) -> None:
-    """Sizes, and shares of them, as rotary embeddings take the half of a head, by numbers in place of tensors."""
+def _use_integers(graph: Any) -> None:
+    """Compute sizes, and fractions of them (the half of a head in rotary embeddings), with integers in place of tensors."""
     for node in graph.findAllNodes("aten::Int"):
         source = node.inputsAt(0).node()
         if source.kind() == "prim::NumToTensor":
             node.output().replaceAllUsesWith(source.inputsAt(0))
         elif source.kind() == "aten::floor_divide" and source.inputsAt(0).node().kind() == "prim::NumToTensor":
-            size, by = source.inputsAt(0).node().inputsAt(0), _number(graph, node, "aten::Int", source.inputsAt(1))
-            node.output().replaceAllUsesWith(_number(graph, node, "aten::floordiv", size, by))
+            size, divisor = source.inputsAt(0).node().inputsAt(0), _integer(graph, node, "aten::Int", source.inputsAt(1))
+            node.output().replaceAllUsesWith(_integer(graph, node, "aten::floordiv", size, divisor))
 
 
-def _number(graph: Any, before: Any, kind: str, *inputs: Any) -> Any:
-    """What a new node of that kind gives, an int."""
+def _integer(graph: Any, before: Any, kind: str, *inputs: Any) -> Any:
+    """The integer output of a new node of that kind."""
     node = graph.create(kind, list(inputs), 1)
     node.insertBefore(before)
     node.output().setType(torch._C.IntType.get())
     return node.output()
+
+
+@contextmanager
+def expected_warnings() -> Iterator[None]:
+    """Hide two warnings of tracing: its deprecation (see `Trace.unavailable`) and branches on sizes (see `Capture.compare`)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+        yield

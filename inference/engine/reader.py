@@ -13,7 +13,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.layers.ragged import visible
-from headstart.inference.capture.capture import Captured, When, capturable
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree
@@ -21,14 +21,14 @@ from headstart.support.nest import list_tensors, map_tensors
 
 
 class Reader:
-    """One backbone, read with the taps of one drafter; its recordings serve every text."""
+    """One backbone, read with the taps of one drafter; its captures serve every sequence."""
 
-    def __init__(self, backbone: Backbone, taps: tuple[int, ...], capture: When) -> None:
+    def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
         self.backbone, self.taps = backbone, taps
         self.view: TreeCache | None = None
-        steady = capturable(capture, backbone.device) and backbone.turn is None   # a recording would keep one length's frequencies
-        self.read = Captured(self._read, capture if steady else "never", backbone.model)
-        self.noise = Captured(self._noise, capture if capturable(capture, backbone.device) else "never")
+        self.not_capturable = None if backbone.turn is None else "its rotary frequencies depend on the context length"
+        self.read = capturer.capture(self._read, "verification", backbone.model, self.not_capturable)
+        self.noise = capturer.capture(self._noise, "sampling noise")
 
     def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
         """Of the tokens at those positions, ``[B, P, V]`` (see `gumbel`)."""

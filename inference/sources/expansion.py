@@ -16,7 +16,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.inference.capture.capture import Captured, When, capturable
+from headstart.inference.capture.capture import Capturer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Filters:
             logits_NV = TopKLogitsWarper(self.top_k)(nothing, logits_NV)
         if self.top_p < 1:
             logits_NV = TopPLogitsWarper(self.top_p)(nothing, logits_NV)
-        if self.min_p:   # transformers' own can't be recorded
+        if self.min_p:   # transformers' own cannot be captured
             chances_NV = logits_NV.softmax(-1)
             logits_NV = logits_NV.masked_fill(chances_NV < self.min_p * chances_NV.amax(-1, keepdim=True), -math.inf)
         return logits_NV
@@ -72,38 +72,41 @@ class Level:
     """Added up along the path."""
 
 
+def _not_capturable(drafter: Drafter) -> str | None:
+    """Why the drafter's steps are not captured; None if they are."""
+    if not drafter.capturable:
+        return f"{type(drafter).__name__} is not capturable"
+    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would miss what training changes
+        return "its weights are being trained"
+    return None if drafter.backbone.device.type == "cpu" else "draft steps are captured on the CPU only"
+
+
 class Growth:
     """One drafter's steps, captured where the drafter allows it."""
 
-    def __init__(self, drafter: Drafter, capture: When) -> None:
+    def __init__(self, drafter: Drafter, capturer: Capturer) -> None:
         self.drafter = drafter
-        on_cpu = drafter.backbone.device.type == "cpu"
-        frozen = not any(weight.requires_grad for weight in drafter.parameters())   # a recording would miss what training changes
-        when = capture if drafter.capturable and frozen and on_cpu and capturable(capture, drafter.backbone.device) else "never"
-        self.first = Captured(self._first, "never")
-        self.begin = Captured(self._begin, when, drafter)
-        self.levels = [Captured(partial(self._level, depth), when, drafter) for depth in range(drafter.depth)]
-
-    def extend_state(self, features: Features, state: Any, length: int) -> Any:
-        """The drafter's state with newly accepted tokens; ``length``: positions it must have room for, drafted nodes included."""
-        if state is None:
-            return self.drafter.reserve(self.first(features), length)
-        return self.begin(self.drafter.reserve(state, length), features)
-
-    def level(self, depth: int, state: Any, before: Level, width: int, scoring: DraftScoring) -> tuple[Level, Any]:
-        """The ``width`` likeliest nodes of that depth, and the drafter's state that knows the nodes ``before``."""
-        if depth and self.levels[depth - 1].recorded:   # so that one cost holds for all depths
-            self.levels[depth].patience = 0
-        noise_BV = scoring.at(depth, self.drafter.vocabulary)
-        return self.levels[depth](state, before, width, noise_BV, scoring.temperature_1, scoring.filters)
+        unless = _not_capturable(drafter)
+        self.begin = capturer.capture(self._begin, "drafter prefill", drafter, unless)
+        self.levels = [capturer.capture(partial(self._level, depth), "draft level", drafter, unless) for depth in range(drafter.depth)]
 
     @property
     def disturbed(self) -> int:
         """Steps so far whose time says nothing (see `Captured`)."""
         return self.begin.disturbed + sum(level.disturbed for level in self.levels)
 
-    def _first(self, features: Features) -> Any:
-        return self.drafter.begin(features)
+    def extend_state(self, features: Features, state: Any, length: int) -> Any:
+        """The drafter's state with newly accepted tokens; ``length``: positions it must have room for, drafted nodes included."""
+        if state is None:
+            return self.drafter.reserve(self.drafter.begin(features), length)
+        return self.begin(self.drafter.reserve(state, length), features)
+
+    def level(self, depth: int, state: Any, before: Level, width: int, scoring: DraftScoring) -> tuple[Level, Any]:
+        """The ``width`` likeliest nodes of that depth, and the drafter's state that knows the nodes ``before``."""
+        if depth and self.levels[depth - 1].captures_made:   # so that one cost holds for all depths
+            self.levels[depth].patience = 0
+        noise_BV = scoring.at(depth, self.drafter.vocabulary)
+        return self.levels[depth](state, before, width, noise_BV, scoring.temperature_1, scoring.filters)
 
     def _begin(self, state: Any, features: Features) -> Any:
         return self.drafter.begin(features, state)

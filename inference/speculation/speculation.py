@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.capture.capture import Captured, When
+from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, root_only
 from headstart.inference.sources.expansion import DraftScoring, Growth, Level, root_level
 from headstart.inference.sources.proposer import Proposer
@@ -55,9 +55,9 @@ class Learned:
 class Speculation:
     """The sources of one backbone's drafts, by number: first the drafters, then the proposers."""
 
-    def __init__(self, drafters: Sequence[Drafter], proposers: Sequence[Proposer], capture: When) -> None:
+    def __init__(self, drafters: Sequence[Drafter], proposers: Sequence[Proposer], capturer: Capturer) -> None:
         self.drafters, self.proposers = list(drafters), list(proposers)
-        self.growths = [Growth(drafter, capture) for drafter in drafters]
+        self.growths = [Growth(drafter, capturer) for drafter in drafters]
         self.names = [f"{i} {type(drafter).__name__}" for i, drafter in enumerate(drafters)] + [one.name for one in proposers]
         self.by_length = CostsByLength()
         self.costs = self.by_length.at(0)
@@ -80,12 +80,12 @@ class Speculation:
     def begin(self, read: Captured, context: int) -> None:
         """A pass begins, by ``read``, behind texts of so many tokens, the longest of the rows."""
         self.costs = self.by_length.at(context)
-        self.prefill_at = (context, read.recorded, read.disturbed + self.disturbed)
+        self.prefill_at = (context, read.captures_made, read.disturbed + self.disturbed)
 
     def tells(self, read: Captured) -> bool:
         """Whether the times of the pass say something of the next ones. Those of Python are forgotten once passes are recorded."""
         context, recorded, disturbed = self.prefill_at
-        if read.recorded > recorded == 0:
+        if read.captures_made > recorded == 0:
             self.by_length.forget()
             self.costs = self.by_length.at(context)
         return read.disturbed + self.disturbed == disturbed
@@ -163,11 +163,11 @@ class Speculation:
         for k in range(min(depth, max(draft.room, default=0))):
             if shape is None and k and not self._deeper(draft, source, places, k):
                 break
-            start, recorded, disturbed = time.perf_counter(), growth.levels[0].recorded, growth.disturbed
+            start, recorded, disturbed = time.perf_counter(), growth.levels[0].captures_made, growth.disturbed
             level, state = growth.level(k, state, level, width, scoring)
             places = self._hang(draft, source, level, places)
             draft.levels[source] = k + 1
-            if growth.levels[0].recorded > recorded == 0:
+            if growth.levels[0].captures_made > recorded == 0:
                 self.by_length.forget(f"level of {self.names[source]}")
             if growth.disturbed == disturbed:
                 self.costs.add(f"level of {self.names[source]}", len(draft.pools), time.perf_counter() - start)

@@ -43,7 +43,7 @@ def evaluate(
     drafter.eval()
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
-            heads = SpeculativeModel(backbone, drafter, capture="never" if is_sharded(backbone) else "auto")
+            heads = SpeculativeModel(backbone, drafter, capture="off" if is_sharded(backbone) else "auto")
             for i, prompt_T in enumerate(prompts):
                 output = continue_text(heads, prompt_T, how, seed + i)
                 tally.add(output)

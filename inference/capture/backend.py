@@ -1,0 +1,129 @@
+"""The interface of a capture backend: one way to capture ``function(held, *inputs)`` and to replay it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from headstart.inference.capture.pytree import builder, flatten, flatten_tensors
+
+Function = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one call, as pytrees and as a flat list of tensors."""
+
+    held: Any
+    """Tensors the function may write into, such as the KV cache."""
+    inputs: tuple[Any, ...]
+    leaves: list[Tensor]
+    held_leaves: int
+    """The first so many ``leaves`` are those of ``held``."""
+    structure: Hashable
+    """Both pytrees without their tensors; calls of different structures are captured apart."""
+    shapes: tuple[torch.Size, ...]
+    """Of every leaf."""
+
+    @classmethod
+    def of(cls, held: Any, inputs: tuple[Any, ...]) -> Call:
+        """Flatten the arguments of a call."""
+        leaves: list[Tensor] = []
+        held_structure = flatten(held, leaves)
+        held_leaves = len(leaves)
+        structure = (held_structure, flatten(inputs, leaves))
+        return cls(held, inputs, leaves, held_leaves, structure, tuple([leaf.shape for leaf in leaves]))
+
+    def arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        """``held`` and ``inputs`` with other tensors in them."""
+        held, inputs = self.structure   # type: ignore[misc]
+        return builder(held)(iter(leaves[: self.held_leaves])), builder(inputs)(iter(leaves[self.held_leaves :]))
+
+
+class Backend(ABC):
+    """Captures one function. ``module``: the module it runs."""
+
+    name: ClassVar[str]
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """The reason this backend cannot be used on the device with this torch and Python; None if it can."""
+
+    @abstractmethod
+    def variant(self, call: Call) -> Hashable:
+        """Calls of one structure and one variant share a capture."""
+
+    @abstractmethod
+    def capture(self, function: Function, call: Call) -> Capture:
+        """Capture the function as it is called here; any error means that it cannot be captured."""
+
+
+class Capture(ABC):
+    """One captured function. It is replayed for sizes between those at which it was compared with the function."""
+
+    def __init__(self) -> None:
+        self.least: list[int] = []
+        self.most: list[int] = []
+
+    @abstractmethod
+    def __call__(self, call: Call) -> Any:
+        """Replay: the function's result for this call."""
+
+    def follows(self, shapes: Sequence[torch.Size]) -> bool:
+        """Every size lies between two that were compared."""
+        return all(low <= size <= high for low, size, high in zip(self.least, _sizes(shapes), self.most, strict=True))
+
+    def extend_range(self, shapes: Sequence[torch.Size]) -> None:
+        """The replay gave the function's result at these shapes."""
+        sizes = _sizes(shapes)
+        self.least, self.most = [*map(min, self.least or sizes, sizes)], [*map(max, self.most or sizes, sizes)]
+
+    def compare(self, function: Function, call: Call) -> Any:
+        """The function's own result if a replay at these new shapes equals it; else None."""
+        expected = function(call.held, *call.inputs)
+        try:
+            replayed = flatten_tensors(self(call))
+        except RuntimeError as error:   # a size that the capture holds as a constant
+            if is_out_of_memory(error):
+                raise
+            return None
+        if not all(_nearly_equal(one, other) for one, other in zip(replayed, flatten_tensors(expected), strict=True)):
+            return None
+        self.extend_range(call.shapes)
+        return expected
+
+
+def sizes_of_one(shapes: Iterable[torch.Size]) -> tuple[bool, ...]:
+    """Which sizes are 1: broadcasting and copying branch on them, so such calls are captured apart."""
+    return tuple([size == 1 for size in _sizes(shapes)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Running out of memory says nothing about the function; on a CPU torch raises a RuntimeError for it."""
+    text = str(error).lower()
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in text for words in ("out of memory", "not enough memory", "can't allocate memory")
+    )
+
+
+def _sizes(shapes: Iterable[torch.Size]) -> list[int]:
+    return [size for shape in shapes for size in shape]
+
+
+def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.dtype.is_floating_point:   # near-ties of a topk may fall either way
+        return bool((one == other).float().mean() > 0.9) if one.numel() else True
+    scale = other.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if other.numel() else 1.0
+    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    return bool(((one - other).nan_to_num(0).abs() <= tolerance * scale).all())   # equal infinities differ by nan

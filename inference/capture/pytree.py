@@ -1,0 +1,52 @@
+"""Pytrees (tuples, lists, dicts, dataclasses, constants) taken apart into their tensors and put together again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def flatten(tree: Any, leaves: list[Tensor]) -> Any:
+    """Append the tensors of a pytree to ``leaves``; returns its structure, which is hashable."""
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return Tensor
+    kind = type(tree)
+    if kind in (tuple, list):
+        return (kind, tuple([flatten(one, leaves) for one in tree]))
+    if kind is dict:
+        return (kind, tuple(tree), tuple([flatten(one, leaves) for one in tree.values()]))
+    if (names := _fields(cast(Hashable, kind))) is not None:
+        return (kind, tuple([flatten(getattr(tree, name), leaves) for name in names]))
+    return (None, tree)
+
+
+@functools.cache
+def _fields(kind: Hashable) -> tuple[str, ...] | None:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+
+
+def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """The inverse of `flatten` for pytrees of this structure."""
+    if structure is Tensor:
+        return next
+    kind = structure[0]
+    if kind is None:
+        return lambda leaves: structure[1]
+    parts = [builder(one) for one in structure[-1]]
+    if kind is dict:
+        return lambda leaves: dict(zip(structure[1], [part(leaves) for part in parts], strict=True))
+    if kind in (tuple, list):
+        return lambda leaves: kind([part(leaves) for part in parts])
+    return lambda leaves: kind(*[part(leaves) for part in parts])
+
+
+def flatten_tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree, in order."""
+    leaves: list[Tensor] = []
+    flatten(tree, leaves)
+    return leaves
