@@ -31,8 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
 from headstart.heads.methods import build_drafter
-from headstart.training.objective import fused
+from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective
 
@@ -77,7 +78,7 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
 
 
 def in_chunks(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Tensor:
-    return objective(wanted, backbone, drafter, features, hidden).loss
+    return objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss
 
 
 class Case:
@@ -138,11 +139,10 @@ def measure(positions: int, vocab: int, args: argparse.Namespace) -> dict[str, A
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    if args.rows:
-        fused.LEAST_ROWS = args.chunk
     rows = []
     for positions, vocab in [*(map(int, size.split("x")) for size in args.also), (args.positions, args.vocab)]:
-        rows.append(measure(positions, vocab, args))
+        with use_chunk_policy(ChunkPolicy("cuda" if args.rows else None)):   # elsewhere a chunk is not cut to fit a CPU's caches
+            rows.append(measure(positions, vocab, args))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     counted = [row["naive_buffers"] for row in rows if "naive_buffers" in row]
     if "naive_mb" not in rows[-1] and counted:

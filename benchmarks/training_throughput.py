@@ -33,7 +33,9 @@ from headstart.training.features.manifest import Manifest, contents_of, form_of,
 from headstart.training.features.source import FeatureSource, Live
 from headstart.training.features.stored import open_source
 from headstart.training.features.writer import fill, measured_errors
-from headstart.training.objective.objective import count_learned, objective
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.optimizer import build_optimizer
 
@@ -66,15 +68,15 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
     spent: dict[str, list[float]] = {part: [] for part in (*PARTS, "backbone alone")}
     with clock(spent["data"]):
         (batch,) = way.feed.share(step, backbone.device)
-        learned = count_learned(batch.loss_mask_BT, batch.document_BT)
+        labels = count_label_tokens(batch.loss_mask_BT, batch.document_BT)
     with clock(spent["features"]):
         features = way.source.read(batch)
     with clock(spent["drafter"]):
         hidden = drafter(features)
     with clock(spent["objective"]):
-        sums = objective(way.recipe.objective, way.source.teacher, drafter, features, hidden)
+        sums = objective(FusedLoss(way.recipe.objective, way.source.teacher, drafter), features, hidden)
     with clock(spent["drafter"]):
-        (sums.loss / learned).backward()
+        (sums.loss / labels).backward()
     with clock(spent["optimizer"]):
         optimizer.step()
         optimizer.zero_grad()

@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.training.objective.objective import Sums, count_learned
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import Sums, objective
 from headstart.training.recipe.recipe import Objective
 
 V, B, T = 53, 3, 19
@@ -73,13 +75,13 @@ def batch(backbone: Backbone) -> Features:
 
 def learned(features: Features) -> int:
     assert features.loss_mask_BT is not None and features.document_BT is not None
-    return int(count_learned(features.loss_mask_BT, features.document_BT))
+    return int(count_label_tokens(features.loss_mask_BT, features.document_BT))
 
 
 def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
     """By the book: a loop over rows, draft positions and depths, with whole distributions. The slow reference."""
     loss = torch.zeros((), dtype=torch.float64)
-    count, correct, overlap = (torch.zeros(drafter.trained_depth, dtype=torch.float64) for _ in range(3))
+    count, correct, alpha = (torch.zeros(drafter.trained_depth, dtype=torch.float64) for _ in range(3))
     tokens, learn, document = features.tokens_BT, features.loss_mask_BT, features.document_BT
     assert learn is not None and document is not None
     ids = torch.arange(V) if drafter.vocabulary is None else drafter.vocabulary
@@ -100,11 +102,16 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
             sure.append(0.0 if text is None else log_q[text].exp().item())
             count[k] += 1
             correct[k] += ids[log_q.argmax()] == p.argmax()
-            overlap[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
+            alpha[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
         geometric = [wanted.depth_decay**k for k in range(drafter.trained_depth)]
         weights = geometric if wanted.depth_weights == "geometric" else dpace(sure)
         loss = loss + sum(weight * value for weight, value in zip(weights, values, strict=True))
-    return Sums(loss, count, correct, overlap)
+    return Sums(loss, count, correct, alpha)
+
+
+def chunked(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
+    """The objective, called as `naive` is."""
+    return objective(FusedLoss(wanted, backbone, drafter), features, hidden)
 
 
 def run(way: Callable[..., Sums], wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features) -> list[Tensor]:

@@ -22,7 +22,9 @@ from headstart.training.data.packing import Batch, collate
 from headstart.training.features.codec import CacheFormat, TopTeacher, join, row_of, taught
 from headstart.training.features.manifest import size_of
 from headstart.training.features.source import Live
-from headstart.training.objective.objective import Sums, count_learned, objective
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import Sums, objective
 from headstart.training.recipe.recipe import Objective
 
 STORES = ("int8", "bf16", "exact")
@@ -94,9 +96,9 @@ def test_kept_exactly_a_packed_batch_is_what_the_backbone_reads(family: str) -> 
 def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective, teacher: Backbone | None = None) -> tuple[Tensor, Sums, Tensor]:
     """Loss per learned token, all sums, and the gradient."""
     drafter = random_drafter(kind, on).requires_grad_(True)
-    sums = objective(wanted, teacher or on, drafter, features, drafter(features))
+    sums = objective(FusedLoss(wanted, teacher or on, drafter), features, drafter(features))
     assert features.loss_mask_BT is not None and features.document_BT is not None
-    loss = sums.loss / count_learned(features.loss_mask_BT, features.document_BT)
+    loss = sums.loss / count_label_tokens(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), sums, torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import TinyDrafter, V, batch, learned, naive, run, small_backbone
+from guess import TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +17,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
+from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective, require_comparable
 from headstart.training.recipe.recipe import Objective
 
@@ -32,7 +33,7 @@ def test_logits_are_never_held_whole(backbone: Backbone) -> None:
     features = batch(backbone)
     seen: list[int] = []
     hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    sums = objective(Objective(chunk=4), backbone, drafter, features, drafter(features))
+    sums = objective(FusedLoss(Objective(chunk=4), backbone, drafter), features, drafter(features))
     assert drafter.largest == max(seen) == 4 and sum(seen) == learned(features)
     sums.loss.backward()
     assert sum(seen) == learned(features)
@@ -59,28 +60,28 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
     for chunk in (4, 1000):
         wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk=chunk), drafter(features)
         with Largest() as largest:
-            objective(wanted, backbone, drafter, features, hidden).loss.backward()
+            objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
         found.append(largest.numbers)
     assert found == [backbone.unembed.weight.numel(), learned(features) * V] and found[0] < found[1]   # the largest of the weights
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
     drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
-    sums = objective(Objective(), backbone, drafter, features, drafter(features))
+    sums = objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features))
     with torch.no_grad():
-        for a, b in zip(sums, objective(Objective(), backbone, drafter, features, drafter(features)), strict=True):
+        for a, b in zip(sums, objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features)), strict=True):
             assert not b.requires_grad and torch.equal(a, b)
 
 
 def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_learn(backbone: Backbone) -> None:
     features = batch(backbone)
-    right = run(objective, Objective(), backbone, drafter := TinyDrafter(backbone, 3, None).double(), features)
+    right = run(chunked, Objective(), backbone, drafter := TinyDrafter(backbone, 3, None).double(), features)
     grads = dict(zip([name for name, _ in drafter.named_parameters()], right[4:], strict=True))
     for frozen in (drafter.head, drafter.mix):
         drafter.requires_grad_(True)
         frozen.requires_grad_(False)
         drafter.zero_grad()
-        objective(Objective(), backbone, drafter, features, drafter(features)).loss.backward()
+        objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features)).loss.backward()
         for name, parameter in drafter.named_parameters():
             assert (parameter.grad is not None) == parameter.requires_grad
             if parameter.grad is not None:
@@ -111,7 +112,7 @@ def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms:
     torch.manual_seed(2)
     drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
     wanted = Objective(terms=terms, chunk=7)
-    found = [run(way, wanted, backbone, drafter, features) for way in (naive, objective)]
+    found = [run(way, wanted, backbone, drafter, features) for way in (naive, chunked)]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -147,7 +148,7 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
     exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk=7), backbone, drafter, features)   # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(objective, wanted, backbone, drafter, features)
+        found = run(chunked, wanted, backbone, drafter, features)
     assert {grad.dtype for grad in found[4:]} == {torch.float32}
     torch.testing.assert_close(found[0], exact[0].double(), rtol=0.02, atol=0.02)
     for a, b in zip(found[4:], exact[4:], strict=True):

@@ -43,7 +43,7 @@ def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: 
     assert not [name for name, weight in trained.backbone.model.state_dict().items() if not torch.equal(weight, frozen[name])]
     lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
     assert [line["step"] for line in lines] == [10, 20, 30, 40]
-    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] and lines[-1]["overlap"][0] > lines[0]["overlap"][0]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] and lines[-1]["alpha"][0] > lines[0]["alpha"][0]
     assert len(lines[0]["accuracy"]) == drafter["depth"] and lines[-1]["tokens"] > lines[0]["tokens"] > 0
 
 

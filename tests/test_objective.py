@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
-from guess import TinyDrafter, V, batch, learned, naive, run, small_backbone
+from guess import TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
@@ -20,6 +20,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.nest import map_tensors
+from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective
 
@@ -44,7 +45,7 @@ def test_same_as_naive_forward_and_backward(
     wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
     right = run(naive, wanted, backbone, drafter, features)
     for chunk in (7, 10_000):
-        found = run(objective, replace(wanted, chunk=chunk), backbone, drafter, features)
+        found = run(chunked, replace(wanted, chunk=chunk), backbone, drafter, features)
         assert len(found) == len(right)
         for a, b in zip(right, found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -71,10 +72,10 @@ def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms:
     there = torch.arange(13)[None] < torch.tensor(lengths)[:, None]
     whole = Features(*(torch.cat([getattr(one, name) for one in padded]) for name in ("tokens_BT", "hidden_BTD")))
     whole = replace(whole, loss_mask_BT=torch.cat([one.loss_mask_BT for one in padded]), document_BT=torch.where(there, 0, -1))
-    parts = [run(objective, wanted, backbone, drafter, features) for features in alone]
+    parts = [run(chunked, wanted, backbone, drafter, features) for features in alone]
     right = [torch.stack(part).sum(0) for part in zip(*parts, strict=True)]
     for features in (packed, whole):
-        for a, b in zip(right, run(objective, wanted, backbone, drafter, features), strict=True):
+        for a, b in zip(right, run(chunked, wanted, backbone, drafter, features), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     assert learned(packed) == sum(map(learned, alone)) > 0
 
@@ -101,7 +102,7 @@ class Module(nn.Module):
 
     def forward(self) -> Tensor:
         wanted, backbone, features = self.rest
-        return objective(wanted, backbone, self.drafter, features, self.drafter(features)).loss
+        return objective(FusedLoss(wanted, backbone, self.drafter), features, self.drafter(features)).loss
 
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:
@@ -111,7 +112,7 @@ def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: B
         drafter.zero_grad()
         zeros = torch.zeros(1, length, dtype=torch.int64)
         features = replace(backbone.read(zeros), loss_mask_BT=zeros.bool(), document_BT=zeros)
-        sums = objective(Objective(terms={"kl": 1.0, "ce": 1.0}), backbone, drafter, features, drafter(features))
+        sums = objective(FusedLoss(Objective(terms={"kl": 1.0, "ce": 1.0}), backbone, drafter), features, drafter(features))
         sums.loss.backward()
         assert sums.loss == 0 and not sums.count_K.any()
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -129,7 +130,7 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
         backbone.read(features.tokens_BT, taps=drafter.taps), loss_mask_BT=features.loss_mask_BT, document_BT=features.document_BT
     )
     wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=6)
-    fast = objective(wanted, backbone, drafter, features, drafter(features))
+    fast = objective(FusedLoss(wanted, backbone, drafter), features, drafter(features))
     slow = naive(wanted, backbone, drafter, features, drafter(features))
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-10, atol=1e-10)
@@ -147,15 +148,15 @@ def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
 
     features = batch(backbone)
     drafter = Oracle(backbone, 3, None)
-    sums = objective(Objective(), backbone, drafter, features, drafter(features))
+    sums = objective(FusedLoss(Objective(), backbone, drafter), features, drafter(features))
     torch.testing.assert_close(sums.loss, torch.zeros_like(sums.loss), atol=1e-9, rtol=0)
     assert torch.equal(sums.correct_K, sums.count_K)
-    torch.testing.assert_close(sums.overlap_K, sums.count_K.double())
+    torch.testing.assert_close(sums.alpha_K, sums.count_K.double())
 
 
 def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
     drafter = TinyDrafter(backbone, 1, None).bfloat16()
     features = batch(backbone)
     hidden = [h.bfloat16() for h in TinyDrafter(backbone, 1, None).double()(features)]
-    assert objective(Objective(), backbone, drafter, features, hidden).overlap_K.dtype == torch.float64   # the teacher's
+    assert objective(FusedLoss(Objective(), backbone, drafter), features, hidden).alpha_K.dtype == torch.float64   # the teacher's
     assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # why it must be asked for

@@ -22,14 +22,18 @@ from headstart.heads.methods import build_drafter
 from headstart.support.nest import map_tensors
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
-from headstart.training.features.on_policy import LiveWithCache
-from headstart.training.objective.objective import count_learned
-from headstart.training.objective.on_policy import Anchors, FeaturesWithCache, StepKey, on_policy_loss, starts, target_hidden, walk
+from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache
+from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import on_policy_loss
+from headstart.training.objective.rollout import rollout
+from headstart.training.objective.target import target_hidden
 from headstart.training.recipe.recipe import Objective
 
 LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]
 ALONE = [[i] for i in range(len(LENGTHS))]
-MOMENT = StepKey(seed=3, step=5)
+KEY = StepKey(seed=3, step=5)
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
@@ -39,13 +43,13 @@ def samples(lengths: tuple[int, ...] = LENGTHS, vocab: int = VOCAB) -> list[Samp
     return [Sample(torch.randint(1, vocab, (len(mask),), generator=make), mask) for mask in learn]
 
 
-def remembered(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = VOCAB) -> FeaturesWithCache:
+def with_kv(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = VOCAB) -> FeaturesWithCache:
     return LiveWithCache(on, drafter.taps).read(collate(samples(vocab=vocab), rows))
 
 
-def each_draft(features: FeaturesWithCache, at: Anchors) -> list[tuple[int, int, int, int]]:
+def each_draft(anchors: SampledAnchors) -> list[tuple[int, int, int, int]]:
     """Of each: its number, row, t, and where its document begins."""
-    columns = at.row_M.tolist(), at.place_M.tolist(), (at.place_M - at.position_M).tolist()
+    columns = anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), anchors.first_M.tolist()
     return [(m, *place) for m, place in enumerate(zip(*columns, strict=True))]
 
 
@@ -53,13 +57,13 @@ def each_draft(features: FeaturesWithCache, at: Anchors) -> list[tuple[int, int,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, rows: list[list[int]]) -> None:
     on = backbone(family)
-    features, N = remembered(on, random_drafter("medusa", on), rows), 6   # gemma3's windows are shorter
-    at = starts(features, N + 1, 0.5, MOMENT)
-    guesses_MN = texts(len(at.row_M), N, seed=9)
+    features, N = with_kv(on, random_drafter("medusa", on), rows), 6   # gemma3's windows are shorter
+    anchors = sample_anchors(features, N + 1, 0.5, KEY, first_depth=1)
+    guesses_MN = texts(len(anchors), N, seed=9)
     assert len(guesses_MN) > 12
     for _ in range(2):   # reading leaves the text as it was
-        heard_MND = target_hidden(on, features, at, guesses_MN)
-        for m, row, t, first in each_draft(features, at):
+        heard_MND = target_hidden(on, features, anchors.at, guesses_MN)
+        for m, row, t, first in each_draft(anchors):
             text = torch.cat([features.tokens_BT[row, first : t + 2], guesses_MN[m]])[None]
             alone_ND = on.read(text).hidden_BTD[0, -N:]
             torch.testing.assert_close(heard_MND[m], alone_ND, atol=1e-5 * max(alone_ND.abs().max().item(), 1.0), rtol=1e-4)
@@ -71,9 +75,9 @@ def test_long_texts_are_taken_in_piece_by_piece() -> None:
     drafter, lengths = random_drafter("eagle3", on, depth=2), (190, 130, 200, 64)
     features = LiveWithCache(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
     for step in range(6):
-        at = starts(features, 2, 0.03, StepKey(0, step))
-        hidden = walk(drafter, features, at, Objective(on_policy=1.0))[1][0]
-        for m, row, t, first in each_draft(features, at):
+        anchors = sample_anchors(features, 2, 0.03, StepKey(0, step), first_depth=1)
+        hidden = rollout(FusedLoss(Objective(on_policy=1.0), on, drafter), features, anchors)[1][0]
+        for m, row, t, first in each_draft(anchors):
             text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
             state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
             token = features.tokens_BT[row, t + 1].view(1, 1)
@@ -88,12 +92,12 @@ def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], argumen
     """The hidden states that carry gradients are those of `begin` and `step`, of each draft alone."""
     on = backbone(family)
     drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
-    features, wanted = remembered(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
-    at = starts(features, drafter.trained_depth, 0.6, MOMENT)
-    guesses_MN, hidden = walk(drafter, features, at, wanted)
+    features, wanted = with_kv(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
+    anchors = sample_anchors(features, drafter.trained_depth, 0.6, KEY, first_depth=1)
+    guesses_MN, hidden = rollout(FusedLoss(wanted, on, drafter), features, anchors)
     assert all(one.requires_grad for one in hidden)
     with torch.no_grad():
-        for m, row, t, first in each_draft(features, at):
+        for m, row, t, first in each_draft(anchors):
             text = Features(features.tokens_BT, features.hidden_BTD, features.taps).rows(torch.tensor([row]))
             state = drafter.begin(map_tensors(lambda x, part=slice(first, t + 1): x[:, part], text))
             state, token = drafter.reserve(state, t + 1 + drafter.trained_depth), features.tokens_BT[row, t + 1].view(1, 1)
@@ -114,16 +118,17 @@ def drafting(vocabulary: int | None = None) -> tuple[Backbone, Drafter]:
 
 def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesWithCache) -> Tensor:
     """By the book: each draft alone, whole distributions, autograd."""
-    at, loss = starts(features, drafter.trained_depth, wanted.on_policy_share, MOMENT), torch.zeros((), dtype=torch.float64)
-    guesses_MN, _ = walk(drafter, features, at, wanted)
+    anchors = sample_anchors(features, drafter.trained_depth, wanted.on_policy_share, KEY, first_depth=1)
+    loss = torch.zeros((), dtype=torch.float64)
+    guesses_MN, _ = rollout(FusedLoss(wanted, on, drafter), features, anchors)
     ids = torch.arange(on.vocab) if drafter.vocabulary is None else drafter.vocabulary
-    for m, row, t, first in each_draft(features, at):
+    for m, row, t, first in each_draft(anchors):
         text = features.tokens_BT[row, first : t + 2]
         state, token = drafter.begin(on.read(text[None, :-1], taps=drafter.taps)), text[-1].view(1, 1)
         for k in range(drafter.trained_depth):
             hidden, state = drafter.step(state, token, torch.zeros_like(token), k)
             state = map_tensors(torch.clone, state)   # a step writes into what the one before needs for its gradients
-            if k and at.counts_MK[m, k]:
+            if k and anchors.counts_MK[m, k]:
                 p_V = on.readout(on.read(text[None]).hidden_BTD[0, -1]).softmax(-1)
                 log_q_V = drafter.readout(hidden, k, token)[0, 0].log_softmax(-1)
                 choice = (ids == p_V.argmax()).nonzero().flatten().tolist()
@@ -139,10 +144,10 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
 @pytest.mark.parametrize("terms", [{"kl": 1.0}, {"ce": 0.3, "tv": 0.7}], ids=str)
 def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocabulary: int | None) -> None:
     on, drafter = drafting(vocabulary)
-    features = remembered(on, drafter, ROWS, vocab=on.vocab)
+    features = with_kv(on, drafter, ROWS, vocab=on.vocab)
     wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk=7)
     found = []
-    for way in (lambda: on_policy_loss(wanted, on, drafter, features, MOMENT), lambda: naive(wanted, on, drafter, features)):
+    for way in (lambda: on_policy_loss(FusedLoss(wanted, on, drafter), features, KEY), lambda: naive(wanted, on, drafter, features)):
         drafter.zero_grad()
         (loss := way()).backward()
         found.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
@@ -159,51 +164,47 @@ def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> Non
     on, drafter = drafting()
     wanted = Objective(on_policy=1.0, on_policy_share=0.4, on_policy_temperature=temperature)
     layouts = [[ROWS], [ALONE], [[row] for row in ROWS], [[row] for row in reversed(ALONE)]]
-    losses = [
-        sum(on_policy_loss(wanted, on, drafter, remembered(on, drafter, rows, on.vocab), MOMENT).item() for rows in cut) for cut in layouts
-    ]
+    loss = FusedLoss(wanted, on, drafter)
+    losses = [sum(on_policy_loss(loss, with_kv(on, drafter, rows, on.vocab), KEY).item() for rows in cut) for cut in layouts]
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9) and losses[0] > 0
 
 
 def test_drafts_begin_by_chance_at_learned_positions_alone() -> None:
     on, drafter = drafting()
-    features, found = remembered(on, drafter, ROWS, on.vocab), {}
+    features, found = with_kv(on, drafter, ROWS, on.vocab), {}
     assert features.loss_mask_BT is not None and features.document_BT is not None
     for seed in range(3):
         for step in range(40):
-            at = starts(features, 3, 0.25, StepKey(seed, step))
-            found[seed, step] = tuple(zip(at.row_M.tolist(), at.place_M.tolist(), strict=True))
-            assert at.counts_MK[:, 1:].any(1).all()
+            anchors = sample_anchors(features, 3, 0.25, StepKey(seed, step), first_depth=1)
+            found[seed, step] = tuple(zip(anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), strict=True))
+            assert anchors.counts_MK[:, 1:].any(1).all()
             for k in range(3):
-                ahead = (at.place_M + 2 + k).clamp(max=features.tokens_BT.shape[1] - 1)
-                assert (features.loss_mask_BT[at.row_M, ahead] | ~at.counts_MK[:, k]).all()
-    possible = len(starts(features, 3, 1.0, MOMENT).row_M)
+                ahead = (anchors.at.position_M + 2 + k).clamp(max=features.tokens_BT.shape[1] - 1)
+                assert (features.loss_mask_BT[anchors.at.row_M, ahead] | ~anchors.counts_MK[:, k]).all()
+    possible = len(sample_anchors(features, 3, 1.0, KEY, first_depth=1))
     drawn = sum(map(len, found.values())) / len(found)
-    assert len(set(found.values())) == len(found) and possible <= int(count_learned(features.loss_mask_BT, features.document_BT)) + 7
+    assert len(set(found.values())) == len(found) and possible <= int(count_label_tokens(features.loss_mask_BT, features.document_BT)) + 7
     assert drawn == pytest.approx(0.25 * possible, rel=0.1)
 
 
 def test_the_expected_loss_does_not_depend_on_the_share() -> None:
     on, drafter = drafting()
-    features = remembered(on, drafter, ROWS, on.vocab)
+    features = with_kv(on, drafter, ROWS, on.vocab)
     with torch.no_grad():
-        all_of_them = [
-            on_policy_loss(Objective(on_policy=1.0, on_policy_share=1.0), on, drafter, features, StepKey(0, step)) for step in range(8)
-        ]
-        some = [
-            on_policy_loss(Objective(on_policy=1.0, on_policy_share=0.3), on, drafter, features, StepKey(1, step)) for step in range(60)
-        ]
+        loss = {share: FusedLoss(Objective(on_policy=1.0, on_policy_share=share), on, drafter) for share in (1.0, 0.3)}
+        all_of_them = [on_policy_loss(loss[1.0], features, StepKey(0, step)) for step in range(8)]
+        some = [on_policy_loss(loss[0.3], features, StepKey(1, step)) for step in range(60)]
     assert torch.stack(some).mean() == pytest.approx(torch.stack(all_of_them).mean().item(), rel=0.1)
 
 
 def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
     on, drafter = drafting()
-    features = remembered(on, drafter, ALONE, on.vocab)
+    features = with_kv(on, drafter, ALONE, on.vocab)
     counts, q_V = torch.zeros(on.vocab), None
     for step in range(100):
-        at = starts(features, 3, 1.0, StepKey(0, step))
+        anchors = sample_anchors(features, 3, 1.0, StepKey(0, step), first_depth=1)
         with torch.no_grad():
-            guesses_MN, hidden = walk(drafter, features, at, Objective(on_policy=1.0, on_policy_temperature=2.0))
+            guesses_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0, on_policy_temperature=2.0), on, drafter), features, anchors)
         counts += torch.bincount(guesses_MN[:, 0], minlength=on.vocab)
         q_V = (drafter.readout(hidden[0], 0) / 2).softmax(-1).mean(0)   # the same at every step
     assert q_V is not None and (counts / counts.sum() - q_V).abs().sum() < 0.1 and (counts > 0).sum() > 20
@@ -211,7 +212,7 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
 
 def test_nothing_to_learn_is_no_loss() -> None:
     on, drafter = drafting()
-    features = remembered(on, drafter, ROWS, on.vocab)
+    features = with_kv(on, drafter, ROWS, on.vocab)
     assert features.loss_mask_BT is not None
     silent = replace(features, loss_mask_BT=torch.zeros_like(features.loss_mask_BT))
-    assert on_policy_loss(Objective(on_policy=1.0), on, drafter, silent, MOMENT) == 0
+    assert on_policy_loss(FusedLoss(Objective(on_policy=1.0), on, drafter), silent, KEY) == 0

@@ -18,11 +18,13 @@ from headstart.support.errors import UserError
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import LiveWithCache, require_on_policy
 from headstart.training.loop import train
-from headstart.training.objective.on_policy import StepKey, on_policy_loss
+from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.objective import on_policy_loss
 from headstart.training.recipe.recipe import Objective, load_recipe
 from headstart.training.setup import prepare
 
-MOMENT = StepKey(seed=3, step=5)
+KEY = StepKey(seed=3, step=5)
 DRAFTER = {"kind": "eagle3", "depth": 3}
 WANTED = {"on_policy": 0.5, "on_policy_share": 0.3}
 
@@ -79,7 +81,8 @@ def test_it_learns_what_it_visits(tmp_path: Path) -> None:
         source, asked = LiveWithCache(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
         rows = [[i] for i in range(len(run.feed.samples))]
         with torch.no_grad():
-            far[weight] = on_policy_loss(asked, run.backbone, run.drafter, source.read(collate(run.feed.samples, rows)), MOMENT).item()
+            features = source.read(collate(run.feed.samples, rows))
+            far[weight] = on_policy_loss(FusedLoss(asked, run.backbone, run.drafter), features, KEY).item()
     assert far[2.0] < 0.98 * far[0.0]
 
 

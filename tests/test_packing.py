@@ -24,7 +24,9 @@ from headstart.training.data.batch_sampler import BatchSampler, digest
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, best_fit, collate, documents_apart, restarting
 from headstart.training.features.source import Live
-from headstart.training.objective.objective import count_learned, objective
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import objective
 from headstart.training.recipe.recipe import Objective, Train
 
 LENGTHS = (9, 4, 13, 6, 21, 5, 8)
@@ -97,8 +99,9 @@ def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor
     assert features.loss_mask_BT is not None and features.document_BT is not None
     drafter.zero_grad()
     drafter.requires_grad_(True)
-    sums = objective(Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16), drafter.backbone, drafter, features, drafter(features))
-    loss = sums.loss / count_learned(features.loss_mask_BT, features.document_BT)
+    settings = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16)
+    sums = objective(FusedLoss(settings, drafter.backbone, drafter), features, drafter(features))
+    loss = sums.loss / count_label_tokens(features.loss_mask_BT, features.document_BT)
     loss.backward()
     return loss.detach(), [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
 

@@ -20,6 +20,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.data import Splits
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import Live
+from headstart.training.objective.anchors import StepKey
 from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
 from headstart.training.plan.memory_counter import Live as Counted
@@ -67,7 +68,7 @@ def real_step(recipe: Recipe, size: Size) -> dict[str, int]:
     def learn() -> None:
         features = source.read(batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = step(features).loss
+            loss = step(features, StepKey(0, 0)).loss
         del features
         loss.backward()
 

@@ -13,6 +13,7 @@ from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
+from headstart.training.objective.anchors import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.step import TrainStep
@@ -88,7 +89,8 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
     before = tau()
     for _ in range(40):
         loss_mask_BT, document_BT = torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT)
-        sums = step(replace(backbone.read(tokens_BT, taps=drafter.taps), loss_mask_BT=loss_mask_BT, document_BT=document_BT))
+        features = replace(backbone.read(tokens_BT, taps=drafter.taps), loss_mask_BT=loss_mask_BT, document_BT=document_BT)
+        sums = step(features, StepKey(0, 0))
         optimizer.zero_grad()
         (sums.loss / sums.count_K[0]).backward()
         optimizer.step()

@@ -194,7 +194,7 @@ def test_tensorboard_has_the_same_numbers(ran: Path) -> None:
         wanted |= {f"{key}/{i}": x for key in ("accuracy", "acceptance_per_depth") for i, x in enumerate(line.get(key, []))}
         for tag, value in wanted.items():
             assert numbers.pop((line["step"], tag)) == pytest.approx(value, rel=1e-6), tag
-    assert {tag.partition("/")[0] for _, tag in numbers} == {"overlap", "tokens", "tokens_per_second"}
+    assert {tag.partition("/")[0] for _, tag in numbers} == {"alpha", "tokens", "tokens_per_second"}
     texts = {(step, value.tag): value.tensor.string_val[0].decode() for step, value in found if value.WhichOneof("value") == "tensor"}
     assert {step for step, tag in texts if tag == "recipe/text_summary"} == {0, 6} and "      depth: 3" in texts[0, "recipe/text_summary"]
     assert {step for step, tag in texts if tag == "examples/text_summary"} == {4, 6, 8, 12}

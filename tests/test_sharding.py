@@ -19,7 +19,7 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
 from headstart.training.recipe.recipe import load_recipe
-from headstart.training.run.sharding import to_local, shard_layers
+from headstart.training.run.sharding import shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}

@@ -10,7 +10,7 @@ import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
 from torch import Tensor
 
-from headstart.training.objective.terms import TERMS, Draft, Teacher, compare, gradient, mix, regression, teach
+from headstart.training.objective.terms import TERMS, DraftProbs, SoftTarget, compare, gradient, mix, regression, soft_target
 from headstart.training.recipe.recipe import Objective
 
 C, V = 6, 23
@@ -36,7 +36,7 @@ def by_the_book(wanted: Objective, backbone_CV: Tensor, draft_CV: Tensor, vocabu
 
 
 def fused(wanted: Objective, backbone_CV: Tensor, draft_CV: Tensor, vocabulary: Tensor | None, weight_C: Tensor) -> tuple[Tensor, Tensor]:
-    teacher = teach(backbone_CV, vocabulary)
+    teacher = soft_target(backbone_CV, vocabulary)
     draft = compare(teacher, draft_CV)
     return mix(teacher, draft, weight_C, wanted), gradient(draft)
 
@@ -49,10 +49,10 @@ def test_value_and_gradient_are_those_of_the_formula(terms: dict[str, float], vo
     weight_C = torch.linspace(0, 2, C, dtype=torch.float64)
     free_CV = draft_CV.clone().requires_grad_()
     right = by_the_book(wanted, backbone_CV, free_CV, vocabulary, weight_C)
-    value, pulled_CV = fused(wanted, backbone_CV, draft_CV, vocabulary, weight_C)
+    value, gradient_CV = fused(wanted, backbone_CV, draft_CV, vocabulary, weight_C)
     torch.testing.assert_close(value, right.detach(), rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(pulled_CV, torch.autograd.grad(right, free_CV)[0], rtol=1e-10, atol=1e-12)
-    assert not pulled_CV[0].any() and pulled_CV[1:].any()   # a weight of 0
+    torch.testing.assert_close(gradient_CV, torch.autograd.grad(right, free_CV)[0], rtol=1e-10, atol=1e-12)
+    assert not gradient_CV[0].any() and gradient_CV[1:].any()   # a weight of 0
 
 
 def test_every_term_is_covered() -> None:
@@ -79,33 +79,33 @@ def test_finite_where_the_two_hardly_meet(terms: dict[str, float]) -> None:
     backbone_CV, draft_CV = torch.zeros(2, V), torch.zeros(2, V)
     backbone_CV[:, 3], draft_CV[:, 7] = 300.0, 300.0
     backbone_CV[1, 5] = -float("inf")
-    value, pulled_CV = fused(Objective(terms=terms), backbone_CV, draft_CV, None, torch.ones(2))
-    assert value.isfinite() and value > 0 and pulled_CV.isfinite().all()
+    value, gradient_CV = fused(Objective(terms=terms), backbone_CV, draft_CV, None, torch.ones(2))
+    assert value.isfinite() and value > 0 and gradient_CV.isfinite().all()
 
 
 @pytest.mark.parametrize("terms", [terms for terms in WHOLE_TERMS if "ce" not in terms], ids=str)
 def test_a_perfect_draft_has_no_divergence_and_is_left_alone(terms: dict[str, float]) -> None:
     backbone_CV, _ = logits(None)
-    value, pulled_CV = fused(Objective(terms=terms), backbone_CV, backbone_CV.clone(), None, torch.ones(C, dtype=torch.float64))
+    value, gradient_CV = fused(Objective(terms=terms), backbone_CV, backbone_CV.clone(), None, torch.ones(C, dtype=torch.float64))
     torch.testing.assert_close(value, torch.zeros_like(value), atol=1e-12, rtol=0)
-    torch.testing.assert_close(pulled_CV, torch.zeros_like(pulled_CV), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradient_CV, torch.zeros_like(gradient_CV), atol=1e-12, rtol=0)
 
 
-def compared(vocabulary: Tensor | None) -> tuple[Teacher, Draft]:
+def compared(vocabulary: Tensor | None) -> tuple[SoftTarget, DraftProbs]:
     backbone_CV, draft_CV = logits(vocabulary)
-    teacher = teach(backbone_CV, vocabulary)
+    teacher = soft_target(backbone_CV, vocabulary)
     return teacher, compare(teacher, draft_CV)
 
 
 @VOCABULARIES
 def test_acceptance_counts_what_cannot_be_drafted(vocabulary: Tensor | None) -> None:
-    """``1 - tv`` is the overlap of whole distributions, the draft's being 0 outside its vocabulary."""
+    """``1 - tv`` is the acceptance rate of whole distributions, the draft's being 0 outside its vocabulary."""
     backbone_CV, draft_CV = logits(vocabulary)
     q_CV = torch.zeros(C, V, dtype=torch.float64)
     q_CV[:, torch.arange(V) if vocabulary is None else vocabulary] = draft_CV.softmax(-1)
     total_variation_C = (backbone_CV.softmax(-1) - q_CV).abs().sum(-1) / 2
     teacher, draft = compared(vocabulary)
-    torch.testing.assert_close(1 - draft.overlap_C, total_variation_C)
+    torch.testing.assert_close(1 - draft.alpha_C, total_variation_C)
     assert vocabulary is None or (teacher.mass_C < 1 - 1e-6).all()
 
 

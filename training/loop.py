@@ -20,7 +20,8 @@ from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
 from headstart.training.log.evaluate import evaluate
 from headstart.training.log.log import Meter, Result
-from headstart.training.objective.objective import Sums, count_learned
+from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.objective import Sums
 from headstart.training.recipe.recipe import to_dict
 from headstart.training.run.checkpoint import write_state
 from headstart.training.run.schedule import learning_rate
@@ -72,7 +73,8 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
     for trainer in run.trainers:
         trainer.set_learning_rate(step, run.feed.steps)
-    label_tokens = accelerator.reduce(torch.stack([count_learned(batch.loss_mask_BT, batch.document_BT) for batch in batches]).sum(), "sum")
+    by_batch = [count_label_tokens(batch.loss_mask_BT, batch.document_BT) for batch in batches]
+    label_tokens = accelerator.reduce(torch.stack(by_batch).sum(), "sum")
     sums = _accumulate_gradients(run, step, batches, accelerator.num_processes / label_tokens.clamp(min=1))
     norms = [trainer.clip_gradients() for trainer in run.trainers]
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
@@ -101,7 +103,7 @@ def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
     """The counts, and of each trainer its sums, over all processes: one all-reduce."""
-    parts = counts + [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.overlap_K)]
+    parts = counts + [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.alpha_K)]
     reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]

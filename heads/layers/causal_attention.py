@@ -10,12 +10,14 @@ Shape suffixes: B batch, T positions, S keys, H heads, G heads of keys, R heads 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from headstart.heads.layers.chunking import ChunkPolicy, chunk_policy
 
 CACHED, HELD = 2**18, 2**27
 """Scores of a block: on a CPU those that stay in its caches (1 MB in fp32), on an accelerator 512 MB of them."""
@@ -31,10 +33,11 @@ class Blocks:
     """Of each block: its first query, the one behind its last, and the first key that any of them sees."""
     starts_BT: Tensor | None
     """The first position of each position's document; None: 0."""
+    policy: ChunkPolicy = field(default_factory=chunk_policy)
 
     def upto(self, positions: int) -> Iterator[tuple[int, int, int]]:
         """The bounds, as far as there are that many positions."""
-        return ((first, min(end, positions), low) for first, end, low in self.bounds if first < positions)
+        yield from self.policy.select([(first, min(end, positions), low) for first, end, low in self.bounds if first < positions])
 
     def barred(self, first: int, end: int, low: int, device: torch.device) -> Tensor:
         """``[1 or B, 1, 1, end - first, end - low]``: True where a query of the block does not see a key."""
@@ -54,7 +57,8 @@ def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torc
         new_BT[:, 1:] = documents[:, 1:] != documents[:, :-1]
         starts_BT = torch.where(new_BT, place_T, 0).cummax(1).values
         span = int((place_T - starts_BT).max()) + 1
-    rows = max(LEAST, min(MOST, span, (CACHED if device.type == "cpu" else HELD) // (B * H * span)))
+    on_cpu = (chunk_policy().device_type or device.type) == "cpu"
+    rows = max(LEAST, min(MOST, span, (CACHED if on_cpu else HELD) // (B * H * span)))
     firsts = range(0, T, rows)
     lows = [0 for _ in firsts] if starts_BT is None else starts_BT[:, ::rows].amin(0).tolist()
     bounds = tuple((first, min(first + rows, T), low) for first, low in zip(firsts, lows, strict=True))

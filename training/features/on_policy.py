@@ -1,26 +1,35 @@
-"""Learning on drafts of its own (``objective.on_policy``): what a run needs for it, and what cannot have it.
+"""Features for on-policy training (``objective.on_policy``), and what it requires of backbone and drafter.
 
-How it is done is in `objective.on_policy_loss`. It takes a backbone that is there at every step, keeps what it has read, and follows masks;
-and a drafter whose proposals depend on those before them.
+The backbone verifies the drafter's rollouts at every step: it must be live, keep its KV cache of the text, and follow masks. The drafter's
+tokens must depend on those drafted before them. The loss itself is `objective.on_policy_loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch, documents_apart, restarting
 from headstart.training.features.source import FeatureSource, Live
-from headstart.training.objective.on_policy import FeaturesWithCache
 from headstart.training.recipe.recipe import Recipe
 
 
+@dataclass(frozen=True)
+class FeaturesWithCache(Features):
+    """Features with what the backbone needs to read on behind any of the positions."""
+
+    cache: DynamicCache | None = None
+    """Its keys and values of all positions, in every layer."""
+
+
 class LiveWithCache(Live):
-    """The backbone, whose keys and values stay until the batch is learned."""
+    """The live backbone, whose KV cache is kept until the batch is trained on."""
 
     def read(self, batch: Batch) -> FeaturesWithCache:
         cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration: sliding layers keep all of their keys
@@ -32,7 +41,7 @@ class LiveWithCache(Live):
 
 
 def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
-    """The source of a run: if some head learns on drafts of its own, one that remembers."""
+    """The source of a run, with the KV cache if some drafter trains on-policy."""
     if not any(one.objective.on_policy for one in recipe.apart().values()):
         return source
     assert isinstance(source, Live)   # a recipe with a cache is refused when it is read
@@ -40,7 +49,7 @@ def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
 
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
-    """Raise UserError if a head is to learn on drafts of its own, and cannot with this backbone or by its kind."""
+    """Raise UserError if a drafter is to train on-policy and cannot, by its kind or with this backbone."""
     for name, one in recipe.apart().items():
         if not one.objective.on_policy:
             continue

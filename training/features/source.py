@@ -8,6 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -17,11 +21,23 @@ from headstart.training.data.packing import Batch, documents_apart, restarting
 from headstart.training.recipe.recipe import Recipe
 
 
+class Teacher(Protocol):
+    """Turns final hidden states, or what a cache stores in their place, into the backbone's logits."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """``[..., D]`` -> logits ``[..., V]`` over the backbone's vocabulary."""
+
+
 class FeatureSource(ABC):
     """A drafter cannot tell one from another."""
 
-    teacher: Backbone
-    """Makes logits of the final hidden states it gives, or of what stands for them."""
+    teacher: Teacher
 
     @abstractmethod
     def read(self, batch: Batch) -> Features:

@@ -13,7 +13,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
@@ -23,7 +22,7 @@ from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
 from headstart.training.features.codec import CacheFormat, Encoded, join, row_of
 from headstart.training.features.manifest import Manifest, Shards, contents, contents_of, form_of, read_manifest, size_of, written_form
-from headstart.training.features.source import FeatureSource, Live, taps_of
+from headstart.training.features.source import FeatureSource, Live, Teacher, taps_of
 from headstart.training.features.writer import open_teacher, save
 from headstart.training.recipe.recipe import Recipe
 
@@ -31,7 +30,7 @@ from headstart.training.recipe.recipe import Recipe
 class Stored(FeatureSource):
     """Every sample from the shards of a whole cache."""
 
-    def __init__(self, manifest: Manifest, form: CacheFormat, taps: tuple[int, ...], teacher: Backbone) -> None:
+    def __init__(self, manifest: Manifest, form: CacheFormat, taps: tuple[int, ...], teacher: Teacher) -> None:
         self.shards, self.form, self.taps, self.teacher = Shards(manifest), form, taps, teacher
 
     def read(self, batch: Batch) -> Features:

@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -31,7 +30,7 @@ from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.codec import CHUNK, CacheFormat, Encoded, TopTeacher, join, row_of, taught
 from headstart.training.features.manifest import Manifest, open_shard, size_of
-from headstart.training.features.source import Live
+from headstart.training.features.source import Live, Teacher
 
 AT_ONCE = 8192
 """Positions the backbone reads in one forward, padding included."""
@@ -52,7 +51,7 @@ class Work:
     form: CacheFormat
     samples: list[Sample]
     live: Live
-    teacher: Backbone
+    teacher: Teacher
     """Reads out what was kept."""
 
 
@@ -133,7 +132,7 @@ def _batches(samples: list[Sample], first: int, end: int) -> Iterator[list[int]]
 
 
 @torch.no_grad()
-def errors_of(live: Features, kept: Features, backbone: Backbone, teacher: Backbone) -> dict[str, Tensor]:
+def errors_of(live: Features, kept: Features, backbone: Backbone, teacher: Teacher) -> dict[str, Tensor]:
     """Per position, how far what is kept is from what was read.
 
     Of states the distance relative to their size; of the backbone's distribution p, at learned positions, KL(p | kept) in nats and
@@ -160,7 +159,7 @@ def measured_errors(manifest: Manifest) -> dict[str, float]:
     return {name: statistics.fmean(one[name] for one in each if name in one) for name in names}
 
 
-def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], live: Live) -> Backbone:
+def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], live: Live) -> Teacher:
     """What turns the kept final states, or what stands for them, into logits. Made of the first samples, and kept, if need be."""
     if not form.top:
         return live.backbone
@@ -170,7 +169,7 @@ def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], l
             if not path.exists():
                 save({"tail_V": _tail(form, samples, live)}, path, {"cache": manifest.id})
     tail_V = load_file(path, device=str(live.backbone.device))["tail_V"]
-    return cast(Backbone, TopTeacher(tail_V))   # the objective asks it for nothing but what that has
+    return TopTeacher(tail_V)
 
 
 @torch.no_grad()

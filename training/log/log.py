@@ -25,7 +25,7 @@ class Result:
     loss: float
     grad_norm: float
     depths: list[list[float]]
-    """Per depth: positions that count, first choices that agree, summed overlap."""
+    """Per depth: positions that count, agreeing top-1 tokens, summed acceptance rate (alpha)."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Meter:
     seconds: float = 0.0
     count_K: list[float] = field(default_factory=list)
     correct_K: list[float] = field(default_factory=list)
-    overlap_K: list[float] = field(default_factory=list)
+    alpha_K: list[float] = field(default_factory=list)
 
     def add(self, result: Result | None, tokens: int, seconds: float) -> None:
         """One optimiser step; None for one that was skipped."""
@@ -51,16 +51,16 @@ class Meter:
             return
         norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # a step that the scaler skipped
         self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
-        before = [self.count_K, self.correct_K, self.overlap_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
+        before = [self.count_K, self.correct_K, self.alpha_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
         both = zip(before, result.depths, strict=True)
-        self.count_K, self.correct_K, self.overlap_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
+        self.count_K, self.correct_K, self.alpha_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
 
     def record(self) -> dict[str, Any]:
-        """Means; accuracy and overlap per depth. Without a step taken the loss and the norm are None."""
+        """Means; accuracy and expected acceptance rate (alpha) per depth. Without a step taken the loss and the norm are None."""
         return {
             "loss": self.loss / self.steps if self.steps else None,
             "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
-            "overlap": [round(x / max(n, 1.0), 5) for x, n in zip(self.overlap_K, self.count_K, strict=True)],
+            "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
             "grad_norm": self.grad_norm / self.steps if self.steps else None,
             "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
         } | ({"skipped": self.skipped} if self.skipped else {})

@@ -1,11 +1,11 @@
-"""What a depth's loss weighs: geometrically less the deeper it is, or by what it adds to the expected length of a draft.
+"""Weights of the depths in the loss: geometrically falling, or by what each depth adds to the expected accepted length.
 
-The expected number of accepted tokens of a draft from t is ``sum_k prod_{i<=k} a_i``, a_i the chance that depth i is right. How
-much of it hangs on depth k, its derivative by ``log a_k``, is ``sum_{j>=k} prod_{i<=j} a_i``: the weight of D-PACE (2605.18810),
-with a_i the probability the draft gives to the text's own token, smoothed towards 1 and held constant. It needs all depths of
-a draft, so the readouts run once more, before the loss, without a gradient.
+The expected number of accepted tokens of a draft from t is ``sum_k prod_{i<=k} a_i``, with a_i the acceptance probability of depth i.
+Its derivative by ``log a_k`` is ``sum_{j>=k} prod_{i<=j} a_i``: the weight of D-PACE (2605.18810), with a_i the probability the draft
+gives to the text's token, smoothed towards 1 and held constant. It needs all depths of a draft, so the readouts run once more, before
+the loss, without a gradient.
 
-Shape suffixes: M teacher positions, C those of a chunk, V draft vocabulary, N drafts, K depth.
+Shape suffixes: M rows of the loss, C rows of a chunk, V draft vocabulary, N drafts, K depth.
 """
 
 from __future__ import annotations
@@ -13,42 +13,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.training.objective.fused import Fused, LossRows
-from headstart.training.objective.terms import in_vocabulary, wide
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import LossRows
+from headstart.training.objective.terms import at_least_fp32, in_vocabulary
 
 SMOOTHING = 0.5
 """a = SMOOTHING + (1 - SMOOTHING) q, so that a depth behind an unlikely one still learns (2605.18810)."""
 
 
-def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype) -> Tensor:
-    """``decay ** k``, ``[M, K]``; 0 where a depth does not count."""
-    decay_K = torch.tensor([decay**k for k in range(counts_MK.shape[1])], dtype=dtype, device=counts_MK.device)
+def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:
+    """``decay ** k``, ``[M, K]``, the first column being ``first_depth``; 0 where a depth does not count."""
+    depths = range(first_depth, first_depth + counts_MK.shape[1])
+    decay_K = torch.tensor([decay**k for k in depths], dtype=dtype, device=counts_MK.device)
     return counts_MK * decay_K
 
 
-def confidence(fused: Fused, places: LossRows, drafts: list[Tensor]) -> Tensor:
-    """``[M, K]``: the probability each depth gives to the text's own token; 0 for a token it cannot draft."""
-    sure_MK = wide(drafts[0][:0]).new_zeros(len(places.text_M), len(drafts))
-    for rows in fused.chunks(len(places.text_M)):
-        place_C, has_place_C = in_vocabulary(places.text_M[rows], fused.vocabulary)
+def confidence(loss: FusedLoss, rows: LossRows, drafts: list[Tensor]) -> Tensor:
+    """``[M, K]``: the probability each depth gives to the text's token; 0 for a token outside the draft vocabulary."""
+    assert rows.labels_MJ is not None
+    prob_MK = at_least_fp32(drafts[0][:0]).new_zeros(len(rows), len(drafts))
+    for chunk in loss.chunks(len(rows)):
+        part = rows.part(chunk)
+        assert part.labels_MJ is not None
+        index_CJ, known_CJ = in_vocabulary(part.labels_MJ, loss.vocabulary)
         for k, draft_MD in enumerate(drafts):
-            # Autograd stays on: a weight that autocast casts for the first time without it would be remembered without it.
-            logits_CV = wide(fused.read(draft_MD, k, rows, places.given_M[rows])[1].detach())
-            sure_MK[rows, k] = (logits_CV.gather(-1, place_C[:, None]).squeeze(-1) - logits_CV.logsumexp(-1)).exp() * has_place_C
-    return sure_MK
+            j = min(k, index_CJ.shape[1] - 1)
+            # Autograd stays on: without it autocast would cache casts of the weights that have no graph.
+            logits_CV = at_least_fp32(loss.chunk_logits(draft_MD, k, chunk, part)[1].detach())
+            log_prob_C = logits_CV.gather(-1, index_CJ[:, j, None]).squeeze(-1) - logits_CV.logsumexp(-1)
+            prob_MK[chunk, k] = log_prob_C.exp() * known_CJ[:, j]
+    return prob_MK
 
 
 def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int) -> Tensor:
-    """D-PACE's weights, ``[M, K]``, where depth k of draft number ``draft_MK`` (below ``drafts``) drafts the token of a place.
+    """D-PACE's weights, ``[M, K]``; entry (m, k) is depth k of draft ``draft_MK[m, k]``, a number below ``drafts``.
 
-    A depth that does not count weighs nothing, and does not stand in the way of those behind it.
+    A depth that does not count weighs nothing and leaves the weights of deeper ones as they are.
     """
     K = counts_MK.shape[1]
     smooth_MK = SMOOTHING + (1 - SMOOTHING) * confidence_MK
-    # The depths of a draft side by side; one draft more takes what does not count.
-    place_MK = torch.where(counts_MK, draft_MK, drafts) * K + torch.arange(K, device=counts_MK.device)
-    smooth_NK = smooth_MK.new_ones((drafts + 1) * K).scatter_(0, place_MK.flatten(), smooth_MK.flatten()).view(-1, K)
-    counts_NK = smooth_MK.new_zeros((drafts + 1) * K).scatter_(0, place_MK.flatten(), 1.0).view(-1, K)
+    # The depths of a draft side by side; one more draft takes what does not count.
+    index_MK = torch.where(counts_MK, draft_MK, drafts) * K + torch.arange(K, device=counts_MK.device)
+    smooth_NK = smooth_MK.new_ones((drafts + 1) * K).scatter_(0, index_MK.flatten(), smooth_MK.flatten()).view(-1, K)
+    counts_NK = smooth_MK.new_zeros((drafts + 1) * K).scatter_(0, index_MK.flatten(), 1.0).view(-1, K)
     reached_NK = smooth_NK.cumprod(1) * counts_NK
     beyond_NK = reached_NK.flip(1).cumsum(1).flip(1)
-    return beyond_NK.flatten()[place_MK] * counts_MK
+    return beyond_NK.flatten()[index_MK] * counts_MK

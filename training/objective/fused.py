@@ -1,127 +1,121 @@
-"""Readout and divergence in one, chunk by chunk: a loss that brings its gradient along, and no ``[T, V]`` anywhere.
+"""Readout and loss in one pass over chunks: a loss that carries its gradient, without ``[T, V]`` logits.
 
-A chunk's logits live while its loss and their gradient are computed; the gradient goes back through the drafter's readout at
-once and is added up for the hidden states and for the readout's own weights (whatever autograd finds behind the logits). What
-is left when all chunks are done is a number and gradients of the size of its inputs; `Ledger.attach` makes them a node of the
-graph. Nothing is computed twice, as it would be under checkpointing.
+A chunk's logits exist only while its loss and their gradient are computed; the gradient is sent back through the drafter's readout
+at once and accumulated for the hidden states and for the readout's weights (the leaves that autograd finds behind the logits). When
+all chunks are done, a number and gradients of the size of its inputs are left; `GradientAccumulator.attach` makes them one node of
+the graph. Nothing is computed twice, as it would be under checkpointing.
 
-Shape suffixes: M teacher positions, C teacher positions of a chunk, D width, V vocabulary, K depth.
+Shape suffixes: M rows of the loss, C rows of a chunk, D width, V vocabulary, K depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.training.objective.terms import FEATURES, Teacher, compare, gradient, mix, regression, teach
+from headstart.heads.layers.chunking import chunk_policy
+from headstart.training.features.source import Teacher
+from headstart.training.objective.loss_rows import LossRows
+from headstart.training.objective.terms import FEATURES, SoftTarget, compare, gradient, mix, regression, soft_target
 from headstart.training.recipe.recipe import Objective
 
-CACHED, LEAST_ROWS = 2**19, 128
-"""On a CPU: logits that stay in its caches (2 MB in fp32), and rows that keep its matrix products efficient."""
-
-
-class LossRows(NamedTuple):
-    """Teacher positions of a batch: the backbone there, the text around it, and what each depth's draft of it weighs."""
-
-    hidden_MD: Tensor
-    given_M: Tensor
-    """``x_j``, the last token the distribution at j is conditioned on: the parent of the token drafted."""
-    text_M: Tensor
-    """``x_{j+1}``."""
-    counts_MK: Tensor
-    """Whether depth k drafts this token: False near the start of a document, where ``j-1-k`` lies before it."""
-    weights_MK: Tensor
-    """Of the terms; 0 where it does not count."""
-
-    def part(self, rows: slice) -> LossRows:
-        return LossRows(*(tensor[rows] for tensor in self))
+CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
+"""Chunks on a CPU: as many logits as its caches hold (2 MB in fp32), but enough rows to keep its matrix products efficient."""
 
 
 @dataclass(frozen=True)
-class Fused:
-    """One objective's loss of one drafter, as a function of its hidden states."""
+class FusedLoss:
+    """The loss of one drafter as a function of its hidden states."""
 
-    wanted: Objective
-    backbone: Backbone
+    settings: Objective
+    teacher: Teacher
     drafter: Drafter
 
     @property
     def vocabulary(self) -> Tensor | None:
-        found = self.drafter.vocabulary
-        return found if found is None else found.to(self.backbone.device)
+        vocabulary = self.drafter.vocabulary
+        return vocabulary if vocabulary is None else vocabulary.to(self.teacher.device)
 
-    def sum(self, places: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss, with gradients; correct first choices of each depth; overlap of each depth. Sums over all places."""
-        ledger = Ledger(drafts)
-        parts = [self._chunk(places.part(rows), rows, ledger) for rows in self.chunks(len(places.text_M))]
-        loss, correct_K, overlap_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
-        return ledger.attach(loss), correct_K, overlap_K
+    def sum(self, rows: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss, with gradients; per depth the rows where the most likely tokens agree, and the summed acceptance rate."""
+        gradients = GradientAccumulator(drafts)
+        parts = [self._chunk(rows.part(chunk), chunk, gradients) for chunk in self.chunks(len(rows))]
+        loss, correct_K, alpha_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
+        return gradients.attach(loss), correct_K, alpha_K
 
-    def _chunk(self, places: LossRows, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
-        """One teacher for all depths."""
-        with torch.no_grad(), torch.autocast(places.text_M.device.type, enabled=False):   # in its own dtype, as when decoding
-            teacher = teach(self.backbone.readout(places.hidden_MD), self.vocabulary)
-        sums = [self._depth(k, teacher, places, rows, ledger) for k in range(len(ledger.drafts))]
-        losses_K, correct_K, overlap_K = (torch.stack(part) for part in zip(*sums, strict=True))
-        return losses_K.sum(), correct_K, overlap_K
+    def _chunk(self, rows: LossRows, chunk: slice, gradients: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor]:
+        sums, targets = [], rows.hidden_MJD.shape[1]
+        for i in range(len(gradients.drafts)):
+            if i < targets:   # one for all depths, or one per depth
+                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):   # in its own dtype, as when decoding
+                    target = soft_target(self.teacher.readout(rows.hidden_MJD[:, i]), self.vocabulary)
+            sums.append(self._depth(i, target, rows, chunk, gradients))
+        losses_K, correct_K, alpha_K = (torch.stack(part) for part in zip(*sums, strict=True))
+        return losses_K.sum(), correct_K, alpha_K
 
-    def _depth(self, k: int, teacher: Teacher, places: LossRows, rows: slice, ledger: Ledger) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, correct first choices and overlap of one depth; its logits are gone when it returns."""
-        leaf_CD, logits_CV = self.read(ledger.drafts[k], k, rows, places.given_M)
-        counts_C, weight_C = places.counts_MK[:, k], places.weights_MK[:, k]
+    def _depth(
+        self, i: int, target: SoftTarget, rows: LossRows, chunk: slice, gradients: GradientAccumulator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, agreeing rows and summed acceptance rate of one column; its logits are freed on return."""
+        leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, chunk, rows)
+        counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
         with torch.no_grad():
-            draft = compare(teacher, logits_CV.detach())
-            loss = mix(teacher, draft, weight_C, self.wanted)
+            draft = compare(target, logits_CV.detach())
+            loss = mix(target, draft, weight_C, self.settings)
             if logits_CV.requires_grad:
-                ledger.back(k, rows, leaf_CD, logits_CV, gradient(draft))
-            if share := self.wanted.terms.get(FEATURES):
-                value, gradient_CD = regression(leaf_CD.detach(), places.hidden_MD, share * weight_C)
+                gradients.backward(i, chunk, leaf_CD, logits_CV, gradient(draft))
+            if share := self.settings.terms.get(FEATURES):
+                value, gradient_CD = regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
                 loss = loss + value
-                ledger.add(k, rows, gradient_CD)
+                gradients.add(i, chunk, gradient_CD)
             choice_C = draft.choice_C if self.vocabulary is None else self.vocabulary[draft.choice_C]
-            return loss, ((choice_C == teacher.choice_C) & counts_C).sum(), (draft.overlap_C * counts_C).sum()
+            return loss, ((choice_C == target.choice_C) & counts_C).sum(), (draft.alpha_C * counts_C).sum()
 
-    def read(self, draft_MD: Tensor, k: int, rows: slice, given_C: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's hidden states, cut off from what made them, and their logits."""
-        leaf_CD = draft_MD[rows].detach().requires_grad_(draft_MD.requires_grad and torch.is_grad_enabled())
-        return leaf_CD, self.drafter.readout(leaf_CD, k, given_C)
+    def chunk_logits(self, draft_MD: Tensor, i: int, chunk: slice, rows: LossRows) -> tuple[Tensor, Tensor]:
+        """Column i of a chunk (``rows`` of it): its hidden states, detached from the graph that made them, and their logits."""
+        leaf_CD = draft_MD[chunk].detach().requires_grad_(draft_MD.requires_grad and torch.is_grad_enabled())
+        return leaf_CD, self.drafter.readout(leaf_CD, rows.first_depth + i, _column(rows.parents_MJ, i))
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """``count`` positions in runs of at most ``objective.chunk``, one at least. A CPU is given what stays in its caches."""
-        size = self.wanted.chunk
-        if self.backbone.device.type == "cpu":
-            drafted = self.backbone.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
-            size = min(size, max(LEAST_ROWS, CACHED // drafted))
-        yield from (slice(start, min(start + size, count)) for start in range(0, max(count, 1), size))
+        """``count`` rows in chunks of at most ``objective.chunk``, at least one chunk; on a CPU they fit its caches."""
+        size, policy = self.settings.chunk, chunk_policy()
+        if (policy.device_type or self.teacher.device.type) == "cpu":
+            vocab = self.teacher.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
+            size = min(size, max(CPU_MIN_ROWS, CPU_LOGITS // vocab))
+        yield from policy.select([slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)])
 
 
-class Ledger:
-    """Gradients as they come in: of the M hidden states of each depth, and of every weight behind the logits."""
+def _column(values: Tensor, i: int) -> Tensor:
+    """``[M, J, ...]`` -> ``[M, ...]``: what is shared by all depths, or depth i's."""
+    return values[:, min(i, values.shape[1] - 1)]
+
+
+class GradientAccumulator:
+    """Gradients summed over chunks: of each depth's hidden states, and of every weight behind the logits."""
 
     def __init__(self, drafts: list[Tensor]) -> None:
         self.drafts = drafts
         self.of_drafts = [torch.zeros_like(draft_MD) for draft_MD in drafts] if torch.is_grad_enabled() else []
         self.of_weights: dict[Tensor, Tensor] = {}
 
-    def add(self, k: int, rows: slice, gradient_CD: Tensor) -> None:
+    def add(self, i: int, chunk: slice, gradient_CD: Tensor) -> None:
         if self.of_drafts:
-            self.of_drafts[k][rows] += gradient_CD
+            self.of_drafts[i][chunk] += gradient_CD
 
-    def back(self, k: int, rows: slice, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
-        """Send the gradient of a chunk's logits through the readout that made them of ``leaf_CD``."""
+    def backward(self, i: int, chunk: slice, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
+        """Send the gradient of a chunk's logits through the readout that made them from ``leaf_CD``."""
         inputs = [weight for weight in leaves(logits_CV) if weight is not leaf_CD] + [leaf_CD] * leaf_CD.requires_grad
         with torch.autocast(logits_CV.device.type, enabled=False):   # as any backward: in the dtypes of the forward
-            found = torch.autograd.grad(logits_CV, inputs, gradient_CV.to(logits_CV.dtype), allow_unused=True)
-        for tensor, part in zip(inputs, found, strict=True):
+            gradients = torch.autograd.grad(logits_CV, inputs, gradient_CV.to(logits_CV.dtype), allow_unused=True)
+        for tensor, part in zip(inputs, gradients, strict=True):
             if tensor is leaf_CD and part is not None:
-                self.add(k, rows, part)
+                self.add(i, chunk, part)
             elif tensor in self.of_weights and part is not None:
                 self.of_weights[tensor].add_(part)
             elif part is not None:
@@ -137,7 +131,7 @@ class Ledger:
 
 
 class _Attached(torch.autograd.Function):
-    """A number with gradients that are known: ``(loss, n, n gradients, n inputs)``."""
+    """A number whose gradients are known: ``(loss, n, n gradients, n inputs)``."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
@@ -152,7 +146,7 @@ class _Attached(torch.autograd.Function):
 
 
 def leaves(output: Tensor) -> list[Tensor]:
-    """The tensors behind it whose gradient a backward would fill in."""
+    """The leaf tensors behind ``output`` whose gradient a backward would fill in."""
     found: list[Tensor] = []
     nodes: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
     seen = set(nodes)

@@ -30,14 +30,15 @@ import torch
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.layers import causal_attention as causal
+from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.nest import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.codec import TopTeacher
 from headstart.training.features.source import Live as FromBackbone
-from headstart.training.objective import fused
+from headstart.training.features.source import Teacher
+from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.plan.memory_counter import Live, Parts
@@ -145,7 +146,8 @@ class Memory:
         """What there is beside the lasting while the backbone reads, and while that drafter learns that takes most."""
         answers, found = self.sketch.answers, list[Parts]()
         answers.learned, answers.yes, answers.longest = size.learned, self.recipe.data.packing, size.length - 1
-        with _quiet(), self.sketch.drawn(), Live() as live, _as_trained(self.recipe, self.accelerator):
+        policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)   # a fake model is on a CPU, whatever it stands for
+        with _quiet(), self.sketch.drawn(), Live() as live, use_chunk_policy(policy):
             features, teacher = self._read(size, live)
             reading = live.parts([])
             live.rename(list_tensors(features), "features")
@@ -161,7 +163,7 @@ class Memory:
                 waiting += own
         return reading, max(found, key=lambda parts: sum(parts.values()))
 
-    def _read(self, size: Size, live: Live) -> tuple[Features, Any]:
+    def _read(self, size: Size, live: Live) -> tuple[Features, Teacher]:
         """The features of a batch, live or as they come from a cache, and who teaches."""
         backbone, taps, cache = self.sketch.backbone, self.sketch.taps, self.recipe.cache
         live.part = "features"
@@ -179,7 +181,7 @@ class Memory:
         return Features(tokens_BT, likeliest, states, batch.loss_mask_BT, batch.document_BT), TopTeacher(torch.ones(backbone.vocab))
 
 
-def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, live: Live) -> Parts:
+def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Teacher, live: Live) -> Parts:
     """One drafter's forward, objective and backward: what training's `TrainStep` is made of."""
     precision = torch_dtype(recipe.train.precision)
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
@@ -188,7 +190,7 @@ def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Any, l
         with nullcontext() if precision is None else torch.autocast("cpu", precision):
             hidden = drafter(features)
             live.part = "objective"
-            loss = objective(recipe.objective, teacher, drafter, features, hidden).loss
+            loss = objective(FusedLoss(recipe.objective, teacher, drafter), features, hidden).loss
         del hidden
         live.part = "drafter activations"
         loss.backward()
@@ -212,35 +214,6 @@ def trained(drafter: Drafter) -> int:
 def size_of(tensors: list[Any]) -> int:
     """Bytes of the storages behind them, each counted once."""
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-@contextmanager
-def _as_trained(recipe: Recipe, accelerator: bool) -> Iterator[None]:
-    """A sketch stands for a CPU, whose work is cut to what stays in its caches; an accelerator takes more at a time.
-
-    Of the objective's chunks and of attention's blocks, each freed before the next, the first ones and the last are run.
-    """
-    least, cached, chunks, upto = fused.LEAST_ROWS, causal.CACHED, fused.Fused.chunks, causal.Blocks.upto
-
-    def some_chunks(self: fused.Fused, count: int) -> Iterator[slice]:
-        yield from _few(list(chunks(self, count)))
-
-    def some_blocks(self: causal.Blocks, positions: int) -> Iterator[tuple[int, int, int]]:
-        yield from _few(list(upto(self, positions)))
-
-    if accelerator:
-        fused.LEAST_ROWS, causal.CACHED = max(least, recipe.objective.chunk), causal.HELD
-    fused.Fused.chunks = some_chunks   # type: ignore[method-assign]
-    causal.Blocks.upto = some_blocks   # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        fused.LEAST_ROWS, causal.CACHED = least, cached
-        fused.Fused.chunks, causal.Blocks.upto = chunks, upto   # type: ignore[method-assign]
-
-
-def _few(parts: list[Any]) -> list[Any]:
-    return parts if len(parts) < 4 else [*parts[:2], parts[-1]]
 
 
 @contextmanager

@@ -1,40 +1,41 @@
-"""From what the backbone knows of a batch to its summed loss: the drafter drafts, the objective compares.
+"""From the features of a batch to its summed loss: the drafter's forward, then the objective.
 
-The one module the training loop wraps for data parallelism and autocast. The backbone is no `nn.Module` and so no part of
-it: its weights are neither synchronised, nor saved, nor cast. Its reading is a `FeatureSource`'s business, outside of autocast.
+The training loop wraps this module for data parallelism and autocast. The backbone is no `nn.Module` and so no part of it: its
+weights are neither synchronised, nor saved, nor cast. It is read by a `FeatureSource`, outside of autocast.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.training.objective.objective import Sums, objective, require_comparable
-from headstart.training.objective.on_policy import FeaturesWithCache, StepKey, on_policy_loss
+from headstart.training.features.on_policy import FeaturesWithCache
+from headstart.training.features.source import Teacher
+from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
 from headstart.training.recipe.recipe import Objective
 
 
 class TrainStep(nn.Module):
-    """``backbone`` teaches: the objective asks it for the logits of ``features.hidden_BTD``.
+    """``teacher`` gives the logits of ``features.hidden_BTD``.
 
-    Raises UserError for a term of the objective that this drafter cannot learn by.
+    Raises UserError for a loss term that this drafter cannot be trained with.
     """
 
-    def __init__(self, backbone: Backbone, drafter: Drafter, wanted: Objective) -> None:
+    def __init__(self, teacher: Teacher, drafter: Drafter, settings: Objective) -> None:
         super().__init__()
-        if wanted.terms.get(FEATURES):
+        if settings.terms.get(FEATURES):
             require_comparable(drafter)
-        self.drafter = drafter
-        self.backbone = backbone
-        self.wanted = wanted
+        self.drafter, self.teacher, self.settings = drafter, teacher, settings
 
-    def forward(self, features: Features, step_key: StepKey | None = None) -> Sums:
-        """``step_key`` is what drafts of its own are drawn by, where the objective has them; None: the text alone."""
-        sums = objective(self.wanted, self.backbone, self.drafter, features, self.drafter(features))
-        if step_key is None or not self.wanted.on_policy:
+    def forward(self, features: Features, step_key: StepKey) -> Sums:
+        """All randomness derives from ``step_key`` and the text."""
+        loss = FusedLoss(self.settings, self.teacher, self.drafter)
+        sums = objective(loss, features, self.drafter(features))
+        if not self.settings.on_policy:
             return sums
         assert isinstance(features, FeaturesWithCache)
-        return sums._replace(loss=sums.loss + on_policy_loss(self.wanted, self.backbone, self.drafter, features, step_key))
+        return sums._replace(loss=sums.loss + on_policy_loss(loss, features, step_key))

@@ -23,9 +23,10 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.training.features.source import Teacher
 from headstart.training.log.log import Meter, Result
+from headstart.training.objective.anchors import StepKey
 from headstart.training.objective.objective import Sums
-from headstart.training.objective.on_policy import StepKey
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
@@ -180,7 +181,7 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     return drafter
 
 
-def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, teacher: Backbone) -> DrafterTrainer:
+def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, teacher: Teacher) -> DrafterTrainer:
     """The trainer of a drafter that already has its initial (or resumed) weights."""
     module, optimizer = accelerator.prepare(TrainStep(teacher, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
     average = None if recipe.train.ema is None else Average(drafter, recipe.train.ema)

@@ -1,0 +1,89 @@
+"""The rows that the loss is summed over: which tokens count at which depth, and what each draft is compared with.
+
+The backbone's distribution at position j is that of ``x_{j+1}``, and depth k drafts ``x_{t+2+k}`` at position t. So the one
+distribution at j is the target of every depth k, drafted at ``t = j-1-k``. Drafts at all positions are therefore summed by
+target position j (`dense_rows`), which reads each target out once; drafts at anchors are summed by draft, with a target per depth.
+
+Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss, J targets of a row (1 or K).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.backbone.features import Features
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """M rows of K drafted tokens each: one target for all depths (J = 1), or one per depth (J = K)."""
+
+    hidden_MJD: Tensor
+    """The backbone's final hidden states, whose readout is the target distribution."""
+    parents_MJ: Tensor
+    """The last token the target is conditioned on: the parent of the drafted token."""
+    labels_MJ: Tensor | None
+    """The text's next token; None where the parents are not the text's."""
+    counts_MK: Tensor
+    """Whether depth k counts in this row."""
+    weights_MK: Tensor
+    """Weight in the loss; 0 where the depth does not count."""
+    first_depth: int = 0
+    """The depth of column 0."""
+
+    def __len__(self) -> int:
+        return len(self.counts_MK)
+
+    def part(self, rows: slice) -> LossRows:
+        labels_CJ = None if self.labels_MJ is None else self.labels_MJ[rows]
+        tensors = self.hidden_MJD[rows], self.parents_MJ[rows], labels_CJ, self.counts_MK[rows], self.weights_MK[rows]
+        return LossRows(*tensors, self.first_depth)
+
+    def weighted(self, weights_MK: Tensor) -> LossRows:
+        return replace(self, weights_MK=weights_MK)
+
+
+def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
+    """bool ``[B, T-1]``: whether that depth drafts the token after target position j, at position ``j-1-depth``.
+
+    It must be a label token, and the drafting position must lie in the same document.
+    """
+    back = depth + 2
+    inside_BT = F.pad(document_BT[:, back:] == document_BT[:, :-back], (min(back, document_BT.shape[1]), 0))
+    return (loss_mask_BT & inside_BT & (document_BT >= 0))[:, 1:]
+
+
+def counted_from(loss_mask_BT: Tensor, document_BT: Tensor, depths: int) -> Tensor:
+    """bool ``[B, T, K]``: whether depth k drafts a label token at position t."""
+    T = document_BT.shape[1]
+    by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depths)]
+    return torch.stack([F.pad(count_BT, (0, T - count_BT.shape[1])) for count_BT in by_depth], -1)
+
+
+def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
+    """Number of label tokens that some depth drafts; depth 0 drafts every token that a deeper one does."""
+    return counted(loss_mask_BT, document_BT, 0).sum()
+
+
+def dense_rows(features: Features, hidden: list[Tensor]) -> tuple[LossRows, list[Tensor], Tensor]:
+    """The rows of drafts at every position; the hidden states of each depth in them; and each entry's draft, ``[M, K]``, as b T + t.
+
+    Where a depth does not count, its row holds some other position's state: a fixed shape is worth more than the few rows saved,
+    and a depth that drafts nothing in a batch still takes part in the graph, which data parallelism needs.
+    """
+    assert features.loss_mask_BT is not None and features.document_BT is not None
+    counts_KBT = torch.stack([counted(features.loss_mask_BT, features.document_BT, k) for k in range(len(hidden))])
+    row_M, j_M = counts_KBT[0].nonzero(as_tuple=True)
+    tokens_BT, counts_MK = features.tokens_BT, counts_KBT[:, row_M, j_M].T
+    parents_M1, labels_M1 = tokens_BT[row_M, j_M][:, None], tokens_BT[row_M, j_M + 1][:, None]
+    rows = LossRows(features.hidden_BTD[row_M, j_M][:, None], parents_M1, labels_M1, counts_MK, counts_MK)
+    drafts = []
+    for k, draft_BTD in enumerate(hidden):
+        draft_BTD = draft_BTD if draft_BTD.shape[1] else F.pad(draft_BTD, (0, 0, 0, 1))
+        drafts.append(draft_BTD[row_M, (j_M - 1 - k).clamp(min=0)])
+    draft_MK = (row_M * tokens_BT.shape[1] + j_M - 1)[:, None] - torch.arange(len(hidden), device=j_M.device)
+    return rows, drafts, draft_MK
