@@ -96,7 +96,7 @@ class Case:
         document_BT = torch.zeros_like(tokens_BT)
         self.features = Features(tokens_BT, torch.randn(1, positions, args.width), None, document_BT == 0, document_BT)
         self.hidden = [torch.randn(1, positions - 2 - k, args.width).requires_grad_() for k in range(args.depth)]
-        self.wanted = Objective(chunk=args.chunk)
+        self.wanted = Objective(chunk_size=args.chunk)
 
     def step(self, way: Any) -> float:
         """Loss and gradients; the gradients are dropped."""

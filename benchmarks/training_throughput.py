@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -93,12 +93,14 @@ def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> 
     tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
     accelerator = Accelerator(cpu=backbone.device.type == "cpu")
     for packing in (False, True):
-        data = replace(recipe.data, packing=packing)
+        data = recipe.data.model_copy(update={"packing": packing})
         splits: Splits = load_data(data, tokenizer, backbone.max_positions or sys.maxsize, progress=False)
-        feed = BatchSampler(splits.train, replace(recipe.train, micro_batch=None), recipe.seed, window=data.max_length if packing else None)
+        train = recipe.train.model_copy(update={"micro_batch": None})
+        feed = BatchSampler(splits.train, train, recipe.seed, window=data.max_length if packing else None)
         for store in (None, "int8", "bf16"):
-            cache = replace(recipe.cache, dir=str(folder / f"{store}-{packing}") if store else None, store=store or "int8")
-            settings = replace(recipe, data=data, cache=cache)
+            where = str(folder / f"{store}-{packing}") if store else None
+            cache = recipe.cache.model_copy(update={"dir": where, "dtype": store or "int8"})
+            settings = recipe.model_copy(update={"data": data, "cache": cache})
             if store:
                 form = form_of(cache, backbone, drafter.taps)
                 contents = contents_of(splits.train, form, backbone, tokenizer, data)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.training.recipe.yaml_text import dump_yaml
 
 ROOT = Path(__file__).parent.parent
 WORDS = "the a cat dog sun moon sees likes finds and so it is red blue old new".split()
@@ -43,7 +44,7 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
         "backbone": {"path": str(folder / "backbone")},
         "drafter": {"kind": "medusa", "depth": 2},
         "data": {"train": str(folder / "text.jsonl"), "eval_rows": 4, "max_length": 64},
-        "objective": {"chunk": 50},
+        "objective": {"chunk_size": 50},
         "train": {"steps": 12, "batch_size": 4, "lr": 3e-3},
         "eval": {"prompts": 2, "max_new_tokens": 8},
         "save": {"dir": str(folder / "out")},
@@ -53,7 +54,7 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
     for name, section in sections.items():
         recipe[name] = {**recipe[name], **section}
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(dump_yaml(recipe))
     return path
 
 

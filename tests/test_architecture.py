@@ -30,7 +30,7 @@ PUBLIC = {
     "load_recipe",
     "load_tokenizer",
 }
-FACADE_FOR_ALL = {"__version__", "recipes"}
+FACADE_FOR_ALL = {"__version__", "recipes", "support"}
 """What any layer may take from `headstart` itself (recipes are data); other public names are imported from where they live."""
 
 

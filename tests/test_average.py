@@ -15,7 +15,7 @@ from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import find_state, read_state
 
 STEPS = 8
-CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema": 0.5}
+CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema_decay": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_it_follows_the_weights_and_stands_in_for_them() -> None:
 def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train=CONSTANT, eval={"every": 4})
     assert main([str(recipe), f"save.dir={tmp_path}/average"]) == 0
-    assert main([str(recipe), f"save.dir={tmp_path}/weights", "train.ema=null"]) == 0
+    assert main([str(recipe), f"save.dir={tmp_path}/weights", "train.ema_decay=null"]) == 0
     with_it, without = (load_file(tmp_path / name / "model.safetensors") for name in ("average", "weights"))
     folder = find_state(tmp_path / "average")
     assert folder is not None
@@ -67,8 +67,8 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
         assert main([str(recipe), f"save.dir={tmp_path}/parts", f"train.steps={steps}"]) == 0
     found = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("whole", "parts")]
     assert found[0] == found[1]
-    assert main([str(recipe), f"save.dir={tmp_path}/parts", "train.ema=null", f"train.steps={STEPS + 1}"]) == 2
-    assert "train.ema (was 0.5, now None)" in capsys.readouterr().err
+    assert main([str(recipe), f"save.dir={tmp_path}/parts", "train.ema_decay=null", f"train.steps={STEPS + 1}"]) == 2
+    assert "train.ema_decay (was 0.5, now None)" in capsys.readouterr().err
 
 
 def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "recipes" / "conversations"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 320}
 OVERRIDES = (
-    "data.max_length=128", "drafter.depth=2", "regenerate.max_new_tokens=24", "regenerate.batch=16", "train.epochs=null", "train.steps=4",
-    "train.batch_size=4", "save.every=2", "eval.prompts=2", "eval.max_new_tokens=8",
+    "data.max_length=128", "drafter.depth=2", "regenerate.max_new_tokens=24", "regenerate.batch_size=16", "train.epochs=null",
+    "train.steps=4", "train.batch_size=4", "save.every=2", "eval.prompts=2", "eval.max_new_tokens=8",
 )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from chat_templates import make_tokenizer
 from server import Reply, said, serving
 
 from headstart.cli.main import main
+from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate import endpoint
 
 CALL = {"id": "new", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -35,7 +35,7 @@ def ask(tmp_path: Path) -> Callable[..., int]:
             "backbone": {"path": "some/model"}, "drafter": {"kind": "medusa"}, "data": {"train": str(tmp_path / "rows.jsonl")},
             "save": {"dir": "out"}, "regenerate": {"out": str(tmp_path / "new.jsonl"), "endpoint": url},
         }  # fmt: skip
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
         return main(["regenerate", str(tmp_path / "recipe.yaml"), *overrides, "--json", str(tmp_path / "result.json")])
 
     return ask

@@ -33,7 +33,7 @@ def test_logits_are_never_held_whole(backbone: Backbone) -> None:
     features = batch(backbone)
     seen: list[int] = []
     hook = backbone.unembed.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    sums = objective(FusedLoss(Objective(chunk=4), backbone, drafter), features, drafter(features))
+    sums = objective(FusedLoss(Objective(chunk_size=4), backbone, drafter), features, drafter(features))
     assert drafter.largest == max(seen) == 4 and sum(seen) == learned(features)
     sums.loss.backward()
     assert sum(seen) == learned(features)
@@ -58,7 +58,7 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
     drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
     found = []
     for chunk in (4, 1000):
-        wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk=chunk), drafter(features)
+        wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk_size=chunk), drafter(features)
         with Largest() as largest:
             objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
         found.append(largest.numbers)
@@ -111,7 +111,7 @@ class Feature(TinyDrafter):
 def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
     torch.manual_seed(2)
     drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
-    wanted = Objective(terms=terms, chunk=7)
+    wanted = Objective(terms=terms, chunk_size=7)
     found = [run(way, wanted, backbone, drafter, features) for way in (naive, chunked)]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -146,7 +146,7 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     torch.manual_seed(2)
     backbone = small_backbone(torch.float32)
     drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
-    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk=7), backbone, drafter, features)   # type: ignore[arg-type]
+    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)   # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
         found = run(chunked, wanted, backbone, drafter, features)
     assert {grad.dtype for grad in found[4:]} == {torch.float32}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from chat_templates import CHATML, chat, make_tokenizer
 from families import VOCAB, backbone
 from small_run import make_recipe
@@ -19,6 +18,7 @@ from headstart.cli.main import main
 from headstart.heads.checkpoint import template_hash
 from headstart.heads.methods import build_drafter
 from headstart.training.inspect.inspection import layer_name, norm_name
+from headstart.training.recipe.yaml_text import dump_yaml
 
 ANSWER = "It is four."
 
@@ -42,7 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": str(folder / "chats.jsonl"), "eval_rows": 2, "max_length": 96},
         "save": {"dir": str(folder / "out")},
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    (folder / "recipe.yaml").write_text(dump_yaml(sections))
     return folder / "recipe.yaml"
 
 

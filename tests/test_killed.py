@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
     return make_recipe(
         tmp_path,
         drafter={"kind": "eagle3", "depth": 2, "draft_vocab_size": 40},
-        train={"steps": STEPS, "micro_batch": 2, "ema": 0.5, "optimizer": "muon"},
+        train={"steps": STEPS, "micro_batch": 2, "ema_decay": 0.5, "optimizer": "muon"},
         save={"every": 1},
         eval={"every": 10, "prompts": 1},
     )

@@ -120,7 +120,7 @@ def test_steps_that_are_not_finite_can_be_skipped(
 ) -> None:
     """A step has two forwards, and is skipped whole: 2, 5 and 6 of 12. Resumed, it counts on."""
     drafter = {"kind": "tests.dying", "depth": 2}
-    train = {"micro_batch": 2, "ema": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
+    train = {"micro_batch": 2, "ema_decay": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
     recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
     assert without(recipe, tmp_path / "out", monkeypatch, "3,9,10,12") == 0
     said = capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_steps_that_are_not_finite_can_be_skipped(
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, train={"ema": 0.5, "optimizer": "muon"})
+    recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, train={"ema_decay": 0.5, "optimizer": "muon"})
     trained = prepare(load_recipe(recipe, ["train.steps=2", "train.non_finite=skip", "log.every=1"]))
     before = [parameter.clone() for parameter in trained.drafter.parameters()]
     monkeypatch.setenv("HEADSTART_TEST_NAN", "1,2")

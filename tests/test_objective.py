@@ -45,7 +45,7 @@ def test_same_as_naive_forward_and_backward(
     wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
     right = run(naive, wanted, backbone, drafter, features)
     for chunk in (7, 10_000):
-        found = run(chunked, replace(wanted, chunk=chunk), backbone, drafter, features)
+        found = run(chunked, wanted.model_copy(update={"chunk_size": chunk}), backbone, drafter, features)
         assert len(found) == len(right)
         for a, b in zip(right, found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -56,7 +56,7 @@ def test_same_as_naive_forward_and_backward(
 def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
     """Each alone (as in accumulation, or on processes of their own), padded to one length, or packed in a row."""
     torch.manual_seed(5)
-    drafter, wanted = TinyDrafter(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk=5)
+    drafter, wanted = TinyDrafter(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk_size=5)
     lengths = [4, 9, 3, 12]
     alone = []
     for i, length in enumerate(lengths):
@@ -84,7 +84,7 @@ def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
     drafter = TinyDrafter(backbone, 2, None).double()
     features = batch(backbone)
-    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk=5)   # else they follow the draft
+    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk_size=5)   # else they follow the draft
     weight = drafter.head.weight
 
     def loss(values: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
     features = replace(
         backbone.read(features.tokens_BT, taps=drafter.taps), loss_mask_BT=features.loss_mask_BT, document_BT=features.document_BT
     )
-    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=6)
+    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk_size=6)
     fast = objective(FusedLoss(wanted, backbone, drafter), features, drafter(features))
     slow = naive(wanted, backbone, drafter, features, drafter(features))
     for a, b in zip(fast, slow, strict=True):

@@ -145,7 +145,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
 def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocabulary: int | None) -> None:
     on, drafter = drafting(vocabulary)
     features = with_kv(on, drafter, ROWS, vocab=on.vocab)
-    wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk=7)
+    wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk_size=7)
     found = []
     for way in (lambda: on_policy_loss(FusedLoss(wanted, on, drafter), features, KEY), lambda: naive(wanted, on, drafter, features)):
         drafter.zero_grad()

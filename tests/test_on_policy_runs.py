@@ -43,9 +43,8 @@ def losses(out: Path) -> list[list[float]]:
 def test_no_cut_of_a_step_shows(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
-    assert (
-        main([recipe, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7", "train.gradient_checkpointing=true"]) == 0
-    )
+    pieces = ["train.micro_batch=1", "objective.chunk_size=7", "train.gradient_checkpointing=true"]
+    assert main([recipe, f"save.dir={tmp_path}/pieces", *pieces]) == 0
     for name, environment in (("two", {}), ("sharded", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})):
         said = tmp_path / f"{name}.txt"
         assert Forked(2, [recipe, f"save.dir={tmp_path}/{name}"], said, **environment).wait() == 0, said.read_text()[-3000:]

@@ -99,7 +99,7 @@ def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor
     assert features.loss_mask_BT is not None and features.document_BT is not None
     drafter.zero_grad()
     drafter.requires_grad_(True)
-    settings = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk=16)
+    settings = Objective(terms={"kl": 0.5, "ce": 0.5}, chunk_size=16)
     sums = objective(FusedLoss(settings, drafter.backbone, drafter), features, drafter(features))
     loss = sums.loss / count_label_tokens(features.loss_mask_BT, features.document_BT)
     loss.backward()

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[str], Size]] = {
     "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab_size=50"], Size(2, 120)),
     "packed": (["drafter.kind=eagle3", "data.packing=true"], Size(3, 120)),
     "bf16": (["drafter.kind=eagle3", "train.precision=bf16"], Size(4, 96)),
-    "small chunks": (["objective.chunk=16", "objective.terms={ce: 0.1, tv: 0.9}"], Size(4, 100)),
+    "small chunks": (["objective.chunk_size=16", "objective.terms={ce: 0.1, tv: 0.9}"], Size(4, 100)),
     "expected": (["objective.depth_weights=expected"], Size(4, 100)),
     "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], Size(4, 96)),
     "eager": (["backbone.attention=eager"], Size(2, 120)),
@@ -104,7 +104,7 @@ def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
 
 
 def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Path) -> None:
-    overrides = ["drafter.kind=eagle3", "train.ema=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
+    overrides = ["drafter.kind=eagle3", "train.ema_decay=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
     recipe = load_recipe(small, overrides)
     parts = Memory(recipe, draw(recipe, False), False, False).lasting()
     run = prepare(recipe)
@@ -228,7 +228,7 @@ def test_what_is_written_to_disk(small: Path) -> None:
 
     plain = written()
     assert plain["states"] == 3 * (3 * plain["heads"]) > written("train.optimizer=muon")["states"]
-    assert written("save.keep=4", "train.ema=0.9")["states"] == 5 * (4 * plain["heads"])
+    assert written("save.keep=4", "train.ema_decay=0.9")["states"] == 5 * (4 * plain["heads"])
     assert written("cache.dir=x", "cache.dtype=exact")["features"] > 2 * written("cache.dir=x")["features"] > 0
     assert written("cache.dir=x", "cache.mode=lru", "cache.disk_gb=1e-6")["features"] == 1000
     assert written("regenerate.out=x.jsonl")["answers"] > written("regenerate.out=x.jsonl", "regenerate.limit=4")["answers"] > 0

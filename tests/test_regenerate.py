@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from chat_templates import CHATML, GEMMA, make_tokenizer
 from families import build
 from transformers import GenerationConfig
@@ -20,6 +19,7 @@ from headstart.support.files import locked
 from headstart.training.data.conversation import Chat
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
+from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.regenerate.answers import Conversation, read_asked
 from headstart.training.regenerate.in_process import InProcess, closing
 from headstart.training.regenerate.partial import Partial
@@ -64,7 +64,7 @@ def ask(talker: Path, tmp_path: Path) -> Callable[..., int]:
             "backbone": {"path": str(talker)}, "drafter": {"kind": "medusa", "depth": 2},
             "data": {"train": str(tmp_path / "rows.jsonl")}, "save": {"dir": str(tmp_path / "out")},
         }  # fmt: skip
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
         command = ["regenerate", str(tmp_path / "recipe.yaml"), f"regenerate.out={tmp_path / out}", *overrides]
         return main([*command, "--json", str(tmp_path / "result.json")])
 
@@ -101,7 +101,7 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("change", ["regenerate.batch=1", "regenerate.batch=3", "heads", "order"])
+@pytest.mark.parametrize("change", ["regenerate.batch_size=1", "regenerate.batch_size=3", "heads", "order"])
 def test_only_row_and_seed_decide(ask: Any, talker: Path, tmp_path: Path, change: str) -> None:
     rows = dialogues()
     assert ask(rows, *SAMPLED, out="one.jsonl") == 0
@@ -161,7 +161,7 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
 
 
 def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, options = dialogues(), (*SAMPLED, "regenerate.batch=1")
+    rows, options = dialogues(), (*SAMPLED, "regenerate.batch_size=1")
     assert ask(rows, *options, out="whole.jsonl") == 0
     append, count = Partial.append, iter(range(99))
 
@@ -179,7 +179,7 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
     answered: list[int] = []
     finish = InProcess.finish
     monkeypatch.setattr(InProcess, "finish", lambda self, asked: (answered.extend(one.row for one in asked), finish(self, asked))[1])
-    assert ask(None, *options, "regenerate.batch=4") == 0
+    assert ask(None, *options, "regenerate.batch_size=4") == 0
     assert len(answered) == 4 and result(tmp_path)["resumed"] == 5
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert [row["row"] for row in rows_of(tmp_path / "new.jsonl")] == sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl"))
@@ -233,9 +233,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, 
         (("data.column=chats",), "new.jsonl", "has the columns messages, not chats"),
         (("data.format=text", "data.column=messages"), "new.jsonl", "row 1: plain text expected; got list"),
         (("regenerate.heads=nowhere",), "new.jsonl", "no heads at 'nowhere'"),
-        (("regenerate.endpoint=localhost:8000",), "new.jsonl", "regenerate.endpoint is an http(s) address; got 'localhost:8000'"),
-        (("regenerate.batch=0",), "new.jsonl", "regenerate.batch is at least 1; got 0"),
-        (("regenerate.top_p=0",), "new.jsonl", "regenerate.top_p is above 0 and at most 1"),
+        (("regenerate.endpoint=localhost:8000",), "new.jsonl", "regenerate.endpoint is an http(s) address, or null; got 'localhost:8000'"),
+        (("regenerate.batch_size=0",), "new.jsonl", "regenerate.batch_size is a whole number of at least 1; got 0"),
+        (("regenerate.top_p=0",), "new.jsonl", "regenerate.top_p is a number above 0 and at most 1"),
     ]
     for overrides, out, message in cases:
         assert ask(dialogues(3), *overrides, out=out) == 2, overrides

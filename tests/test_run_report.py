@@ -13,7 +13,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log
 from webpage import Reader
@@ -22,6 +21,7 @@ from headstart.cli.train import main
 from headstart.support.report.charts import around, ticks
 from headstart.training.log.evaluate import marked
 from headstart.training.log.report import MOST, page, write_report
+from headstart.training.recipe.yaml_text import parse_yaml
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
 STEPS = 12
@@ -90,7 +90,7 @@ def test_it_goes_on_where_the_run_went_on(ran: Path) -> None:
     assert "step 6 of 6" in first and "step 12 of 12" in second
     recipes = [line for line in read_log(ran) if "recipe" in line]
     assert [(line["step"], line["steps"]) for line in recipes] == [(0, 6), (6, STEPS)]
-    shown = yaml.safe_load(second[second.index("With every default written out.") + 31 :].partition("\nfor (const")[0])
+    shown = parse_yaml(second[second.index("With every default written out.") + 31 :].partition("\nfor (const")[0], "the report")
     assert shown == recipes[-1]["recipe"] and shown["train"]["steps"] == STEPS
 
 

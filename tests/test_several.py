@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from forked import Forked
 from safetensors.torch import load_file
@@ -19,12 +18,13 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import load_recipe, to_yaml
+from headstart.training.recipe.yaml_text import dump_yaml, read_yaml
 
 HEADS: list[dict[str, Any]] = [
     {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40, "taps": [1, 2, 3]},
     {
         "name": "wide", "kind": "medusa", "depth": 2,
-        "objective": {"terms": {"ce": 0.5, "tv": 0.5}}, "train": {"lr": 1e-3, "optimizer": "muon", "ema": 0.5, "schedule": "linear"},
+        "objective": {"terms": {"ce": 0.5, "tv": 0.5}}, "train": {"lr": 1e-3, "optimizer": "muon", "ema_decay": 0.5, "schedule": "linear"},
     },
     {"name": "other-taps", "kind": "eagle3", "depth": 1, "taps": [0, 4, 5], "train": {"max_grad_norm": 0.1}},
 ]  # fmt: skip
@@ -42,9 +42,9 @@ def make(folder: Path, **sections: dict[str, Any]) -> Path:
     """A recipe with three heads."""
     train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
     path = make_recipe(folder, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
-    recipe = yaml.safe_load(path.read_text())
+    recipe = read_yaml(path)
     del recipe["drafter"]
-    path.write_text(yaml.safe_dump({**recipe, "heads": HEADS}))
+    path.write_text(dump_yaml({**recipe, "heads": HEADS}))
     return path
 
 
@@ -69,7 +69,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_is_what_it_would_be_alone_bit_for_bit(together: Path, tmp_path: Path) -> None:
-    recipes = load_recipe(together / "recipe.yaml").apart()
+    recipes = load_recipe(together / "recipe.yaml").per_drafter()
     assert list(recipes) == list(FILES) and recipes["wide"].train.lr == 1e-3 and recipes["wide"].train.steps == STEPS
     logs = read_log(together / "out")
     for name, recipe in recipes.items():
@@ -142,14 +142,14 @@ def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
 
 def test_an_override_finds_its_head(together: Path) -> None:
     recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.max_grad_norm=9"])
-    wide, other = recipe.apart()["wide"], recipe.apart()["other-taps"]
+    wide, other = recipe.per_drafter()["wide"], recipe.per_drafter()["other-taps"]
     assert (wide.drafter, wide.train.lr, wide.train.max_grad_norm) == (
         {"kind": "medusa", "depth": 5},
         0.5,
         9,
     ) and other.train.max_grad_norm == 0.1
     assert wide.objective.terms == {"ce": 0.5, "tv": 0.5} and wide.save.dir.endswith("out/wide")
-    assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).apart()) == ["medusa"]
+    assert list(load_recipe(together / "recipe.yaml", ["heads=[{kind: medusa}]"]).per_drafter()) == ["medusa"]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_an_override_finds_its_head(together: Path) -> None:
         ("heads=[{kind: medusa, name: state}]", "'state' cannot name a folder in save.dir"),
         ("heads={x: {depth: 3}}", "heads.x: missing key drafter.kind"),
         ("heads=[]", "missing key drafter.kind"),
-        ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which learn from one reading; set train.steps"),
+        ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which share the backbone's forward pass; set"),
         ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),
-        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is above 0; got 0"),
+        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is a number above 0; got 0"),
         ("heads.wide.objective=kl", "heads.wide.objective is a section with keys of its own; got 'kl'"),
     ],
 )

@@ -22,7 +22,7 @@ from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.sharding import shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
-TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema": 0.9}
+TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema_decay": 0.9}
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """What ``accelerate launch --use_fsdp --fsdp_version 2`` sets; its launcher itself would look for GPUs."""
 

@@ -72,7 +72,7 @@ def prepare(recipe: Recipe) -> Run:
         _choose_vocabularies(drafters, splits, backbone)
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
     source = with_cache(recipe, source)
-    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.apart().items()]
+    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.per_drafter().items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     run = Run(recipe, accelerator, backbone, trainers, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
@@ -125,7 +125,7 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
 
 def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
     """By name; freshly initialised, or without weights where a saved state has them."""
-    drafters = {name: build(one, backbone, fresh) for name, one in recipe.apart().items()}
+    drafters = {name: build(one, backbone, fresh) for name, one in recipe.per_drafter().items()}
     require_on_policy(recipe, backbone, drafters)
     return drafters
 

@@ -47,8 +47,8 @@ def _train(path: str, overrides: Sequence[str]) -> int:
             run.log.close()
             run.accelerator.end_training()
     except torch.OutOfMemoryError as error:
-        size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk, recipe.data.max_length
-        lower = f"train.micro_batch (now {size or 'null'}), objective.chunk ({chunk}) or data.max_length ({length})"
+        size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk_size, recipe.data.max_length
+        lower = f"train.micro_batch (now {size or 'null'}), objective.chunk_size ({chunk}) or data.max_length ({length})"
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
 
 

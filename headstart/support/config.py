@@ -99,6 +99,8 @@ def _describe_one(annotation: Any, metadata: Sequence[Any]) -> str:
     if _is_model(annotation):
         return "a section with keys of its own"
     text = WORDS.get(annotation, "any value")
+    if annotation is int:
+        metadata = [Ge(rule.gt + 1) if isinstance(rule, Gt) and isinstance(rule.gt, int) else rule for rule in metadata]
     return f"{text} that is not empty" if any(_least_length(rule) for rule in metadata) else text + _bounds(metadata)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
     elif data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.train)
     train, stats = tokenise(rows, tokenizer, data, source=data.train, progress=progress)
-    asked = replace(data, overlong="truncate") if data.splits_long else data   # a piece from the middle is nothing anyone asks
+    asked = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # a later piece is no prompt
     return Splits(train, tokenise(held, tokenizer, asked, source=source, progress=False)[0] if held else [], stats)
 
 

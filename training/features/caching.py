@@ -68,7 +68,7 @@ def _plan(recipe: Recipe) -> Planned:
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=_device()
     )
-    drafters = [build(one, backbone) for one in recipe.apart().values()]
+    drafters = [build(one, backbone) for one in recipe.per_drafter().values()]
     form = form_of(settings, backbone, taps_of(drafters))
     require_taps_alone(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)

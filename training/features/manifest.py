@@ -27,8 +27,7 @@ from headstart.support.files import value_hash, write_json
 from headstart.training.data.batch_sampler import digest
 from headstart.training.data.data import Sample
 from headstart.training.features.codec import CacheFormat, Encoded
-from headstart.training.recipe.recipe import Cache, Data
-from headstart.training.recipe.strict import to_dict
+from headstart.training.recipe.recipe import Cache, Data, to_dict
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -42,7 +42,7 @@ class LiveWithCache(Live):
 
 def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
     """The source of a run, with the KV cache if some drafter trains on-policy."""
-    if not any(one.objective.on_policy for one in recipe.apart().values()):
+    if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
         return source
     assert isinstance(source, Live)   # a recipe with a cache is refused when it is read
     return LiveWithCache(source.backbone, source.taps)
@@ -50,7 +50,7 @@ def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
     """Raise UserError if a drafter is to train on-policy and cannot, by its kind or with this backbone."""
-    for name, one in recipe.apart().items():
+    for name, one in recipe.per_drafter().items():
         if not one.objective.on_policy:
             continue
         what = f"objective.on_policy={one.objective.on_policy:g}"

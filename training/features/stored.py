@@ -168,7 +168,7 @@ def require_taps_alone(recipe: Recipe, drafters: Sequence[Drafter], form: CacheF
     """Raise UserError if likeliest tokens stand for a final hidden state that something else reads."""
     if not form.top:
         return
-    for one, drafter in zip(recipe.apart().values(), drafters, strict=True):
+    for one, drafter in zip(recipe.per_drafter().values(), drafters, strict=True):
         who = "objective.terms.features learns" if one.objective.terms.get("features") else f"{one.drafter['kind']} reads"
         if one.objective.terms.get("features") or drafter.reads_hidden:
             raise UserError(f"cache.teacher=topk keeps no final hidden state, which {who}; set cache.teacher=hidden")

@@ -13,11 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headstart.support.files import write_text
 from headstart.support.report.charts import Axes, Series, across, around, lines, short
 from headstart.support.report.markup import RUNS, document, heat, panels, passes, section, tabled
+from headstart.training.recipe.yaml_text import dump_yaml
 
 Line = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -208,7 +207,7 @@ def _examples(heads: Sequence[Head]) -> Iterable[tuple[str, str]]:
 
 
 def _recipe(recipe: Line) -> str:
-    return f"<pre>{escape(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))}</pre>" if recipe else ""
+    return f"<pre>{escape(dump_yaml(recipe))}</pre>" if recipe else ""
 
 
 def _number(value: float | None) -> str:

@@ -83,8 +83,8 @@ class FusedLoss:
         return leaf_CD, self.drafter.readout(leaf_CD, rows.first_depth + i, _column(rows.parents_MJ, i))
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """``count`` rows in chunks of at most ``objective.chunk``, at least one chunk; on a CPU they fit its caches."""
-        size, policy = self.settings.chunk, chunk_policy()
+        """``count`` rows in chunks of at most ``objective.chunk_size``, at least one chunk; on a CPU they fit its caches."""
+        size, policy = self.settings.chunk_size, chunk_policy()
         if (policy.device_type or self.teacher.device.type) == "cpu":
             vocab = self.teacher.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
             size = min(size, max(CPU_MIN_ROWS, CPU_LOGITS // vocab))

@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -39,7 +38,9 @@ def live_until_cached(recipe: Recipe) -> Recipe:
     if settings.dir is None or settings.mode == "lru":
         return recipe
     manifest = read_manifest(Path(settings.dir))
-    return recipe if manifest is not None and not manifest.missing() else replace(recipe, cache=replace(settings, dir=None))
+    if manifest is not None and not manifest.missing():
+        return recipe
+    return recipe.model_copy(update={"cache": settings.model_copy(update={"dir": None})})
 
 
 def seconds_a_step(recipe: Recipe, processes: int, steps: int) -> float:
@@ -50,9 +51,14 @@ def seconds_a_step(recipe: Recipe, processes: int, steps: int) -> float:
     share = -(-recipe.train.batch_size // processes)
     most = recipe.train.micro_batch or share
     fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= most)
-    train = replace(recipe.train, steps=max(steps, STEPS), epochs=None, batch_size=share, micro_batch=fitting)
+    lengths = {"steps": max(steps, STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder, redirect_stderr(StringIO()):
-        run = prepare(replace(recipe, train=train, save=replace(recipe.save, dir=folder), log=replace(recipe.log, wandb="off")))
+        sections = {
+            "train": recipe.train.model_copy(update=lengths),
+            "save": recipe.save.model_copy(update={"dir": folder}),
+            "log": recipe.log.model_copy(update={"wandb": "off"}),
+        }
+        run = prepare(recipe.model_copy(update=sections))
         try:
             seconds = []
             with StopSignal() as signal:

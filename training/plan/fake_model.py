@@ -112,7 +112,7 @@ def draw(recipe: Recipe, accelerator: bool) -> FakeModels:
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     dtype = torch_dtype(where.dtype) or (own if accelerator else torch.float32)
     answers, mode = Answers(), FakeTensorMode()
-    kinds = ", ".join(alone.drafter["kind"] for alone in recipe.apart().values())
+    kinds = ", ".join(alone.drafter["kind"] for alone in recipe.per_drafter().values())
     try:
         with mode, answers:
             with no_init_weights():
@@ -123,7 +123,7 @@ def draw(recipe: Recipe, accelerator: bool) -> FakeModels:
             model.config.name_or_path = resolve(where.path)
             backbone = Backbone(model)
             _mask_nothing(backbone)
-            return FakeModels(backbone, {name: _drafter(alone, backbone) for name, alone in recipe.apart().items()}, answers, mode)
+            return FakeModels(backbone, {name: _drafter(alone, backbone) for name, alone in recipe.per_drafter().items()}, answers, mode)
     except UserError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, StrictDataclassError) as error:

@@ -4,7 +4,7 @@ No formula stands for a drafter's or the objective's code: their own forward and
 trained weights, Q of the backbone (b bytes each), B rows of T tokens, D width, K depth, M learned positions, V draft vocabulary and C
 positions of a chunk it comes to
 
-    backbone weights       Q b                      drafter weights      4 P         average (train.ema)   4 P
+    backbone weights       Q b                      drafter weights      4 P         average (train.ema_decay)   4 P
     optimiser state        8 P (AdamW); 4 P of the matrices under Muon, 8 P of the rest
     gradients              4 P once the backward has ended, before that the readout's; 4 P throughout under accumulation or with DDP
     features               (taps + 1) B T D b, and the tokens
@@ -102,14 +102,14 @@ class Memory:
 
     def lasting(self) -> Parts:
         """What is there from the first step to the last."""
-        alone = self.recipe.apart()
+        alone = self.recipe.per_drafter()
         drafters, model = self.sketch.drafters, self.sketch.backbone.model
         return {
             "torch itself": RUNTIME[self.accelerator],
             "backbone weights": size_of([*model.parameters(), *model.buffers()]) - self._elsewhere(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimiser state": sum(self._moments(name) for name in drafters),
-            "average": sum(trained(drafter) for name, drafter in drafters.items() if alone[name].train.ema is not None),
+            "average": sum(trained(drafter) for name, drafter in drafters.items() if alone[name].train.ema_decay is not None),
         }
 
     def _layers(self) -> list[int]:
@@ -124,7 +124,7 @@ class Memory:
     def _moments(self, name: str) -> int:
         """AdamW keeps two numbers a weight, Muon one; those of the matrices it moves."""
         with self.sketch.drawn():
-            optimizer = build_optimizer(self.sketch.drafters[name], self.recipe.apart()[name].train)
+            optimizer = build_optimizer(self.sketch.drafters[name], self.recipe.per_drafter()[name].train)
         first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
         return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
 
@@ -153,7 +153,7 @@ class Memory:
             live.rename(list_tensors(features), "features")
             live.rows = size.rows
             waiting = 0
-            for name, alone in self.recipe.apart().items():
+            for name, alone in self.recipe.per_drafter().items():
                 drafter = self.sketch.drafters[name]
                 live.again()
                 learning = _learn(alone, drafter, features, teacher, live)

@@ -232,8 +232,10 @@ def _advice(recipe: Recipe, taken: Taken, report: dict[str, Any], where: Place) 
         now = f"now {size['rows']} rows of {size['length']:,} tokens at once"
         return f"set {' or '.join(filter(None, (fewer, shorter)))} ({now})"
     if part == "objective":
-        return f"lower objective.chunk (now {recipe.objective.chunk}), or train a smaller draft vocabulary (drafter.draft_vocab_size)"
+        chunk = recipe.objective.chunk_size
+        return f"lower objective.chunk_size (now {chunk}), or train a smaller draft vocabulary (drafter.draft_vocab_size)"
     if part in ("optimiser state", "drafter weights", "gradients", "optimiser's copy", "copy to save", "average"):
-        return "train a smaller head (drafter.draft_vocab_size, drafter.intermediate_size), or set train.optimizer=muon or train.ema=null"
+        smaller = "train a smaller head (drafter.draft_vocab_size, drafter.intermediate_size)"
+        return f"{smaller}, or set train.optimizer=muon or train.ema_decay=null"
     return "take rows of fewer tokens (data.max_length), a smaller backbone, or more memory"
 

@@ -66,7 +66,7 @@ class InProcess:
         """Each row once it is answered."""
         ready = deque(asked)
         while ready:
-            taken = [ready.popleft() for _ in range(min(WINDOW * self.settings.batch, len(ready)))]
+            taken = [ready.popleft() for _ in range(min(WINDOW * self.settings.batch_size, len(ready)))]
             self._answer([one for one in taken if one.waits])
             ready.extendleft(one for one in reversed(taken) if one.waits)   # a conversation goes on before another begins
             yield from (one for one in taken if not one.waits)
@@ -111,7 +111,7 @@ class InProcess:
         settings = self.settings
         how = Settings(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
         start = time.perf_counter()
-        own = {"batch": settings.batch} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
+        own = {"batch": settings.batch_size} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
         output = continue_texts(self.heads, prompts, how, seeds, **own)
         self.tally.wall += time.perf_counter() - start
         self.tally.add(output)

@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, value_hash
 from headstart.training.data.rows import read_rows
-from headstart.training.recipe.recipe import Recipe
-from headstart.training.recipe.strict import to_dict
+from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.regenerate.answers import FAULTS, Asked, read_asked
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess

@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights (``train.ema``), used for evaluation and for the saved heads.
+"""Exponential moving average of the trained weights (``train.ema_decay``), used for evaluation and for the saved heads.
 
 After step t the average moves towards the weights by ``1 - min(ema, (1 + t) / (10 + t))``: large steps at first, so that the initial
 weights are soon forgotten. It has the weights' dtype and is part of the state a run resumes from.

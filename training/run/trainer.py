@@ -48,7 +48,7 @@ class DrafterTrainer:
     """A `TrainStep`, wrapped for data parallelism and autocast, or sharded."""
     optimizer: Any
     average: Average | None
-    """The moving average of the weights; None without ``train.ema``."""
+    """The moving average of the weights; None without ``train.ema_decay``."""
     meter: Meter = field(default_factory=Meter)
     tau: float | None = None
     """Mean acceptance length at the last evaluation."""
@@ -184,5 +184,5 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, teacher: Teacher) -> DrafterTrainer:
     """The trainer of a drafter that already has its initial (or resumed) weights."""
     module, optimizer = accelerator.prepare(TrainStep(teacher, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
-    average = None if recipe.train.ema is None else Average(drafter, recipe.train.ema)
+    average = None if recipe.train.ema_decay is None else Average(drafter, recipe.train.ema_decay)
     return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)

@@ -1,0 +1,140 @@
+"""The sections of a recipe about the run: objective, training, evaluation, checkpoints, log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from headstart.support.config import RuleError, StrictModel
+from headstart.training.recipe.sections import Text
+
+TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+
+
+class Objective(StrictModel):
+    terms: Annotated[dict[str, NonNegativeFloat], Field(json_schema_extra={"propertyNames": {"enum": list(TERMS)}})] = {"kl": 1.0}
+    """Term -> weight: kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; see the table of terms."""
+    lk_eta: NonNegativeFloat = 3.0
+    """Of ``lk``: how soon KL gives way to acceptance; 10 suits Medusa."""
+    top_k: PositiveInt = 32
+    """Of ``topk_kl``: how many of the backbone's most probable tokens are told apart."""
+    depth_weights: Literal["expected", "geometric"] = "expected"
+    """``expected``: by what each depth adds to the expected acceptance length (D-PACE); ``geometric``: by ``depth_decay``."""
+    depth_decay: Annotated[float, Gt(0), Le(1)] = 0.8
+    """With ``geometric``, and for on-policy drafts: depth k has this to the power k as its weight."""
+    chunk_size: PositiveInt = 1024
+    """Most positions whose logits are held at a time; smaller takes less memory."""
+    on_policy: NonNegativeFloat = 0.0
+    """Weight of the on-policy loss: drafts sampled from the drafter itself, scored by the backbone; 0: teacher-forced only."""
+    on_policy_share: Annotated[float, Gt(0), Le(1)] = 0.05
+    """Share of the label positions that on-policy drafts start from at a step; the loss is weighted by 1 / share."""
+    on_policy_temperature: NonNegativeFloat = 1.0
+    """Temperature at which on-policy drafts are sampled; 0 is greedy."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in self.terms:
+            if name not in TERMS:
+                raise RuleError("terms", f"knows {', '.join(TERMS)}", name)
+        if not any(self.terms.values()):
+            raise RuleError("terms", "needs a weight above 0", self.terms)
+        return self
+
+
+class Train(StrictModel):
+    steps: PositiveInt | None = None
+    """Optimizer steps; instead of ``epochs``."""
+    epochs: PositiveFloat | None = None
+    """Passes over the data; 1 when neither this nor ``steps`` is given."""
+    batch_size: PositiveInt = 8
+    """Sequences of an optimizer step, over all processes and accumulation."""
+    micro_batch: PositiveInt | None = None
+    """Sequences of one forward on one device (per-device batch size); null: the device's whole share, without accumulation."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Of AdamW."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Of matrices; under ``muon`` of hidden ones only."""
+    max_grad_norm: Annotated[float, Gt(0), AllowInfNan(True)] = 1.0
+    """Gradient norm that gradients are clipped to."""
+    warmup_ratio: Fraction = 0.03
+    """Fraction of the steps over which the learning rate rises."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Learning rate after warm-up; ``wsd`` is constant until the last ``decay_ratio`` of the steps, then falls linearly."""
+    decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.2
+    """Fraction of the steps over which ``wsd`` falls, the last ones."""
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Learning rate at the end of the schedule, as a fraction of ``lr``."""
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Evaluate and save an exponential moving average of the weights with this decay per step (0.999); null: the weights."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast of the drafter's forward; its weights stay in fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute the drafter's activations in the backward pass: less memory, same gradients."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is not finite: stop, or skip that step (and stop after ten in a row)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, values: Any) -> Any:
+        unset = isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None
+        return {**values, "epochs": 1.0} if unset else values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise RuleError("steps", f"and train.epochs={self.epochs} are two lengths of one run; set either to null", self.steps)
+        if self.batch_size % (self.micro_batch or 1):
+            raise RuleError("micro_batch", f"divides train.batch_size={self.batch_size}", self.micro_batch)
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            rule = f"is at most {1 - self.warmup_ratio:g} beside train.warmup_ratio={self.warmup_ratio:g}"
+            raise RuleError("decay_ratio", rule, self.decay_ratio)
+        return self
+
+
+class Eval(StrictModel):
+    every: NonNegativeInt = 0
+    """Steps between evaluations, each of which decodes held-out prompts; 0 evaluates at the end only."""
+    prompts: PositiveInt = 20
+    """Held-out prompts to decode."""
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a plain text that are the prompt; the prompt of a conversation ends before its last answer."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens to generate after each prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    nodes: PositiveInt = 24
+    """Size of the candidate tree, root included, that a forward pass verifies."""
+    width: PositiveInt = 8
+    """Beam width: nodes expanded per draft level."""
+
+
+class Save(StrictModel):
+    dir: Text
+    """Folder of the trained heads, the log and the state to resume from."""
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep on disk."""
+    resume: bool = True
+    """Resume from the last checkpoint in ``dir``, if there is one."""
+
+
+class Log(StrictModel):
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Log to Weights & Biases too; a JSONL log and ``report.html`` are always written."""
+    tensorboard: bool = False
+    """Write TensorBoard files too, in ``save.dir/tensorboard``."""
+    project: str = "headstart"
+    """Project in Weights & Biases."""
+    name: str | None = None
+    """Name of the run there; null lets it choose."""
+    every: PositiveInt = 10
+    """Steps between lines."""
