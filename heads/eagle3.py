@@ -27,7 +27,8 @@ from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, llama_like
 from headstart.heads.layers.draft_cache import DraftCache, Ring
-from headstart.heads.layers.ragged import put, visible
+from headstart.heads.layers.ragged import put
+from headstart.heads.layers.tree_mask import extend_ancestors, visible_slots
 from headstart.support.errors import UserError
 
 
@@ -192,23 +193,21 @@ class Eagle3(Drafter):
         return DraftCache.empty(like_B, (attn.num_kv, features.tokens_BT.shape[1], attn.head_dim), self.rotary, self.ring, self.offload)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        B, N = tokens_BN.shape
+        N = tokens_BN.shape[1]
         store = state.store.at_hand()
-        itself = torch.eye(N, dtype=torch.bool, device=tokens_BN.device).expand(B, N, N)
+        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
         if depth == 0:
-            before_BND, ancestors_BNM = state.pending_BD[:, None].expand(-1, N, -1), itself
+            before_BND = state.pending_BD[:, None].expand(-1, N, -1)
         else:
-            assert state.hidden_BND is not None and state.ancestors_BNM is not None
+            assert state.hidden_BND is not None
             before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
-            earlier_BNM = state.ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, state.ancestors_BNM.shape[-1]))
-            ancestors_BNM = torch.cat([earlier_BNM, itself], -1)
         drafted = ancestors_BNM.shape[-1] - N
         index_BN = store.ends_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
         rotation = store.positions(depth)
         pair = self.midlayer.pair(self.backbone.embed(tokens_BN), before_BND)
         for past, new in zip(store.past, self.midlayer.keys_values(pair, rotation), strict=True):
             put(past, new, index_BN)
-        see_BNS = visible(store.ends_B, ancestors_BNM, store.slots)
+        see_BNS = visible_slots(store.ends_B, ancestors_BNM, store.slots)
         hidden_BND = self.midlayer.attend(pair, before_BND, rotation, store.past, see_BNS)
         return hidden_BND, replace(state, store=store, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 

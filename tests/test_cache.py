@@ -11,10 +11,10 @@ from families import FAMILIES, Scripted, backbone, heads, left_padded, prompts, 
 from test_tree import random_tree
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.layers.ragged import STEP, grown, put, visible
+from headstart.heads.layers.ragged import STEP, grown, put
+from headstart.heads.layers.tree_mask import masks_by_kind, visible_slots
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.cache import RaggedCache
-from headstart.inference.engine.reader import masks
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
@@ -132,8 +132,8 @@ def test_who_sees_whom(lengths: list[int]) -> None:
     tree, lengths_B = random_tree(9, 50, seed=1, rows=rows), torch.tensor(lengths)
     _, depths_BN, ancestors_BNN = tree.tensors(lengths_B.device)
     positions_BN, slots = lengths_B[:, None] + depths_BN, max(lengths) + 14
-    seen = visible(lengths_B, ancestors_BNN, slots)
-    both = masks(positions_BN, ancestors_BNN, lengths_B, slots, {"full_attention": None, "sliding_attention": window})
+    seen = visible_slots(lengths_B, ancestors_BNN, slots)
+    both = masks_by_kind(positions_BN, positions_BN, ancestors_BNN, lengths_B, slots, {"full_attention": None, "sliding_attention": window})
     assert torch.equal(both["full_attention"], seen)
     for row, length in enumerate(lengths):
         for n in range(len(tree.tokens[row])):

@@ -23,7 +23,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
 from headstart.heads.layers.draft_cache import Ring
-from headstart.heads.layers.ragged import STEP, visible
+from headstart.heads.layers.ragged import STEP
+from headstart.heads.layers.tree_mask import visible_slots
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -46,9 +47,9 @@ def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
     def see(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
         place_S = torch.arange(slots)
         old_BS = (place_S >= sink) & (place_S < lengths_B[:, None] - window)
-        return visible(lengths_B, ancestors_BNM, slots) & ~old_BS[:, None]
+        return visible_slots(lengths_B, ancestors_BNM, slots) & ~old_BS[:, None]
 
-    monkeypatch.setattr(eagle3, "visible", see)
+    monkeypatch.setattr(eagle3, "visible_slots", see)
     return made()
 
 
@@ -227,7 +228,7 @@ def test_an_offloaded_store_drafts_on_a_copy() -> None:
 def test_what_cannot_be_limited_says_so() -> None:
     on = backbone("llama")
     for of, arguments, named in (
-        (SpeculativeModel(on, random_drafter("medusa", on)), {"window": 5}, "Medusa keeps nothing"),
+        (SpeculativeModel(on, random_drafter("medusa", on)), {"window": 5}, "Medusa has no KV cache"),
         (SpeculativeModel(on), {"window": 5}, "there are none"),
         (SpeculativeModel(on, made()), {"window": 0}, "limit.window .* at least 1"),
         (SpeculativeModel(on, made()), {"window": 5, "sink": -1}, "limit.sink .* at least 0"),
@@ -254,4 +255,4 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": False} and row["identical"]
     command[2] = str(tmp_path / "medusa")
     assert main([*command, "--draft-window", "4"]) == 2
-    assert "Medusa keeps nothing" in capsys.readouterr().err
+    assert "Medusa has no KV cache" in capsys.readouterr().err

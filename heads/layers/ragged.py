@@ -8,7 +8,6 @@ Shape suffixes: B batch, H heads, N nodes written, M nodes there, S slots, D hea
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 STEP = 64
@@ -43,15 +42,3 @@ def grown(store: Tensor, slots: int) -> Tensor:
     """The store ``[..., S, D]`` with at least ``slots`` slots; it doubles, so that growing stays cheap."""
     have = store.shape[-2]
     return store if have >= slots else sized(store, whole_steps(max(slots, 2 * have)))
-
-
-def visible(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
-    """``[B, N, slots]``, True where node n may look: its row's past, and those of the M written nodes it descends from.
-
-    ``ancestors_BNM`` counts a node among its own ancestors; node m of row b lies in slot ``length_b + m``.
-    """
-    N, M = ancestors_BNM.shape[1:]
-    place_BS = torch.arange(slots, device=lengths_B.device) - lengths_B[:, None]
-    node_BNS = place_BS.clamp(min=0).clamp(max=M - 1)[:, None].expand(-1, N, -1)
-    written_BS = (place_BS >= 0) & (place_BS < M)
-    return (place_BS < 0)[:, None] | (ancestors_BNM.gather(2, node_BNS) & written_BS[:, None])

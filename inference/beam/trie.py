@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged import visible
+from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.reader import Reader
@@ -153,7 +153,8 @@ class TrieReader:
         backbone = self.reader.backbone
         index_BN = nodes.shared_B[:, None] + nodes.places_BN
         positions_BN = nodes.positions_BM.gather(1, nodes.places_BN)
-        attention_mask = masks(nodes, positions_BN, stores[0][0].shape[-2], backbone.windows)
+        slots = stores[0][0].shape[-2]
+        attention_mask = masks_by_kind(positions_BN, nodes.positions_BM, nodes.ancestors_BNM, nodes.shared_B, slots, backbone.windows)
         features = backbone.read(nodes.tokens_BN, self.view.over(stores, index_BN), positions_BN, attention_mask, self.reader.taps)
         return features, backbone.readout(features.hidden_BTD)
 
@@ -180,16 +181,3 @@ def tensors(tries: list[BeamTrie], device: torch.device) -> Nodes:
         ancestors[b, :new, :count] = above[first:]
     shared = np.array([trie.shared for trie in tries])
     return Nodes(*(torch.from_numpy(one).to(device) for one in (tokens, places, positions, ancestors, shared)))
-
-
-def masks(nodes: Nodes, positions_BN: Tensor, slots: int, windows: dict[str, int | None]) -> dict[str, Tensor]:
-    """For each kind of layer, ``[B, N, slots]``: where a node may look."""
-    shared_B1 = nodes.shared_B[:, None]
-    allowed = visible(nodes.shared_B, nodes.ancestors_BNM, slots)
-    if not any(windows.values()):
-        return dict.fromkeys(windows, allowed)
-    places_S = torch.arange(slots, device=shared_B1.device)
-    node_BS = (places_S - shared_B1).clamp(min=0).clamp(max=nodes.positions_BM.shape[1] - 1)
-    key_BS = torch.where(places_S < shared_B1, places_S, nodes.positions_BM.gather(1, node_BS))
-    back_BNS = positions_BN[..., None] - key_BS[:, None]
-    return {kind: allowed if window is None else allowed & (back_BNS < window) for kind, window in windows.items()}

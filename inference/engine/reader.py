@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
-from headstart.heads.layers.ragged import visible
+from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.noise import gumbel
@@ -87,7 +87,8 @@ class Reader:
         stores, states = held
         index_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
         positions_BN = lengths_B[:, None] + depths_BN
-        attention_mask = masks(positions_BN, ancestors_BNN, lengths_B, stores[0][0].shape[-2], self.backbone.windows)
+        slots = stores[0][0].shape[-2]
+        attention_mask = masks_by_kind(positions_BN, positions_BN, ancestors_BNN, lengths_B, slots, self.backbone.windows)
         view = self.view.over(stores, index_BN)
         if self.backbone.recurrent is None:
             features, added = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps), None
@@ -97,18 +98,3 @@ class Reader:
                 features = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps)
             added = branch.added()
         return features, self.backbone.readout(features.hidden_BTD), added
-
-
-def masks(
-    positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
-) -> dict[str, Tensor]:
-    """For each kind of layer, ``[B, N, slots]``: where the last N of M nodes may look."""
-    allowed = visible(lengths_B, ancestors_BNM, slots)
-    if not any(windows.values()):
-        return dict.fromkeys(windows, allowed)
-    N, M = ancestors_BNM.shape[1:]
-    places_S = torch.arange(slots, device=lengths_B.device)
-    node_BS = (places_S - lengths_B[:, None]).clamp(min=0).clamp(max=M - 1)
-    key_BS = torch.where(places_S < lengths_B[:, None], places_S, positions_BM.gather(1, node_BS))
-    back_BNS = positions_BM[:, M - N :, None] - key_BS[:, None]
-    return {kind: allowed if window is None else allowed & (back_BNS < window) for kind, window in windows.items()}

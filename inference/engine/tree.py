@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import require_count
+from headstart.heads.layers.tree_mask import ancestors_from_parents
 
 SURE = 0.999
 """No candidate is surer than this, so that a child is always less likely than its parent."""
@@ -132,15 +133,7 @@ class CandidateTree:
 
     def ancestors(self) -> np.ndarray:
         """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself."""
-        B, N = len(self.tokens), self.size
-        found = np.zeros((B, N, N), dtype=np.bool_)
-        found[:, np.arange(N), np.arange(N)] = True
-        found[:, :, 0] = True
-        for b, parents in enumerate(self.parents):
-            for node in range(1, len(parents)):
-                if parents[node]:
-                    found[b, node] |= found[b, parents[node]]
-        return found
+        return ancestors_from_parents(self.parents)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[B, N]``, depths ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes has its root again at the end."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.layers.tree_mask import extend_ancestors, masks_by_kind
 from headstart.inference.engine.cache import Stores, TreeCache
-from headstart.inference.engine.reader import masks
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,11 @@ class Rows:
 
 def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:
     """Hidden states ``[B, N, D]`` of the nodes of one depth, and the rows that know them; ``view`` shows the stores to the model."""
-    B, N = tokens_BN.shape
-    ancestors_BNM = torch.eye(N, dtype=torch.bool, device=tokens_BN.device).expand(B, N, N)
+    N = tokens_BN.shape[1]
+    ancestors_BNM = extend_ancestors(rows.ancestors_BNM if depth else None, parents_BN)
     depths_M = torch.full((N,), depth, device=tokens_BN.device)
     if depth:
-        assert rows.ancestors_BNM is not None and rows.depths_M is not None
-        above_BNM = rows.ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, rows.ancestors_BNM.shape[-1]))
-        ancestors_BNM = torch.cat([above_BNM, ancestors_BNM], -1)
+        assert rows.depths_M is not None
         depths_M = torch.cat([rows.depths_M, depths_M])
     return read_behind(model, view, Rows(rows.stores, rows.lengths_B, ancestors_BNM, depths_M), tokens_BN)
 
@@ -57,8 +55,8 @@ def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor)
     # Padding may lie past the last slot, or past the last position that the model knows: any will do for it.
     index_BN = (lengths_B[:, None] + torch.arange(N, device=lengths_B.device) + (M - N)).clamp(max=slots - 1)
     positions_BM = lengths_B[:, None] + depths_M
-    attention_mask = masks(positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
     positions_BN = positions_BM[:, M - N :]
+    attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
     if model.max_positions is not None:
         positions_BN = positions_BN.clamp(max=model.max_positions - 1)
     tokens_BN = tokens_BN.clamp(max=model.vocab - 1)

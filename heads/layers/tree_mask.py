@@ -1,0 +1,71 @@
+"""Ancestors in a tree of drafted nodes, and the attention masks they make.
+
+Row b keeps its past in slots ``0 .. length_b - 1``; node m of its tree lies in slot ``length_b + m``. A node attends to its row's past,
+to its ancestors and to itself. The tensor functions read nothing on the host and branch on shapes alone, so that they can be captured.
+
+Shape suffixes: B batch, N nodes (the last of the M), M nodes, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def ancestors_from_parents(parents: Sequence[Sequence[int]]) -> np.ndarray:
+    """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself.
+
+    ``parents[b][n]`` is the parent of node n, which stands before it; node 0 is the root and its own parent. Rows with fewer nodes
+    than the longest have copies of the root at the end.
+    """
+    B, N = len(parents), max(map(len, parents))
+    ancestors = np.zeros((B, N, N), dtype=np.bool_)
+    ancestors[:, np.arange(N), np.arange(N)] = True
+    ancestors[:, :, 0] = True
+    for b, row in enumerate(parents):
+        for node in range(1, len(row)):
+            if row[node]:
+                ancestors[b, node] |= ancestors[b, row[node]]
+    return ancestors
+
+
+def extend_ancestors(ancestors_BNM: Tensor | None, parents_BN: Tensor) -> Tensor:
+    """Ancestors of the next level's nodes among all nodes so far, themselves included: ``[B, N', M + N']``.
+
+    ``ancestors_BNM`` are those of the level before (None: this is the first level), in which ``parents_BN`` are the parents' indices.
+    """
+    B, N = parents_BN.shape
+    itself_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
+    if ancestors_BNM is None:
+        return itself_BNN
+    above_BNM = ancestors_BNM.gather(1, parents_BN[..., None].expand(-1, -1, ancestors_BNM.shape[-1]))
+    return torch.cat([above_BNM, itself_BNN], -1)
+
+
+def visible_slots(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
+    """``[B, N, S]``, True where a node attends: its row's past, its ancestors and itself."""
+    N, M = ancestors_BNM.shape[1:]
+    index_BS = torch.arange(slots, device=lengths_B.device) - lengths_B[:, None]
+    node_BNS = index_BS.clamp(min=0).clamp(max=M - 1)[:, None].expand(-1, N, -1)
+    written_BS = (index_BS >= 0) & (index_BS < M)
+    return (index_BS < 0)[:, None] | (ancestors_BNM.gather(2, node_BNS) & written_BS[:, None])
+
+
+def masks_by_kind(
+    positions_BN: Tensor, positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
+) -> dict[str, Tensor]:
+    """For each kind of attention layer ``[B, N, S]``, True where a node at ``positions_BN`` attends.
+
+    ``positions_BM`` are the positions of all nodes; a window counts positions, in which a node's siblings stand at the same place.
+    """
+    allowed_BNS = visible_slots(lengths_B, ancestors_BNM, slots)
+    if not any(windows.values()):
+        return dict.fromkeys(windows, allowed_BNS)
+    slots_S = torch.arange(slots, device=lengths_B.device)
+    node_BS = (slots_S - lengths_B[:, None]).clamp(min=0).clamp(max=ancestors_BNM.shape[-1] - 1)
+    key_BS = torch.where(slots_S < lengths_B[:, None], slots_S, positions_BM.gather(1, node_BS))
+    distance_BNS = positions_BN[..., None] - key_BS[:, None]
+    return {kind: allowed_BNS if window is None else allowed_BNS & (distance_BNS < window) for kind, window in windows.items()}
