@@ -57,7 +57,7 @@ def theirs(ours: Run, attention: str) -> Callable[[int], int]:
     loss = resolve_loss_config("kl_div", "fused" if torch.cuda.is_available() else "eager")
 
     def step(number: int) -> int:
-        for batch in ours.feed.share(number, backbone.device):
+        for batch in ours.feed.local_batches(number, backbone.device):
             features = backbone.read(batch.tokens_BT, taps=taps)
             assert features.taps is not None
             follows_BT = batch.document_BT >= 0   # every position but a row's first has one before it

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from program import options, run
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
@@ -29,10 +28,10 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, vocabulary_by_frequency
-from headstart.training.features.manifest import Manifest, contents_of, form_of, plan
-from headstart.training.features.source import FeatureSource, Live
-from headstart.training.features.stored import open_source
-from headstart.training.features.writer import fill, measured_errors
+from headstart.training.features.cached import open_source
+from headstart.training.features.manifest import Manifest, contents_of, format_of, plan_shards
+from headstart.training.features.source import FeatureSource, LiveFeatures
+from headstart.training.features.writer import measured_errors, write_missing
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import objective
@@ -67,7 +66,7 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
     """As the training loop does it, in one micro-batch."""
     spent: dict[str, list[float]] = {part: [] for part in (*PARTS, "backbone alone")}
     with clock(spent["data"]):
-        (batch,) = way.feed.share(step, backbone.device)
+        (batch,) = way.feed.local_batches(step, backbone.device)
         labels = count_label_tokens(batch.loss_mask_BT, batch.document_BT)
     with clock(spent["features"]):
         features = way.source.read(batch)
@@ -81,7 +80,7 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
         optimizer.step()
         optimizer.zero_grad()
     with clock(spent["backbone alone"]):
-        Live(backbone, ()).read(batch)
+        LiveFeatures(backbone, ()).read(batch)
     for part, times in spent.items():
         way.seconds.setdefault(part, []).append(sum(times))
     way.tokens.append(int((batch.document_BT >= 0).sum()))
@@ -91,23 +90,22 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
 def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> Iterator[tuple[str, Way]]:
     """Packed or not; live, and from caches written here."""
     tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
-    accelerator = Accelerator(cpu=backbone.device.type == "cpu")
     for packing in (False, True):
         data = recipe.data.model_copy(update={"packing": packing})
         splits: Splits = load_data(data, tokenizer, backbone.max_positions or sys.maxsize, progress=False)
         train = recipe.train.model_copy(update={"micro_batch": None})
-        feed = BatchSampler(splits.train, train, recipe.seed, window=data.max_length if packing else None)
+        feed = BatchSampler(splits.train, train, recipe.seed, row_length=data.max_length if packing else None)
         for store in (None, "int8", "bf16"):
             where = str(folder / f"{store}-{packing}") if store else None
             cache = recipe.cache.model_copy(update={"dir": where, "dtype": store or "int8"})
             settings = recipe.model_copy(update={"data": data, "cache": cache})
             if store:
-                form = form_of(cache, backbone, drafter.taps)
+                form = format_of(cache, backbone, drafter.taps)
                 contents = contents_of(splits.train, form, backbone, tokenizer, data)
-                manifest = Manifest(Path(cache.dir or ""), "full", contents, plan(splits.train, form, cache.shard_mb))
-                fill(manifest, form, splits.train, backbone, progress=False)
+                manifest = Manifest(Path(cache.dir or ""), contents, plan_shards(splits.train, form, cache.shard_mb))
+                write_missing(manifest, form, splits.train, backbone, progress=False)
                 print(f"{store}: {measured_errors(manifest)}", file=sys.stderr)
-            source, _ = open_source(settings, [drafter], tokenizer, splits.train, accelerator)
+            source, _ = open_source(settings, [drafter], tokenizer, splits.train)
             yield f"{store or 'live'}{', packed' if packing else ''}", Way(settings, feed, source, {}, [], [])
 
 

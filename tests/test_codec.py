@@ -19,9 +19,9 @@ from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch, collate
-from headstart.training.features.codec import CacheFormat, TopTeacher, join, row_of, taught
-from headstart.training.features.manifest import size_of
-from headstart.training.features.source import Live
+from headstart.training.features.codec import CacheFormat, TopKTeacher, concatenate, label_positions, single_row
+from headstart.training.features.manifest import record_size
+from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import Sums, objective
@@ -44,9 +44,9 @@ def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8", top: int 
 
 def keep(form: CacheFormat, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
     """What a cache gives back of a batch: each sample read alone, kept, joined."""
-    live = Live(on, form.taps)
+    live = LiveFeatures(on, form.taps)
     kept = [form.encode(live.read(collate(samples, [[index]])), on.readout) for row in batch.members for index in row]
-    return form.decode(join(kept), batch, form.taps)
+    return form.decode(concatenate(kept), batch, form.taps)
 
 
 @pytest.mark.parametrize("huge", [False, True], ids=["", "with a token as large as language models have"])
@@ -73,19 +73,19 @@ def test_no_entry_is_off_by_more_than_half_a_step(huge: bool) -> None:
 def test_the_size_is_known_beforehand(store: str, top: int | None) -> None:
     on, samples = backbone("llama"), make_samples()
     form = form_for(on, (1, 3), store, min(top, on.vocab) if top else None)
-    live = Live(on, form.taps)
+    live = LiveFeatures(on, form.taps)
     for sample in samples:
         kept = form.encode(live.read(collate([sample], [[0]])), on.readout)
-        assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == size_of(sample, form)
-        header = len(save(kept)) - size_of(sample, form)
-        assert 0 < header < 1100 and int(kept["learned"]) == len(taught(sample.loss_mask))
+        assert sum(tensor.numel() * tensor.element_size() for tensor in kept.values()) == record_size(sample, form)
+        header = len(save(kept)) - record_size(sample, form)
+        assert 0 < header < 1100 and int(kept["labels"]) == len(label_positions(sample.loss_mask))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_exactly_a_packed_batch_is_what_the_backbone_reads(family: str) -> None:
     on, samples = backbone(family), make_samples()
     batch = collate(samples, ROWS)
-    kept, live = keep(form_for(on, (0, 2, 6), "exact"), on, samples, batch), Live(on, (0, 2, 6)).read(batch)
+    kept, live = keep(form_for(on, (0, 2, 6), "exact"), on, samples, batch), LiveFeatures(on, (0, 2, 6)).read(batch)
     there_BT = batch.document_BT >= 0
     assert kept.taps is not None and live.taps is not None and list(kept.taps) == [0, 2, 6]
     for mine, theirs in [(kept.hidden_BTD, live.hidden_BTD), *((kept.taps[tap], live.taps[tap]) for tap in live.taps)]:
@@ -113,7 +113,7 @@ BOUNDS = {"int8": (2e-3, 1.5e-2), "bf16": (5e-4, 5e-3), "exact": (1e-6, 1e-5)}
 def test_the_loss_is_the_live_one_within_the_error_of_rounding(family: str, kind: str, store: str) -> None:
     on, samples = backbone(family), make_samples()
     batch, taps = collate(samples, ROWS), random_drafter(kind, on).taps
-    live = loss_of(Live(on, taps).read(batch), kind, on, Objective())
+    live = loss_of(LiveFeatures(on, taps).read(batch), kind, on, Objective())
     kept = loss_of(keep(form_for(on, taps, store), on, samples, batch), kind, on, Objective())
     assert abs(kept[0] - live[0]) <= BOUNDS[store][0] * live[0]
     assert (kept[2] - live[2]).norm() <= BOUNDS[store][1] * live[2].norm()
@@ -125,8 +125,8 @@ def test_likeliest_tokens_teach_what_the_hidden_state_does() -> None:
     on, samples = backbone("llama"), make_samples()
     batch, taps = collate(samples, ROWS), random_drafter("eagle3", on).taps
     form = form_for(on, taps, "exact", top=8)
-    teacher = TopTeacher(torch.rand(on.vocab))
-    kept, live = keep(form, on, samples, batch), Live(on, taps).read(batch)
+    teacher = TopKTeacher(torch.rand(on.vocab))
+    kept, live = keep(form, on, samples, batch), LiveFeatures(on, taps).read(batch)
     assert kept.hidden_BTD.shape[-1] == 2 * 8 + 1
     wanted = Objective(terms={"topk_kl": 1.0}, top_k=8)
     mine, theirs = loss_of(kept, "eagle3", on, wanted, teacher), loss_of(live, "eagle3", on, wanted)   # type: ignore[arg-type]
@@ -147,15 +147,15 @@ def test_all_tokens_kept_leave_no_rest() -> None:
     on, samples = backbone("llama"), make_samples()
     batch = collate(samples, ROWS)
     kept = keep(form_for(on, (), "exact", top=on.vocab), on, samples, batch)
-    place = (0, int(taught(samples[0].loss_mask)[0]))
-    found = TopTeacher(torch.ones(on.vocab)).readout(kept.hidden_BTD[place]).softmax(-1)
-    torch.testing.assert_close(found, on.readout(Live(on, ()).read(batch).hidden_BTD[place]).softmax(-1), rtol=5e-3, atol=1e-6)
+    place = (0, int(label_positions(samples[0].loss_mask)[0]))
+    found = TopKTeacher(torch.ones(on.vocab)).readout(kept.hidden_BTD[place]).softmax(-1)
+    torch.testing.assert_close(found, on.readout(LiveFeatures(on, ()).read(batch).hidden_BTD[place]).softmax(-1), rtol=5e-3, atol=1e-6)
 
 
 def test_states_that_are_no_numbers_are_refused() -> None:
     on = backbone("llama")
-    features = Live(on, (1,)).read(collate(make_samples(), [[0]]))
-    assert row_of(features, 0, 4).tokens_BT.shape == (1, 4)
+    features = LiveFeatures(on, (1,)).read(collate(make_samples(), [[0]]))
+    assert single_row(features, 0, 4).tokens_BT.shape == (1, 4)
     broken = replace(features, hidden_BTD=features.hidden_BTD / 0)
     with pytest.raises(UserError, match=r"states \(hidden\) are not finite in torch.float32; set backbone.dtype"):
         form_for(on, (1,)).encode(broken, on.readout)

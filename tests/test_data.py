@@ -12,7 +12,7 @@ from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
-from headstart.training.data.batch_sampler import order
+from headstart.training.data.batch_sampler import epoch_order
 from headstart.training.data.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
@@ -188,11 +188,11 @@ def test_collate_pads_on_the_right():
 
 def test_the_order_depends_on_epoch_and_seed_alone():
     torch.manual_seed(0)
-    first = order(50, 0, 7)
+    first = epoch_order(50, 0, 7)
     torch.manual_seed(1)
-    assert order(50, 0, 7) == first and sorted(first) == list(range(50)) != first
-    assert len({tuple(order(50, epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
-    assert order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # written down: a resumed run must find it again
+    assert epoch_order(50, 0, 7) == first and sorted(first) == list(range(50)) != first
+    assert len({tuple(epoch_order(50, epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
+    assert epoch_order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # written down: a resumed run must find it again
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_learned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -27,8 +26,7 @@ from headstart.training.data.data import Sample
 from headstart.training.features import caching
 from headstart.training.features import writer as cache_writer
 from headstart.training.features.codec import CacheFormat
-from headstart.training.features.manifest import plan, read_manifest
-from headstart.training.features.stored import Recent
+from headstart.training.features.manifest import plan_shards, read_manifest
 from headstart.training.loop import train as go_on
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
@@ -48,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     recipe = make_recipe(folder, drafter=EAGLE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(caching, "plan", lambda samples, form, shard_mb: tuple((i, min(i + 5, 36)) for i in range(0, 36, 5)))
+        patch.setattr(caching, "plan_shards", lambda samples, form, shard_mb: tuple((i, min(i + 5, 36)) for i in range(0, 36, 5)))
         assert main(["cache", str(recipe), f"cache.dir={folder / 'cache'}"]) == 0
     assert len(shards(folder / "cache")) == 8
     return folder
@@ -94,15 +92,15 @@ def test_trained_from_a_cache_the_losses_are_the_live_ones(
 def test_shards_have_about_the_size_asked_for() -> None:
     samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in (300, 200, 700, 50, 900, 100)]
     form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB a token
-    assert plan(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
-    assert plan(samples, form, 1000) == ((0, 6),)
+    assert plan_shards(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
+    assert plan_shards(samples, form, 1000) == ((0, 6),)
 
 
 def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     content = json.loads((whole / "cache" / "manifest.json").read_text())["contents"]
-    assert content["reading"]["backbone hidden_size"] == 16 and len(content["reading"]["backbone weights"]) == 64
-    assert content["reading"]["taps"] == [1, 3, 5] and content["reading"]["cache.dtype"] == "int8"
-    assert content["samples"]["count"] == 36 and content["made"]["data.max_length"] == 64 and "tokenizer" in content["made"]
+    assert content["features"]["backbone hidden_size"] == 16 and len(content["features"]["backbone weights"]) == 64
+    assert content["features"]["taps"] == [1, 3, 5] and content["features"]["cache.dtype"] == "int8"
+    assert content["samples"]["count"] == 36 and content["data"]["data.max_length"] == 64 and "tokenizer" in content["data"]
     assert not list((whole / "cache").glob(".*"))   # neither locks nor anything half-written
     found = read_manifest(whole / "cache")
     assert found is not None and cache_writer.measured_errors(found)["hidden"] < 0.01
@@ -114,7 +112,6 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
         ("drafter.taps=[1, 4]", "taps: found [1, 3, 5], expected [1, 4]"),
         ("cache.dtype=bf16", "cache.dtype: found 'int8', expected 'bf16'"),
         ("cache.teacher=topk", "cache.teacher: found 'hidden', expected 'topk 64'"),
-        ("cache.mode=lru", "cache.mode: found 'full', expected 'lru'"),
         ("backbone.dtype=bf16", "backbone.dtype: found 'fp32', expected 'bf16'"),
         ("data.max_length=20", "data.max_length: found 64, expected 20"),
         ("data.eval_rows=5", "data.eval_rows: found 4, expected 5"),
@@ -124,7 +121,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
 def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, capsys: Any, change: str, message: str) -> None:
     assert train([*options(whole), f"save.dir={tmp_path}/out", change]) == 2
     assert message in said(capsys)
-    if "dir" not in change and "lru" not in change:
+    if "dir" not in change:
         assert main(["cache", *options(whole), change]) == 2   # nor is it written over
         assert message in said(capsys)
 
@@ -159,7 +156,7 @@ def test_half_a_cache_and_shards_of_others_are_refused_by_name(copy: Path, capsy
     third.write_bytes(content)
     (cache / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"cache.dtype": "int8"', '"cache.dtype": "bf16"'))
     assert train(options(copy)) == 2
-    assert "manifest.json is damaged (ValueError: its id does not fit its contents)" in said(capsys)
+    assert "manifest.json is damaged (ValueError: its id does not match its contents)" in said(capsys)
     (cache / "manifest.json").unlink()
     assert main(["cache", *options(copy)]) == 2
     assert "holds shards but no manifest.json" in said(capsys)
@@ -196,7 +193,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
     for process in started:
         process.join(60)
     assert [process.exitcode for process in started] == [0, 0]
-    written = [json.loads(report.read_text())["written"] for report in reports]
+    written = [json.loads(report.read_text())["shards_written"] for report in reports]
     assert sum(written) == len(names) - 3
     for mine, theirs in zip(shards(cache), shards(whole / "cache"), strict=True):
         one, other = load_file(mine), load_file(theirs)
@@ -208,19 +205,18 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch:
     command = ["cache", str(recipe), f"cache.dir={tmp_path}/new"]
     assert main([*command, "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
     size = json.loads((tmp_path / "size.json").read_text())
-    assert f"{size['bytes'] / 1e6:.1f} MB, {size['bytes_a_token']:.0f} bytes a token, in 1 shards" in capsys.readouterr().err
-    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage(9, 9, cache_writer.SPARE + size["bytes"] - 1))
+    assert f"{size['bytes'] / 1e6:.1f} MB, {size['bytes_per_token']:.0f} bytes per token, in 1 shards" in capsys.readouterr().err
+    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage(9, 9, cache_writer.SPARE_BYTES + size["bytes"] - 1))
     assert main(command) == 2
     assert "new needs 0.0 MB and the disk has 67.1 MB free; make room" in said(capsys) and not (tmp_path / "new").exists()
     monkeypatch.undo()
     assert main(command) == 0
     assert size["bytes"] <= shards(tmp_path / "new")[0].stat().st_size <= size["bytes"] + 2000
-    for change, message in [("cache.dir=null", "cache.dir is not set"), ("cache.mode=lru", "cache.mode=lru is filled by training")]:
-        assert main([*command, change]) == 2
-        assert message in said(capsys)
+    assert main([*command, "cache.dir=null"]) == 2
+    assert "cache.dir is not set" in said(capsys)
 
 
-@pytest.mark.parametrize("change", ["cache.dir=''", "cache.dtype=int4", "cache.top_k=0", "cache.shard_mb=0", "cache.disk_gb=0"])
+@pytest.mark.parametrize("change", ["cache.dir=''", "cache.dtype=int4", "cache.top_k=0", "cache.shard_mb=0"])
 def test_settings_that_cannot_be_are_refused(whole: Path, change: str, capsys: Any) -> None:
     assert main(["cache", *options(whole), change]) == 2
     assert change.split("=")[0] in said(capsys)
@@ -238,43 +234,3 @@ def test_likeliest_tokens_are_for_heads_that_read_taps_alone(whole: Path, tmp_pa
         assert train([*more, "objective.terms={topk_kl: 1}", "objective.top_k=16", f"save.dir={tmp_path}/{name}", "eval.prompts=1"]) == 0
         logs.append([line["loss"] for line in read_log(tmp_path / name) if "loss" in line])
     assert logs[1] == pytest.approx(logs[0], rel=5e-3)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-def test_what_is_read_first_is_kept_up_to_the_budget(tmp_path: Path, share: float) -> None:
-    """Any budget gives the same losses; the second epoch finds as much as there was room for."""
-    recipe = make_recipe(tmp_path, drafter=EAGLE, train={"steps": None, "epochs": 2, "batch_size": 6}, eval={"prompts": 1})
-    assert main(["cache", str(recipe), f"cache.dir={tmp_path}/all", "--estimate", "--json", f"{tmp_path}/size.json"]) == 0
-    size = json.loads((tmp_path / "size.json").read_text())["bytes"]
-    budget = max(share * (size + 36 * 1024), 1.0)
-    changes = ["cache.mode=lru", f"cache.dir={tmp_path}/lru", f"cache.disk_gb={budget / 1e9}"]
-    run = prepare(load_recipe(recipe, [*changes, f"save.dir={tmp_path}/out{share}"]))
-    source = run.source
-    assert isinstance(source, Recent)
-    assert go_on(run) == 0
-    run.log.close()
-    assert sum(path.stat().st_size for path in (tmp_path / "lru").glob("*.safetensors")) <= budget
-    assert source.found + source.read_anew == 72 and source.found == pytest.approx(36 * min(share, 1), abs=5)
-    assert main(["cache", str(recipe), f"cache.dir={tmp_path}/all"]) == 0
-    AcceleratorState._reset_state(True)
-    assert train([str(recipe), f"cache.dir={tmp_path}/all", f"save.dir={tmp_path}/whole"]) == 0
-    one, other = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in (f"out{share}", "whole"))
-    assert one == pytest.approx(other, rel=1e-5)
-
-
-def test_samples_of_other_runs_make_room_the_longest_unused_first(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, drafter=EAGLE, train={"steps": None, "epochs": 1, "batch_size": 6}, eval={"prompts": 1})
-    changes = ["cache.mode=lru", f"cache.dir={tmp_path}/lru"]
-    assert train([str(recipe), *changes]) == 0
-    first = {path.name: path.stat() for path in (tmp_path / "lru").glob("*.safetensors")}
-    for place, name in enumerate(sorted(first)):
-        os.utime(tmp_path / "lru" / name, (place, place))
-    lines = [json.dumps({"text": f"other {random.Random(i).random()}"}) + "\n" for i in range(20)]
-    (tmp_path / "text.jsonl").write_text("".join(lines) + "".join((tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:4]))
-    used = sum(stat.st_size for stat in first.values())
-    small = [*changes, f"cache.disk_gb={used / 1e9}", f"save.dir={tmp_path}/second"]
-    run = prepare(load_recipe(recipe, small))
-    run.log.close()
-    left = sorted(path.name for path in (tmp_path / "lru").glob("*.safetensors"))
-    own = {name for name in run.source.names if name in first}   # type: ignore[attr-defined]
-    assert own and own <= set(left) and set(left) - own == set(sorted(set(first) - own)[-len(set(left) - own):]) and len(left) < len(first)

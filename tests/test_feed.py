@@ -45,12 +45,12 @@ def test_every_step_shares_its_rows_whole(tmp_path: Path) -> None:
     trained = prepare(recipe)
     trained.log.close()
     feed = trained.feed
-    assert feed.window == 40 and feed.steps == 12 and feed.rows < len(feed.samples)
+    assert feed.row_length == 40 and feed.steps == 12 and feed.rows < len(feed.samples)
     for step in range(1, 13):
-        whole = sorted(index for row in feed.chosen(step) for index in row)
+        whole = sorted(index for row in feed.global_rows(step) for index in row)
         for processes in (1, 2, 3, 5):
-            parts = [type(feed)(feed.samples, feed.train, feed.seed, process, processes, feed.window) for process in range(processes)]
-            assert sorted(index for part in parts for rows in part.shares(step) for row in rows for index in row) == whole
+            parts = [type(feed)(feed.samples, feed.train, feed.seed, process, processes, feed.row_length) for process in range(processes)]
+            assert sorted(index for part in parts for rows in part.local_rows(step) for row in rows for index in row) == whole
 
 
 def test_other_samples_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,12 +170,12 @@ def test_what_a_step_reads_is_a_function_of_the_step() -> None:
     samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
     feed = BatchSampler(samples, Train(batch_size=4, epochs=2.0), seed=1)
     assert feed.steps == 5
-    drawn = [index for step in range(1, 6) for row in feed.chosen(step) for index in row]
+    drawn = [index for step in range(1, 6) for row in feed.global_rows(step) for index in row]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
     for processes in (1, 2, 3):
         parts = [BatchSampler(samples, feed.train, 1, process, processes) for process in range(processes)]
-        lengths = [int(n) for part in parts for batch in part.share(2, torch.device("cpu")) for n in (batch.document_BT >= 0).sum(1)]
-        assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.chosen(2))
+        lengths = [int(n) for each in parts for batch in each.local_batches(2, torch.device("cpu")) for n in (batch.document_BT >= 0).sum(1)]
+        assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.global_rows(2))
 
 
 @pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])

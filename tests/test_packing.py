@@ -20,10 +20,10 @@ from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler, digest
+from headstart.training.data.batch_sampler import BatchSampler, samples_hash
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, best_fit, collate, documents_apart, restarting
-from headstart.training.features.source import Live
+from headstart.training.data.packing import Batch, collate, document_masks, document_positions, pack
+from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import objective
@@ -49,17 +49,17 @@ def test_every_sample_stands_in_one_row_and_rows_are_full() -> None:
     rng = random.Random(0)
     for window in (8, 50, 512):
         lengths = [rng.randint(1, min(window, rng.choice((8, 60, 512)))) for _ in range(700)]
-        rows = best_fit(lengths, list(range(700)), window)
+        rows = pack(lengths, list(range(700)), window)
         assert sorted(index for row in rows for index in row) == list(range(700))
         used = [sum(lengths[index] for index in row) for row in rows]
         assert max(used) <= window and len(rows) <= 1.03 * -(-sum(lengths) // window) + 1
         shuffled = rng.sample(range(700), 700)
-        assert len(best_fit(lengths, shuffled, window)) == len(rows)   # so every epoch has as many rows
-    assert best_fit([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
+        assert len(pack(lengths, shuffled, window)) == len(rows)   # so every epoch has as many rows
+    assert pack([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
     with pytest.raises(
-        UserError, match="a sample of 9 tokens does not fit a window of 8; raise data.max_length or set data.overlong=split"
+        UserError, match="a sample of 9 tokens does not fit a row of 8; raise data.max_length or set data.overlong=split"
     ):
-        best_fit([4, 9], [0, 1], 8)
+        pack([4, 9], [0, 1], 8)
 
 
 def test_what_a_row_looks_like() -> None:
@@ -70,8 +70,8 @@ def test_what_a_row_looks_like() -> None:
     assert batch.loss_mask_BT.tolist() == [[False, True, True, True, False], [True, False, False, False, False]]
     assert batch.document_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]]
     assert batch.members == ((0, 1), (2,)) and batch.packed and not collate(samples, [[0], [1]]).packed
-    assert restarting(batch.document_BT).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
-    attention_mask = documents_apart(batch.document_BT, {"full_attention": None, "sliding_attention": 2})
+    assert document_positions(batch.document_BT).tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    attention_mask = document_masks(batch.document_BT, {"full_attention": None, "sliding_attention": 2})
     full = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
     assert attention_mask["full_attention"][0].int().tolist() == full
     full[2] = [0, 1, 1, 0, 0]
@@ -82,7 +82,7 @@ def test_what_a_row_looks_like() -> None:
 def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
     """Full and sliding layers, rotary and learned positions."""
     samples, taps = make_samples(), (0, 1, 3, 6)
-    source = Live(backbone(family), taps)
+    source = LiveFeatures(backbone(family), taps)
     packed = source.read(collate(samples, ROWS))
     for b, row in enumerate(ROWS):
         for place, index in enumerate(row):
@@ -111,7 +111,7 @@ def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor
 def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind: str) -> None:
     samples, on = make_samples(), backbone(family)
     drafter = random_drafter(kind, on)
-    source = Live(on, drafter.taps)
+    source = LiveFeatures(on, drafter.taps)
     found = [gradients(source.read(collate(samples, rows)), drafter) for rows in (ROWS, [[i] for i in range(len(samples))])]
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
     assert len(found[0][1]) == len(found[1][1]) > 0 and found[0][0] > 0
@@ -123,22 +123,22 @@ def test_the_mask_is_what_makes_it_so() -> None:
     """Without it, neighbours leak into each other: the test above can fail."""
     samples, on = make_samples(), backbone("llama")
     batch = collate(samples, ROWS)
-    leaky = Live(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))
-    assert not torch.allclose(leaky.hidden_BTD, Live(on, ()).read(batch).hidden_BTD, atol=1e-2)
+    leaky = LiveFeatures(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))
+    assert not torch.allclose(leaky.hidden_BTD, LiveFeatures(on, ()).read(batch).hidden_BTD, atol=1e-2)
 
 
 def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
     samples = make_samples(tuple(random.Random(1).choices(range(4, 30), k=60)))
-    feed = BatchSampler(samples, Train(batch_size=3, epochs=1.0), seed=1, window=32)
-    epochs = [[feed._at(place) for place in range(epoch * feed.rows, (epoch + 1) * feed.rows)] for epoch in range(3)]
+    feed = BatchSampler(samples, Train(batch_size=3, epochs=1.0), seed=1, row_length=32)
+    epochs = [[feed._row(place) for place in range(epoch * feed.rows, (epoch + 1) * feed.rows)] for epoch in range(3)]
     for rows in epochs:
         assert sorted(index for row in rows for index in row) == list(range(60))
         assert max(sum(len(samples[i].tokens) for i in row) for row in rows) <= 32
     assert epochs[0] != epochs[1] and {frozenset(row) for row in epochs[0]} != {frozenset(row) for row in epochs[1]}
     parts = [BatchSampler(samples, feed.train, 1, process, 2, 32) for process in range(2)]
-    shared = [row for part in parts for rows in part.shares(2) for row in rows]
-    assert sorted(shared) == sorted(feed.chosen(2)) and feed.digest == digest(samples) != digest(samples[1:])
-    assert digest(samples) != digest([replace(samples[0], loss_mask=~samples[0].loss_mask), *samples[1:]])
+    shared = [row for part in parts for rows in part.local_rows(2) for row in rows]
+    assert sorted(shared) == sorted(feed.global_rows(2)) and feed.samples_hash == samples_hash(samples) != samples_hash(samples[1:])
+    assert samples_hash(samples) != samples_hash([replace(samples[0], loss_mask=~samples[0].loss_mask), *samples[1:]])
 
 
 @pytest.mark.usefixtures("on_the_cpu")

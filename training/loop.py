@@ -70,7 +70,7 @@ def train(run: Run) -> int:
 
 def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     """One optimiser step of every trainer. Raises UserError, before any weight changes, if a non-finite loss or gradient ends the run."""
-    accelerator, batches = run.accelerator, list(run.feed.share(step, run.accelerator.device))
+    accelerator, batches = run.accelerator, list(run.feed.local_batches(step, run.accelerator.device))
     for trainer in run.trainers:
         trainer.set_learning_rate(step, run.feed.steps)
     by_batch = [count_label_tokens(batch.loss_mask_BT, batch.document_BT) for batch in batches]
@@ -174,7 +174,7 @@ def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
 def save(run: Run) -> None:
     """Save the heads, loadable, in ``save.dir``, and below it the state to resume from."""
     tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
-    progress = {"recipe": to_dict(run.recipe), "data": run.feed.digest, "tokens": run.tokens}
+    progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
     for trainer in run.trainers:
         if run.accelerator.is_main_process and not all_finite(tensors, f"{trainer.prefix}drafter/"):

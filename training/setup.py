@@ -18,9 +18,9 @@ from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
+from headstart.training.features.cached import open_source
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
-from headstart.training.features.stored import open_source
 from headstart.training.log.log import Log
 from headstart.training.log.trackers import require_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
@@ -70,7 +70,7 @@ def prepare(recipe: Recipe) -> Run:
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
     if state is None:
         _choose_vocabularies(drafters, splits, backbone)
-    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train, accelerator)
+    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     source = with_cache(recipe, source)
     trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.per_drafter().items()]
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
@@ -155,10 +155,11 @@ def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource,
 
 
 def _resume(run: Run, state: State) -> None:
-    if (digest := state.progress.get("data", run.feed.digest)) != run.feed.digest:
+    if (digest := state.progress.get("data", run.feed.samples_hash)) != run.feed.samples_hash:
         raise UserError(
-            f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.digest}), so the rest of the run would read others "
-            f"than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose another save.dir"
+            f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash}), so the rest of the run would "
+            f"read others than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose "
+            "another save.dir"
         )
     run.done, run.tokens = state.step, state.progress["tokens"]
     for trainer in run.trainers:

@@ -51,7 +51,7 @@ def discard(path: Path) -> None:
 
 
 def discard_unfinished(path: Path) -> None:
-    """Remove what killed processes left of `atomic`; only for a path that no other process is writing."""
+    """Remove what killed processes left of `atomic`; only while no other process writes there. The name may be a pattern (``*``)."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         discard(temporary)
 

@@ -21,7 +21,7 @@ from headstart.training.data.rows import Row, read_rows
 from headstart.training.recipe.recipe import Data, Eval
 
 COLUMNS = ("messages", "conversations", "text")
-SHORTEST = 4
+MIN_TOKENS = 4
 """Fewer tokens teach next to nothing: the third of a sample is the first that is drafted at all, the fourth by depth 1."""
 
 
@@ -193,7 +193,7 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
     # TokenTextStream of one size, not whole windows and a rest: none is too short to learn from.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
     kept = [Sample(tokens[:most].clone(), learn[:most].clone()) for tokens, learn in pieces]
-    kept = [piece for piece in kept if len(piece.tokens) >= SHORTEST and piece.loss_mask.any()]
+    kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
     stats.nothing += count - len(kept)
     if length > most and kept and count == 1:
         stats.truncated, stats.cut_off = stats.truncated + 1, stats.cut_off + length - most

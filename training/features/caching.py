@@ -1,9 +1,8 @@
-"""What ``headstart cache`` does: from a recipe to a features cache, with its size said before and its error after."""
+"""``headstart cache``: from a recipe to a feature cache; its size is printed before, its rounding error after."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -13,21 +12,30 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.base import Drafter
+from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.features.cached import require_taps_only
 from headstart.training.features.codec import CacheFormat
-from headstart.training.features.manifest import Manifest, contents_of, form_of, plan, read_manifest, size_of, written_form
+from headstart.training.features.manifest import (
+    Manifest,
+    contents_of,
+    format_of,
+    format_on_disk,
+    plan_shards,
+    read_manifest,
+    record_size,
+)  # fmt: skip
 from headstart.training.features.source import taps_of
-from headstart.training.features.stored import require_taps_alone
-from headstart.training.features.writer import bytes_missing, fill, measured_errors
+from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.trainer import build
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A cache as it will be, or as far as it is."""
+class PlannedCache:
+    """A cache as it is to be, whatever part of it is written."""
 
     manifest: Manifest
     form: CacheFormat
@@ -36,74 +44,76 @@ class Planned:
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
-    """Write what is missing of the recipe's cache, or with ``estimate`` only say what it takes; the result as JSON holds it."""
+    """Write the missing part of the recipe's cache (with ``estimate``, only print its size); returns the report for ``--json``."""
     planned = _plan(recipe)
-    sizes = _sizes(planned)
+    report = _print_sizes(planned)
     if estimate:
-        return sizes
+        return report
     start = time.perf_counter()
-    written = fill(planned.manifest, planned.form, planned.splits.train, planned.backbone)
+    written = write_missing(planned.manifest, planned.form, planned.splits.train, planned.backbone)
     missing = len(planned.manifest.missing())
-    result = sizes | {"written": written, "seconds": time.perf_counter() - start, "missing": missing}
+    report |= {"shards_written": written, "seconds": time.perf_counter() - start, "shards_missing": missing}
     if missing:
         print(f"wrote {written} shards; {missing} are being written by another process", file=sys.stderr)
-        return result
+        return report
     errors = measured_errors(planned.manifest)
     states = max((value for name, value in errors.items() if not name.startswith("teacher")), default=0.0)
     print(
-        f"done: wrote {written} shards in {result['seconds']:.0f} s; states are {states:.2%} off at most (mean over positions), "
-        f"the backbone's distribution {errors.get('teacher_kl', 0):.1e} nats (KL), {errors.get('teacher_tv', 0):.2%} (total variation)",
+        f"done: wrote {written} shards in {report['seconds']:.0f} s; mean relative error of a state at most {states:.2%}; of the "
+        f"backbone's distribution {errors.get('teacher_kl', 0):.1e} nats (KL), {errors.get('teacher_tv', 0):.2%} (total variation)",
         file=sys.stderr,
     )
-    return result | {"errors": errors}
+    return report | {"errors": errors}
 
 
-def _plan(recipe: Recipe) -> Planned:
-    """Raises UserError for a recipe without a cache to write, and for a folder that holds another one."""
-    settings, where = recipe.cache, recipe.backbone
-    if settings.dir is None:
+def _plan(recipe: Recipe) -> PlannedCache:
+    """Raises UserError for a recipe without ``cache.dir``, and for a folder that holds another cache."""
+    cache, where = recipe.cache, recipe.backbone
+    if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
-    if settings.mode == "lru":
-        raise UserError("cache.mode=lru is filled by training, as it goes; set cache.mode=full to write everything now")
     backbone = load_backbone(
         where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=_device()
     )
-    drafters = [build(one, backbone) for one in recipe.per_drafter().values()]
-    form = form_of(settings, backbone, taps_of(drafters))
-    require_taps_alone(recipe, drafters, form)
+    drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
+    form = format_of(cache, backbone, taps_of(drafters))
+    require_taps_only(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
     splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize)
     require_vocabulary(splits, backbone.vocab)
-    expected = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
-    manifest = read_manifest(Path(settings.dir))
+    contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
+    manifest = read_manifest(Path(cache.dir))
     if manifest is None:
-        manifest = Manifest(Path(settings.dir), "full", expected, plan(splits.train, form, settings.shard_mb))
-    manifest.require(expected, "full")
-    return Planned(manifest, written_form(form, manifest), splits, backbone)
+        manifest = Manifest(Path(cache.dir), contents, plan_shards(splits.train, form, cache.shard_mb))
+    manifest.require(contents)
+    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
 
 
-def _sizes(planned: Planned) -> dict[str, Any]:
-    """Say, before anything is written, what will be."""
+def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
+    arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
+    return build_drafter(recipe.drafter["kind"], backbone, arguments)
+
+
+def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
+    """Print what will be written and where, and return it for the report."""
     manifest, form, samples, tokens = planned.manifest, planned.form, planned.splits.train, planned.splits.stats.tokens
-    total, missing = sum(size_of(sample, form) for sample in samples), bytes_missing(manifest, form, samples)
-    there = next(path for path in (manifest.folder, *manifest.folder.absolute().parents) if path.exists())
-    free, shards = shutil.disk_usage(there).free, len(manifest.shards)
-    kept = f"the {form.top} likeliest tokens" if form.top else "the final hidden state"
+    total, missing = sum(record_size(sample, form) for sample in samples), bytes_missing(manifest, form, samples)
+    free, shards = free_bytes(manifest.folder), len(manifest.shards)
+    teacher = f"the {form.top_k} most likely tokens" if form.top_k else "the final hidden state"
     taps = f"taps {', '.join(map(str, form.taps))} and " if form.taps else ""
     print(
         f"data      {planned.splits.stats}\n"
-        f"cache     {manifest.folder}: {taps}{kept}, {form.store}\n"
-        f"size      {gigabytes(total)}, {total / tokens:,.0f} bytes a token, in {shards} shards; "
+        f"cache     {manifest.folder}: {taps}{teacher}, {form.dtype}\n"
+        f"size      {gigabytes(total)}, {total / tokens:,.0f} bytes per token, in {shards} shards; "
         f"{gigabytes(missing)} in {len(manifest.missing())} shards still to write, {gigabytes(free)} free",
         file=sys.stderr,
     )
     return {
         "dir": str(manifest.folder), "samples": len(samples), "tokens": tokens, "shards": shards,
-        "bytes": total, "bytes_missing": missing, "bytes_a_token": total / tokens, "bytes_free": free,
+        "bytes": total, "bytes_missing": missing, "bytes_per_token": total / tokens, "bytes_free": free,
     }  # fmt: skip
 
 
 def _device() -> torch.device | None:
-    """The accelerator of this process, where a launcher has started several."""
+    """This process's accelerator, where a launcher has started several processes."""
     rank = os.environ.get("LOCAL_RANK")
     return torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None

@@ -1,16 +1,17 @@
-"""Features as bytes: how much of what the backbone knew of a sample is kept, and in how many bits.
+"""The format of cached features: which states of a sample are kept, and in how many bits.
 
-A state is kept as it is, rounded to bf16, or in int8. For int8 each channel is first divided by its usual share of a token's
-size (mean of fourth powers, of tokens brought to unit size: single huge tokens, which language models have, do not count),
-then each token by its largest entry over 127. Half a step, ``token * channel / 2``, bounds the error of every entry.
+States are stored in the backbone's dtype (``exact``), in bf16, or in int8. For int8 each channel is divided by its typical share of a
+token's norm (from the mean of fourth powers over tokens scaled to unit norm, so that the few tokens with huge states, which language
+models have, do not dominate), then each token by its largest entry over 127. The error of an entry is at most ``token * channel / 2``.
 
-The final hidden state is what the backbone's distribution is read from. Where no drafter reads it, its ``top`` likeliest
-tokens and the mass of the rest can stand for it, at the learned positions alone: the rest is then spread over the other tokens as
-it is on average over the first samples (``tail_V``). How far that is from the truth is measured when a cache is written.
+The final hidden state is kept because the teacher's distribution is computed from it. Where no drafter reads it, its ``top_k`` most
+likely tokens and the mass of all others can be kept instead, at label positions only. The remaining mass is then spread over the other
+tokens as it is on average over the first samples (``tail_V``); how far that is from the truth is measured when a cache is written.
 
-Shape suffixes: B batch, T positions, P positions of several samples in one line, L learned of them, S samples, D width,
-V vocabulary, M likeliest tokens kept, C positions of a chunk.
+Shape suffixes: B batch, T positions, P positions of several samples concatenated, L label positions among them, S samples, D width,
+V vocabulary, M kept tokens, C positions of a chunk.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,63 +26,62 @@ from headstart.support.errors import UserError
 from headstart.support.nest import map_tensors
 from headstart.training.data.packing import Batch
 
-Encoded = dict[str, Tensor]
-"""What is kept of one sample, or of several behind each other, by name."""
+Record = dict[str, Tensor]
+"""Tensors kept of one sample, or of several concatenated, by name."""
 CHUNK = 256
-"""Positions whose logits are held at a time."""
-LEAST = -100.0
-"""Log of the mass of nothing."""
+"""Positions whose logits are in memory at a time."""
+LOG_ZERO = -100.0
+"""Stands for the logarithm of a mass of 0."""
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """What is kept, and how."""
+    """What is kept of a sample, and how."""
 
     taps: tuple[int, ...]
     dim: int
     vocab: int
-    dtype: torch.dtype
-    """The backbone's own."""
-    store: Literal["int8", "bf16", "exact"] = "int8"
-    top: int | None = None
-    """How many likeliest tokens stand for the final hidden state; None: it is kept itself."""
+    backbone_dtype: torch.dtype
+    dtype: Literal["int8", "bf16", "exact"] = "int8"
+    top_k: int | None = None
+    """Number of most likely tokens kept instead of the final hidden state; None keeps the state."""
 
     @property
     def states(self) -> dict[str, int | None]:
-        """Name -> tap, of every state kept; the final one has no tap."""
-        final: dict[str, int | None] = {} if self.top else {"hidden": None}
+        """Name of each state kept -> its tap (None: the final hidden state)."""
+        final: dict[str, int | None] = {} if self.top_k else {"hidden": None}
         return final | {f"tap.{tap}": tap for tap in self.taps}
 
     @property
-    def ids(self) -> torch.dtype:
+    def token_dtype(self) -> torch.dtype:
         return torch.int16 if self.vocab <= 2**15 else torch.int32
 
-    def size(self, tokens: int, learned: int) -> int:
-        """Bytes of a sample, of which so many positions are followed by a learned token."""
-        wide = {"int8": 1, "bf16": 2, "exact": self.dtype.itemsize}[self.store]
-        scales = 2 * (tokens + self.dim) if self.store == "int8" else 0
-        teacher = learned * (self.top * (self.ids.itemsize + 2) + 8) if self.top else 0
-        return len(self.states) * (tokens * self.dim * wide + scales) + teacher + 8   # two counts
+    def size(self, tokens: int, labels: int) -> int:
+        """Bytes of a sample with so many tokens and label positions."""
+        entry = {"int8": 1, "bf16": 2, "exact": self.backbone_dtype.itemsize}[self.dtype]
+        scales = 2 * (tokens + self.dim) if self.dtype == "int8" else 0
+        teacher = labels * (self.top_k * (self.token_dtype.itemsize + 2) + 8) if self.top_k else 0
+        return len(self.states) * (tokens * self.dim * entry + scales) + teacher + 8   # two counts
 
-    def encode(self, features: Features, readout: Callable[[Tensor], Tensor]) -> Encoded:
-        """Of one sample, a batch of one row with ``loss_mask_BT``; on the CPU."""
-        taps, kept = features.taps or {}, Encoded()
+    def encode(self, features: Features, readout: Callable[[Tensor], Tensor]) -> Record:
+        """The record of one sample (a batch of one row with ``loss_mask_BT``), on the CPU."""
+        taps, record = features.taps or {}, Record()
         for name, tap in self.states.items():
-            kept |= self._pack(name, (features.hidden_BTD if tap is None else taps[tap])[0])
+            record |= self._quantize(name, (features.hidden_BTD if tap is None else taps[tap])[0])
         assert features.loss_mask_BT is not None
-        place_L = taught(features.loss_mask_BT[0])
-        if self.top:
-            kept |= self._likeliest(features.hidden_BTD[0, place_L], readout) | {"top.place": place_L.to(torch.int32)}
-        counts = {"tokens": features.tokens_BT.shape[1], "learned": len(place_L)}
-        return {name: tensor.cpu() for name, tensor in kept.items()} | {
+        position_L = label_positions(features.loss_mask_BT[0])
+        if self.top_k:
+            record |= self._most_likely(features.hidden_BTD[0, position_L], readout) | {"top.position": position_L.to(torch.int32)}
+        counts = {"tokens": features.tokens_BT.shape[1], "labels": len(position_L)}
+        return {name: tensor.cpu() for name, tensor in record.items()} | {
             name: torch.tensor([count], dtype=torch.int32) for name, count in counts.items()
         }
 
-    def _pack(self, name: str, x_TD: Tensor) -> Encoded:
+    def _quantize(self, name: str, x_TD: Tensor) -> Record:
         if not x_TD.isfinite().all():
             raise UserError(f"the backbone's states ({name}) are not finite in {x_TD.dtype}; set backbone.dtype to bf16 or fp32")
-        if self.store != "int8":
-            return {name: x_TD.to(torch.bfloat16) if self.store == "bf16" else x_TD}
+        if self.dtype != "int8":
+            return {name: x_TD.to(torch.bfloat16) if self.dtype == "bf16" else x_TD}
         x_TD = x_TD.float()
         unit_TD = x_TD / x_TD.square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)
         channel_1D = unit_TD.pow(4).mean(0, keepdim=True).pow(0.25).clamp(min=1e-6).to(torch.bfloat16)
@@ -90,86 +90,85 @@ class CacheFormat:
         steps_TD = (even_TD / token_T[:, None]).round().clamp(-127, 127).to(torch.int8)
         return {name: steps_TD, f"{name}.token": token_T, f"{name}.channel": channel_1D}
 
-    def _likeliest(self, hidden_LD: Tensor, readout: Callable[[Tensor], Tensor]) -> Encoded:
-        assert self.top is not None
-        tokens, logs, rests = [], [], []
+    def _most_likely(self, hidden_LD: Tensor, readout: Callable[[Tensor], Tensor]) -> Record:
+        assert self.top_k is not None
+        tokens, log_probs, others = [], [], []
         for hidden_CD in hidden_LD.split(CHUNK) if len(hidden_LD) else [hidden_LD]:
             log_p_CV = readout(hidden_CD).float().log_softmax(-1)
-            log_CM, token_CM = log_p_CV.topk(self.top, -1)
-            rests.append(log_p_CV.scatter(-1, token_CM, -torch.inf).logsumexp(-1).clamp(min=LEAST))
-            tokens.append(token_CM.to(self.ids))
-            logs.append(log_CM.to(torch.float16))
-        return {"top.token": torch.cat(tokens), "top.log": torch.cat(logs), "top.rest": torch.cat(rests)}
+            log_CM, token_CM = log_p_CV.topk(self.top_k, -1)
+            others.append(log_p_CV.scatter(-1, token_CM, -torch.inf).logsumexp(-1).clamp(min=LOG_ZERO))
+            tokens.append(token_CM.to(self.token_dtype))
+            log_probs.append(log_CM.to(torch.float16))
+        return {"top.token": torch.cat(tokens), "top.log_prob": torch.cat(log_probs), "top.others": torch.cat(others)}
 
-    def decode(self, kept: Encoded, batch: Batch, taps: tuple[int, ...]) -> Features:
-        """The features of a batch, whose members ``kept`` holds one behind the other; on the batch's device, in the backbone's dtype."""
+    def decode(self, record: Record, batch: Batch, taps: tuple[int, ...]) -> Features:
+        """The features of a batch whose members ``record`` holds concatenated; on the batch's device, in the backbone's dtype."""
         B, T = batch.tokens_BT.shape
         device = batch.tokens_BT.device
-        lengths = kept["tokens"].tolist()
-        samples = iter(lengths)
-        rows = [sum(next(samples) for _ in row) for row in batch.members]
-        place_P = torch.cat([torch.arange(b * T, b * T + count) for b, count in enumerate(rows)]).to(device)
-        there = {name: tensor.to(device) for name, tensor in kept.items()}
+        lengths = record["tokens"].tolist()
+        sample_lengths = iter(lengths)
+        row_lengths = [sum(next(sample_lengths) for _ in row) for row in batch.members]
+        position_P = torch.cat([torch.arange(b * T, b * T + length) for b, length in enumerate(row_lengths)]).to(device)
+        on_device = {name: tensor.to(device) for name, tensor in record.items()}
 
-        def spread(x_PD: Tensor, at_P: Tensor) -> Tensor:
+        def scatter(x_PD: Tensor, at_P: Tensor) -> Tensor:
             return x_PD.new_zeros(B * T, x_PD.shape[-1]).index_copy_(0, at_P, x_PD).view(B, T, -1)
 
         sample_P = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
         states = {
-            tap: spread(self._unpack(there, name, sample_P), place_P)
+            tap: scatter(self._dequantize(on_device, name, sample_P), position_P)
             for name, tap in self.states.items()
             if tap is None or tap in taps
         }
-        if self.top:
-            states[None] = spread(_row(there), place_P[_in_line(kept).to(device)])
+        if self.top_k:
+            states[None] = scatter(_top_rows(on_device), position_P[_label_indices(record).to(device)])
         hidden_BTD = states.pop(None)
-        found = {tap: states[tap] for tap in taps} or None
-        return Features(batch.tokens_BT, hidden_BTD, found, batch.loss_mask_BT, batch.document_BT)
+        return Features(batch.tokens_BT, hidden_BTD, {tap: states[tap] for tap in taps} or None, batch.loss_mask_BT, batch.document_BT)
 
-    def _unpack(self, kept: Encoded, name: str, sample_P: Tensor) -> Tensor:
-        if self.store != "int8":
-            return kept[name].to(self.dtype)
-        scale_PD = kept[f"{name}.token"].float()[:, None] * kept[f"{name}.channel"].float()[sample_P]
-        return (kept[name] * scale_PD).to(self.dtype)
+    def _dequantize(self, record: Record, name: str, sample_P: Tensor) -> Tensor:
+        if self.dtype != "int8":
+            return record[name].to(self.backbone_dtype)
+        scale_PD = record[f"{name}.token"].float()[:, None] * record[f"{name}.channel"].float()[sample_P]
+        return (record[name] * scale_PD).to(self.backbone_dtype)
 
 
-def row_of(features: Features, row: int, length: int) -> Features:
-    """One row of a batch without its padding."""
+def single_row(features: Features, row: int, length: int) -> Features:
+    """One row of a batch, without its padding."""
     return map_tensors(lambda x: x[row : row + 1, :length], features)
 
 
-def taught(learn_T: Tensor) -> Tensor:
-    """Positions of one sample whose next token is to be learned: there the backbone's distribution is asked for."""
-    return learn_T[1:].nonzero().flatten()
+def label_positions(loss_mask_T: Tensor) -> Tensor:
+    """Positions of one sample whose next token has a loss: the teacher's distribution is needed there."""
+    return loss_mask_T[1:].nonzero().flatten()
 
 
-def join(parts: Sequence[Encoded]) -> Encoded:
-    """Samples one behind the other."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def concatenate(records: Sequence[Record]) -> Record:
+    """Several samples as one record."""
+    return {name: torch.cat([record[name] for record in records]) for name in records[0]}
 
 
-def _row(kept: Encoded) -> Tensor:
-    """The likeliest tokens, their logs and the log of the rest, side by side: ``[L, 2M + 1]``. Numbers of tokens are exact in fp32."""
-    return torch.cat([kept["top.token"].float(), kept["top.log"].float(), kept["top.rest"][:, None]], -1)
+def _top_rows(record: Record) -> Tensor:
+    """Kept tokens, their log-probabilities and the log mass of all others, ``[L, 2M + 1]``. Token ids are exact in fp32."""
+    return torch.cat([record["top.token"].float(), record["top.log_prob"].float(), record["top.others"][:, None]], -1)
 
 
-def _in_line(kept: Encoded) -> Tensor:
-    """Where the learned positions stand in the line of all samples, ``[L]``."""
-    start_S = kept["tokens"].cumsum(0) - kept["tokens"]
-    return (kept["top.place"] + start_S.repeat_interleave(kept["learned"])).long()
+def _label_indices(record: Record) -> Tensor:
+    """Indices of the label positions among the concatenated positions, ``[L]``."""
+    start_S = record["tokens"].cumsum(0) - record["tokens"]
+    return (record["top.position"] + start_S.repeat_interleave(record["labels"])).long()
 
 
-class TopTeacher:
-    """Stands in for the backbone where the objective asks it to read out: from the likeliest tokens to logits over all."""
+class TopKTeacher:
+    """Takes the backbone's place as teacher where only the most likely tokens were kept: rows of `_top_rows` -> logits."""
 
     def __init__(self, tail_V: Tensor) -> None:
         self.log_tail_V = tail_V.clamp(min=1e-30).log()
         self.vocab, self.device = len(tail_V), tail_V.device
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """What `_row` put side by side ``[..., 2M + 1]`` -> log-probabilities ``[..., V]``."""
-        top = hidden.shape[-1] // 2
-        tokens, logs, rest = hidden[..., :top].long(), hidden[..., top : 2 * top], hidden[..., 2 * top :]
-        spread = self.log_tail_V.expand(*hidden.shape[:-1], -1).scatter(-1, tokens, -torch.inf)
-        scale = (rest - spread.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LEAST)   # nothing is left where all tokens are kept
-        return (spread + scale).scatter(-1, tokens, logs)
+        """``[..., 2M + 1]`` -> log-probabilities ``[..., V]``."""
+        top_k = hidden.shape[-1] // 2
+        tokens, log_probs, others = hidden[..., :top_k].long(), hidden[..., top_k : 2 * top_k], hidden[..., 2 * top_k :]
+        tail = self.log_tail_V.expand(*hidden.shape[:-1], -1).scatter(-1, tokens, -torch.inf)
+        scale = (others - tail.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LOG_ZERO)   # infinite where all tokens were kept
+        return (tail + scale).scatter(-1, tokens, log_probs)

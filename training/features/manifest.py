@@ -1,11 +1,12 @@
-"""A folder of features: what the backbone knew of every training sample, to be trained from without running it again.
+"""A feature cache on disk: the backbone's states for every training sample, to be trained from without running it again.
 
-``manifest.json`` says what the features depend on (the backbone by the fingerprint of its weights, taps, what is kept and how,
-a hash of every sample) and which samples each shard holds. ``shard-00003-of-00020.safetensors`` is its samples one behind the
-other, with the manifest's hash in its header. A shard is renamed into place when it is whole, so what has its name is whole.
+``manifest.json`` says what the features depend on (the backbone by a fingerprint of its weights, taps, format, a hash of every sample)
+and which samples each shard holds. ``shard-00003-of-00020.safetensors`` holds its samples concatenated, with the manifest's id in its
+header. A shard is renamed into place when it is complete, so a file of that name is complete.
 
-Samples are kept as they read alone: packing, batches, their order and the number of processes are the trainer's business.
+Each sample is stored as the backbone reads it alone. Packing, batches, their order and the number of processes are up to the trainer.
 """
+
 from __future__ import annotations
 
 import bisect
@@ -24,114 +25,104 @@ from headstart.heads.checkpoint import same_weights
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash, write_json
-from headstart.training.data.batch_sampler import digest
+from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.data import Sample
-from headstart.training.features.codec import CacheFormat, Encoded
+from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.recipe.recipe import Cache, Data, to_dict
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
-MAKE_SAMPLES = (
+SAMPLE_KEYS = (
     "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "max_length", "packing", "overlong",
     "loss_on",
 )  # fmt: skip
-"""Keys of ``data`` by which samples can differ: they tell why."""
+"""Keys of ``data`` that decide what the samples are; kept so that an error can say which one changed."""
 Contents = dict[str, dict[str, Any]]
-"""``reading``: what the features of any text depend on. ``samples``: which texts. ``made``: what those were made by."""
-
-
-def contents(form: CacheFormat, backbone: Backbone) -> Contents:
-    """Of features of any texts."""
-    return {
-        "reading": {f"backbone {key}": value for key, value in backbone.contract().items()}
-        | {
-            "backbone.dtype": dtype_name(backbone.dtype),
-            "cache.dtype": form.store,
-            "cache.teacher": f"topk {form.top}" if form.top else "hidden",
-            "taps": list(form.taps),
-        }
-    }
+"""``features``: what the features of any sample depend on. ``samples``: which samples. ``data``: the settings that made them."""
 
 
 def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, data: Data) -> Contents:
-    """Of the features of these samples, made of that data."""
+    """What a cache of these samples' features depends on."""
     template = data.chat_template or tokenizer.chat_template
     vocabulary = sorted(tokenizer.get_vocab().items())
-    return contents(form, backbone) | {
-        "samples": {"count": len(samples), "tokens": sum(len(sample.tokens) for sample in samples), "hash": digest(samples)},
-        "made": {f"data.{key}": value for key, value in to_dict(data).items() if key in MAKE_SAMPLES}
+    return {
+        "features": {f"backbone {key}": value for key, value in backbone.contract().items()}
+        | {
+            "backbone.dtype": dtype_name(backbone.dtype),
+            "cache.dtype": form.dtype,
+            "cache.teacher": f"topk {form.top_k}" if form.top_k else "hidden",
+            "taps": list(form.taps),
+        },
+        "samples": {"count": len(samples), "tokens": sum(len(sample.tokens) for sample in samples), "hash": samples_hash(samples)},
+        "data": {f"data.{key}": value for key, value in to_dict(data).items() if key in SAMPLE_KEYS}
         | {"chat template": value_hash(template) if template else None, "tokenizer": value_hash(vocabulary)},
     }
 
 
-def difference(found: Contents, expected: Contents) -> str | None:
-    """What is not as it should be, in words; None if nothing. More taps than are asked for do no harm."""
-    for key, value in expected["reading"].items():
-        got = found["reading"].get(key)
+def difference(actual: Contents, expected: Contents) -> str | None:
+    """The first difference, in words; None if there is none. More taps than expected are fine."""
+    for key, value in expected["features"].items():
+        other = actual["features"].get(key)
         if key == "backbone weights":
-            same = same_weights(got, value)
+            same = same_weights(other, value)
         else:
-            same = set(value) <= set(got or ()) if key == "taps" else got == value
+            same = set(value) <= set(other or ()) if key == "taps" else other == value
         if not same:
-            return _said(key, got, value)
-    if expected.get("samples", {}).get("hash") == found.get("samples", {}).get("hash"):
+            return _describe(key, other, value)
+    if expected["samples"]["hash"] == actual["samples"]["hash"]:
         return None
-    for key, value in expected["made"].items():
-        if found["made"].get(key) != value:
-            return _said(key, found["made"].get(key), value)
-    return _said("the rows of data.train", found["samples"], expected["samples"])
+    for key, value in expected["data"].items():
+        if actual["data"].get(key) != value:
+            return _describe(key, actual["data"].get(key), value)
+    return _describe("the rows of data.train", actual["samples"], expected["samples"])
 
 
-def _said(key: str, found: Any, expected: Any) -> str:
-    if key == "backbone weights":   # sixty-four numbers say less than where they differ first
-        pairs = list(zip(found or [], expected, strict=False))
-        found, expected = next((pair for pair in pairs if not same_weights([pair[0]], [pair[1]])), (found, expected))
-    return f"{key}: found {found!r}, expected {expected!r}"
+def _describe(key: str, actual: Any, expected: Any) -> str:
+    if key == "backbone weights":   # of a fingerprint's 64 numbers, the first pair that differs
+        pairs = list(zip(actual or [], expected, strict=False))
+        actual, expected = next((pair for pair in pairs if not same_weights([pair[0]], [pair[1]])), (actual, expected))
+    return f"{key}: found {actual!r}, expected {expected!r}"
 
 
 @dataclass(frozen=True)
 class Manifest:
     folder: Path
-    mode: str
-    """``full`` or ``lru``."""
     contents: Contents
-    shards: tuple[tuple[int, int], ...] = ()
-    """First sample of each, and the one behind its last."""
+    shards: tuple[tuple[int, int], ...]
+    """First sample of each shard, and the one after its last."""
 
     @cached_property
     def id(self) -> str:
-        return value_hash([FORMAT, self.mode, self.contents, self.shards])
+        return value_hash([FORMAT, self.contents, self.shards])
 
     def shard(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}-of-{len(self.shards):05d}.safetensors"
 
     def write(self) -> None:
-        """Into its folder, whole or not at all."""
-        content = {"format": FORMAT, "mode": self.mode, "contents": self.contents, "shards": self.shards, "id": self.id}
-        write_json(self.folder / MANIFEST, content, indent=1)
+        write_json(self.folder / MANIFEST, {"format": FORMAT, "contents": self.contents, "shards": self.shards, "id": self.id}, indent=1)
 
-    def require(self, expected: Contents, mode: str) -> None:
-        """Raise UserError unless this is a cache of that."""
-        what = f"cache.mode: found {self.mode!r}, expected {mode!r}" if self.mode != mode else difference(self.contents, expected)
-        if what is not None:
-            raise UserError(f"{self.folder} is a cache of something else: {what}; restore that, or choose another cache.dir")
+    def require(self, expected: Contents) -> None:
+        """Raise UserError unless the cache has these contents."""
+        changed = difference(self.contents, expected)
+        if changed is not None:
+            raise UserError(f"{self.folder} is a cache of something else: {changed}; restore that, or choose another cache.dir")
 
     def missing(self) -> list[int]:
+        """Numbers of the shards that are not written yet."""
         return [number for number in range(len(self.shards)) if not self.shard(number).exists()]
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None where there is none. Raises UserError for one that cannot be read."""
+    """None where there is no manifest. Raises UserError for one that cannot be read."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise UserError(f"{path} is of format {content['format']}; this version reads format {FORMAT}: write the cache again")
-        shards = tuple((first, end) for first, end in content["shards"])
-        found = Manifest(folder, content["mode"], content["contents"], shards)
-        if found.id != content["id"]:
-            raise ValueError("its id does not fit its contents")
-        return found
+        manifest = Manifest(folder, content["contents"], tuple((first, end) for first, end in content["shards"]))
+        if manifest.id != content["id"]:
+            raise ValueError("its id does not match its contents")
+        return manifest
     except FileNotFoundError:
         if folder.is_dir() and any(folder.glob("*.safetensors")):
             raise UserError(f"{folder} holds shards but no {MANIFEST}: no cache that can be read; choose another cache.dir") from None
@@ -140,31 +131,33 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete {folder} and write the cache again") from None
 
 
-def plan(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> tuple[tuple[int, int], ...]:
-    """Which samples each shard holds: as many as have about that size."""
+def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of samples: each shard ends with the sample that takes it to ``shard_mb``."""
     shards, first, size = [], 0, 0
     for i, sample in enumerate(samples):
-        size += size_of(sample, form)
+        size += record_size(sample, form)
         if size >= shard_mb * 2**20 or i + 1 == len(samples):
             shards.append((first, i + 1))
             first, size = i + 1, 0
     return tuple(shards)
 
 
-def size_of(sample: Sample, form: CacheFormat) -> int:
+def record_size(sample: Sample, form: CacheFormat) -> int:
+    """Bytes of a sample's features."""
     return form.size(len(sample.tokens), int(sample.loss_mask[1:].sum()))
 
 
-class Shards:
-    """Reads samples out of the shards of a whole cache. Raises UserError at once for a shard that is missing or another's."""
+class ShardReader:
+    """Reads samples of a complete cache. Raises UserError at construction for a shard that is missing, damaged or another cache's."""
 
-    OPEN = 64
-    """Files held open at most."""
+    MAX_OPEN = 64
+    """Files held open."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.ends = [end for _, end in manifest.shards]
         self.files: dict[int, tuple[Any, list[int], list[int]]] = {}
+        """Number -> open file, and where each sample's positions and label positions start in it; the last used is last."""
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
             raise UserError(
@@ -174,35 +167,34 @@ class Shards:
         for number in range(len(self.ends)):
             open_shard(manifest, number)
 
-    def sample(self, index: int) -> Encoded:
-        """One sample, on the CPU."""
+    def sample(self, index: int) -> Record:
+        """The record of one sample, on the CPU."""
         number = bisect.bisect_right(self.ends, index)
-        file, tokens, learned = self._file(number)
-        place = index - self.manifest.shards[number][0]
+        file, tokens, labels = self._open(number)
+        i = index - self.manifest.shards[number][0]
         return {
-            name: file.get_slice(name)[slice(*_range(name, place, tokens, learned))]
+            name: file.get_slice(name)[slice(*_range(name, i, tokens, labels))]
             for name in file.keys()  # noqa: SIM118  (a file is no mapping)
         }
 
-    def _file(self, number: int) -> tuple[Any, list[int], list[int]]:
-        """With where each sample's positions, and its learned ones, begin."""
+    def _open(self, number: int) -> tuple[Any, list[int], list[int]]:
         if number in self.files:
-            self.files[number] = self.files.pop(number)   # the last one used stands last
+            self.files[number] = self.files.pop(number)
         else:
             file = open_shard(self.manifest, number)
-            starts = [[0, *file.get_tensor(name).cumsum(0).tolist()] for name in ("tokens", "learned")]
+            starts = [[0, *file.get_tensor(name).cumsum(0).tolist()] for name in ("tokens", "labels")]
             self.files[number] = (file, *starts)
-            if len(self.files) > self.OPEN:
+            if len(self.files) > self.MAX_OPEN:
                 del self.files[next(iter(self.files))]
         return self.files[number]
 
 
-def _range(name: str, place: int, tokens: list[int], learned: list[int]) -> tuple[int, int]:
-    """Rows of an array that are the sample's: one a sample, one a learned position, or one a position."""
-    if name in ("tokens", "learned") or name.endswith(".channel"):
-        return place, place + 1
-    starts = learned if name.startswith("top.") else tokens
-    return starts[place], starts[place + 1]
+def _range(name: str, i: int, tokens: list[int], labels: list[int]) -> tuple[int, int]:
+    """Rows of an array that belong to sample ``i``: arrays have a row per sample, per label position, or per position."""
+    if name in ("tokens", "labels") or name.endswith(".channel"):
+        return i, i + 1
+    starts = labels if name.startswith("top.") else tokens
+    return starts[i], starts[i + 1]
 
 
 def open_shard(manifest: Manifest, number: int) -> Any:
@@ -213,20 +205,20 @@ def open_shard(manifest: Manifest, number: int) -> Any:
         header = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run headstart cache with this recipe again") from None
-    if (found := header.get("cache")) != manifest.id:
+    if (cache_id := header.get("cache")) != manifest.id:
         raise UserError(
-            f"{path.name} in {manifest.folder} is a shard of another cache: found {found}, expected {manifest.id}; "
+            f"{path.name} in {manifest.folder} is a shard of another cache: found {cache_id}, expected {manifest.id}; "
             "delete it and run headstart cache with this recipe again"
         )
     return file
 
 
-def form_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
-    """What a recipe wants kept, for a drafter that reads those taps."""
-    top = min(cache.top_k, backbone.vocab) if cache.teacher == "topk" else None
-    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, cache.dtype, top)
+def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
+    """The format that a recipe asks for, for drafters that read these taps."""
+    top_k = min(cache.top_k, backbone.vocab) if cache.teacher == "topk" else None
+    return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, cache.dtype, top_k)
 
 
-def written_form(form: CacheFormat, manifest: Manifest) -> CacheFormat:
-    """The form as it is on disk, where there may be more taps than are asked for."""
-    return replace(form, taps=tuple(manifest.contents["reading"]["taps"]))
+def format_on_disk(form: CacheFormat, manifest: Manifest) -> CacheFormat:
+    """The format of an existing cache, which may have more taps than asked for."""
+    return replace(form, taps=tuple(manifest.contents["features"]["taps"]))

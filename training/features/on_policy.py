@@ -15,8 +15,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch, documents_apart, restarting
-from headstart.training.features.source import FeatureSource, Live
+from headstart.training.data.packing import Batch, document_masks, document_positions
+from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.recipe.recipe import Recipe
 
 
@@ -28,14 +28,14 @@ class FeaturesWithCache(Features):
     """Its keys and values of all positions, in every layer."""
 
 
-class LiveWithCache(Live):
+class LiveWithCache(LiveFeatures):
     """The live backbone, whose KV cache is kept until the batch is trained on."""
 
     def read(self, batch: Batch) -> FeaturesWithCache:
         cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration: sliding layers keep all of their keys
         positions_BT, attention_mask = None, None
         if batch.packed:
-            positions_BT, attention_mask = restarting(document_BT), documents_apart(document_BT, self.backbone.windows)
+            positions_BT, attention_mask = document_positions(document_BT), document_masks(document_BT, self.backbone.windows)
         read = self.backbone.read(batch.tokens_BT, cache, positions_BT, attention_mask, self.taps)
         return FeaturesWithCache(read.tokens_BT, read.hidden_BTD, read.taps, batch.loss_mask_BT, document_BT, cache)
 
@@ -44,7 +44,7 @@ def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
     """The source of a run, with the KV cache if some drafter trains on-policy."""
     if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
         return source
-    assert isinstance(source, Live)   # a recipe with a cache is refused when it is read
+    assert isinstance(source, LiveFeatures)   # a recipe with a cache is refused when it is read
     return LiveWithCache(source.backbone, source.taps)
 
 

@@ -1,4 +1,4 @@
-"""Where the features of a batch come from: the backbone, reading it now, or what was kept of an earlier reading.
+"""Features of a batch, from the backbone or from a cache: a drafter cannot tell which.
 
 Shape suffixes: B batch, T positions.
 """
@@ -17,7 +17,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch, documents_apart, restarting
+from headstart.training.data.packing import Batch, document_masks, document_positions
 from headstart.training.recipe.recipe import Recipe
 
 
@@ -35,32 +35,17 @@ class Teacher(Protocol):
 
 
 class FeatureSource(ABC):
-    """A drafter cannot tell one from another."""
+    """Gives the features of batches, and the teacher that turns their final hidden states into logits."""
 
     teacher: Teacher
 
     @abstractmethod
     def read(self, batch: Batch) -> Features:
-        """The features of the batch, on its device, with what to learn and the documents."""
+        """Features on the batch's device, with its loss mask and documents."""
 
 
-def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
-    """What all of them read: the taps of the only one as it orders them, the union of several."""
-    found = {drafter.taps for drafter in drafters}
-    return found.pop() if len(found) == 1 else tuple(sorted({tap for taps in found for tap in taps}))
-
-
-def require_packable(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise UserError for packed rows that a backbone with recurrent layers would have to read; from a cache it reads samples alone."""
-    if recipe.data.packing and recipe.cache.dir is None and backbone.recurrent is not None:
-        raise UserError(
-            f"{type(backbone.model).__name__} has recurrent layers, which follow no mask: no packing (data.packing=false), "
-            "unless from features that headstart cache has written (cache.dir)"
-        )
-
-
-class Live(FeatureSource):
-    """The backbone, in its own dtype, as when decoding."""
+class LiveFeatures(FeatureSource):
+    """Runs the backbone, in its own dtype as in decoding."""
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
         self.backbone, self.teacher, self.taps = backbone, backbone, taps
@@ -68,8 +53,23 @@ class Live(FeatureSource):
     def read(self, batch: Batch) -> Features:
         tokens_BT, document_BT = batch.tokens_BT, batch.document_BT
         if batch.packed:
-            attention_mask = documents_apart(document_BT, self.backbone.windows)
-            features = self.backbone.read(tokens_BT, None, restarting(document_BT), attention_mask, self.taps)
-        else:   # causal: padding on the right is seen by nothing before it
+            attention_mask = document_masks(document_BT, self.backbone.windows)
+            features = self.backbone.read(tokens_BT, None, document_positions(document_BT), attention_mask, self.taps)
+        else:   # causal: no position sees the padding on its right
             features = self.backbone.read(tokens_BT, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=document_BT)
+
+
+def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """Taps that serve all drafters: those of one in its own order, the sorted union of several."""
+    taps = {drafter.taps for drafter in drafters}
+    return taps.pop() if len(taps) == 1 else tuple(sorted({tap for each in taps for tap in each}))
+
+
+def require_packable(recipe: Recipe, backbone: Backbone) -> None:
+    """Raise UserError for packed rows and a backbone with recurrent layers, unless features come from a cache of single samples."""
+    if recipe.data.packing and recipe.cache.dir is None and backbone.recurrent is not None:
+        raise UserError(
+            f"{type(backbone.model).__name__} has recurrent layers, which follow no mask: no packing (data.packing=false), "
+            "unless from features that headstart cache has written (cache.dir)"
+        )

@@ -117,7 +117,7 @@ def numbers(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "said": str(splits.stats),
     }
     if recipe.data.packing:
-        rows = BatchSampler(splits.train, recipe.train, recipe.seed, window=recipe.data.max_length).rows
+        rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length).rows
         found["packed"] = {"rows": rows, "full": splits.stats.tokens / (rows * recipe.data.max_length)}
     return found
 

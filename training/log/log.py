@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from headstart.support.errors import UserError
-from headstart.support.files import write_text
+from headstart.support.files import discard_unfinished, write_text
 from headstart.training.log.report import write_report
 from headstart.training.log.trackers import start_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
@@ -148,6 +148,7 @@ def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
 
     What is left says last of the recipe.
     """
+    discard_unfinished(path.with_name("*"))
     kept, recipe = [], None
     for text in path.read_text().splitlines() if path.exists() and done else []:
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.inference.engine.noise import mix, row_seeds
-from headstart.training.data.packing import restarting
+from headstart.training.data.packing import document_positions
 from headstart.training.objective.loss_rows import LossRows, counted_from
 
 
@@ -54,7 +54,7 @@ def sample_anchors(features: Features, depth: int, share: float, step_key: StepK
     loss_mask_BT, document_BT, tokens_BT = features.loss_mask_BT, features.document_BT, features.tokens_BT
     assert loss_mask_BT is not None and document_BT is not None
     counts_BTK = counted_from(loss_mask_BT, document_BT, depth)
-    position_BT = restarting(document_BT)
+    position_BT = document_positions(document_BT)
     key_BT = _keys(tokens_BT, position_BT, step_key)
     uniform_BT = ((key_BT >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
     row_M, t_M = (counts_BTK[..., first_depth:].any(-1) & (uniform_BT < share)).nonzero(as_tuple=True)

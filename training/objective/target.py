@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.training.data.packing import restarting
+from headstart.training.data.packing import document_positions
 from headstart.training.features.on_policy import FeaturesWithCache
 from headstart.training.objective.anchors import number_within
 
@@ -45,7 +45,7 @@ def _masks(features: Features, anchor_BR: Tensor, count: int, windows: dict[str,
     assert features.document_BT is not None
     (B, R), T = anchor_BR.shape, features.tokens_BT.shape[1]
     ahead_N, place_T = (torch.arange(n, device=anchor_BR.device) for n in (count, T))
-    position_BT, at_BR = restarting(features.document_BT), anchor_BR.clamp(min=0)
+    position_BT, at_BR = document_positions(features.document_BT), anchor_BR.clamp(min=0)
     position_BRN = position_BT.gather(1, at_BR)[..., None] + 2 + ahead_N
     same_BRT = features.document_BT.gather(1, at_BR)[..., None] == features.document_BT[:, None]
     text_BRT = same_BRT & (place_T <= anchor_BR[..., None] + 1)

@@ -35,7 +35,7 @@ def why_not(recipe: Recipe) -> str | None:
 def live_until_cached(recipe: Recipe) -> Recipe:
     """The recipe; as long as the features it trains from are not written, one whose backbone reads at every step. Raises UserError."""
     settings = recipe.cache
-    if settings.dir is None or settings.mode == "lru":
+    if settings.dir is None:
         return recipe
     manifest = read_manifest(Path(settings.dir))
     if manifest is not None and not manifest.missing():

@@ -35,9 +35,8 @@ from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.nest import list_tensors
 from headstart.training.data.packing import Batch
-from headstart.training.features.codec import TopTeacher
-from headstart.training.features.source import Live as FromBackbone
-from headstart.training.features.source import Teacher
+from headstart.training.features.codec import TopKTeacher
+from headstart.training.features.source import LiveFeatures, Teacher
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
@@ -170,15 +169,15 @@ class Memory:
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
         members = ((0, 1) if self.recipe.data.packing else (0,),) * size.rows
         batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT), members)
-        if cache.dir is None or cache.mode == "lru":
+        if cache.dir is None:
             live.part = "backbone activations"
-            return FromBackbone(backbone, taps).read(batch), backbone
+            return LiveFeatures(backbone, taps).read(batch), backbone
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
         if cache.teacher == "hidden":
             hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
             return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT), backbone
         likeliest = torch.zeros(*tokens_BT.shape, 2 * min(cache.top_k, backbone.vocab) + 1)
-        return Features(tokens_BT, likeliest, states, batch.loss_mask_BT, batch.document_BT), TopTeacher(torch.ones(backbone.vocab))
+        return Features(tokens_BT, likeliest, states, batch.loss_mask_BT, batch.document_BT), TopKTeacher(torch.ones(backbone.vocab))
 
 
 def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Teacher, live: Live) -> Parts:

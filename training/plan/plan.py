@@ -19,9 +19,9 @@ import torch
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import SHORTEST, Splits, load_data, require_vocabulary
+from headstart.training.data.data import MIN_TOKENS, Splits, load_data, require_vocabulary
 from headstart.training.data.rows import ENDINGS, SHIPPED
-from headstart.training.features.manifest import form_of, size_of
+from headstart.training.features.manifest import format_of, record_size
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_a_step, why_not
 from headstart.training.plan.fake_model import FakeModels, draw
@@ -144,8 +144,8 @@ def _fits(counted: Memory, taken: Taken, size: Size, where: Place, context: int 
     at_any_size = (sum(parts.values()) for phase, parts in taken.phases.items() if phase in ("stepping", "saving"))
     none = sum(counted.lasting().values()) if max(at_any_size) <= where.usable else where.usable + 1
     rows = largest(lambda rows: most(rows, size.length), none, size.rows, where.usable, MOST_ROWS)
-    length = largest(lambda length: most(size.rows, max(length, SHORTEST)), none, size.length, where.usable, context or 2**20)
-    length = length if length >= SHORTEST else 0
+    length = largest(lambda length: most(size.rows, max(length, MIN_TOKENS)), none, size.length, where.usable, context or 2**20)
+    length = length if length >= MIN_TOKENS else 0
     return {"rows": rows, "batch_size": rows * where.processes, "of_length": size.length, "length": length, "of_rows": size.rows}
 
 
@@ -177,10 +177,8 @@ def disk(recipe: Recipe, sketch: FakeModels, splits: Splits | None) -> dict[str,
     kept = recipe.save.keep
     found: dict[str, Any] = {"heads": heads, "states": (heads + phases) * (kept + 1), "kept": kept}
     if recipe.cache.dir is not None:
-        form = form_of(recipe.cache, sketch.backbone, sketch.taps)
-        whole = None if splits is None else sum(size_of(sample, form) for sample in splits.train)
-        room = round(recipe.cache.disk_gb * 1e9)
-        found["features"] = whole if recipe.cache.mode == "full" else min(room, room if whole is None else whole)
+        form = format_of(recipe.cache, sketch.backbone, sketch.taps)
+        found["features"] = None if splits is None else sum(record_size(sample, form) for sample in splits.train)
     if recipe.regenerate.out is not None:
         part = 1.0 if splits is None or recipe.regenerate.limit is None else min(1.0, recipe.regenerate.limit / splits.stats.rows)
         found["answers"] = None if splits is None else round(splits.stats.tokens * WRITTEN * part)

@@ -58,8 +58,6 @@ class Recipe(StrictModel):
         if not self.heads:
             self._check_drafter()
         self.per_drafter()
-        if self.backbone.shard and self.cache.dir is not None and self.cache.mode == "lru":
-            raise RuleError("backbone.shard", "has all processes read alike, cache.mode=lru what each lacks; set one of them back", True)
         return self
 
     def _check_drafter(self) -> None:

@@ -71,8 +71,6 @@ class Data(StrictModel):
 class Cache(StrictModel):
     dir: Text | None = None
     """Folder of cached features that training reads instead of running the backbone; null runs it at every step."""
-    mode: Literal["full", "lru"] = "full"
-    """``full``: ``headstart cache`` has written all; ``lru``: what is read for the first time is kept, as far as ``disk_gb`` goes."""
     dtype: Literal["int8", "bf16", "exact"] = "int8"
     """Stored hidden states: 8 bits with scales per channel and token, bf16, or the backbone's own dtype."""
     teacher: Literal["hidden", "topk"] = "hidden"
@@ -81,8 +79,6 @@ class Cache(StrictModel):
     """Most probable tokens stored by ``teacher: topk``; the rest of the probability is stored as one number."""
     shard_mb: PositiveInt = 256
     """Size of a file; a killed writer loses at most one."""
-    disk_gb: PositiveFloat = 20.0
-    """How much ``lru`` keeps."""
 
 
 def _jsonl(name: str) -> str:

@@ -30,7 +30,7 @@ from headstart.training.run.sharding import distribute_like, full_tensor
 
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.mode", "cache.disk_gb", "cache.shard_mb",
+    "cache.dir", "cache.shard_mb",
 )  # fmt: skip
 """Recipe keys that may change when a run is resumed: they do not change the optimiser steps."""
 
