@@ -174,7 +174,8 @@ def test_what_a_step_reads_is_a_function_of_the_step() -> None:
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
     for processes in (1, 2, 3):
         parts = [BatchSampler(samples, feed.train, 1, process, processes) for process in range(processes)]
-        lengths = [int(n) for each in parts for batch in each.local_batches(2, torch.device("cpu")) for n in (batch.document_BT >= 0).sum(1)]
+        batches = [batch for part in parts for batch in part.local_batches(2, torch.device("cpu"))]
+        lengths = [int(n) for batch in batches for n in (batch.document_BT >= 0).sum(1)]
         assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.global_rows(2))
 
 
