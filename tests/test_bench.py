@@ -1,4 +1,6 @@
-"""What `bench` compares: batches, transformers' assisted decoding, several turns, tasks, bandwidth."""
+"""What `bench` compares: batches, transformers' assisted decoding, several turns, tasks, bandwidth, captures."""
+import io
+
 import pytest
 import torch
 from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
@@ -7,10 +9,13 @@ from transformers import GenerationConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
-from headstart.inference.bench.bench import LONGEST_WARM_UP, Plan, Race, compare
+from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
-from headstart.inference.bench.systems import LOOKUP, Continuations, TransformersSystem, load_assistant
-from headstart.inference.bench.table import rows_at, table, verdict
+from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
+from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at, verdict
+from headstart.inference.bench.timing import LONGEST_WARM_UP, median_seconds
+from headstart.inference.capture.capture import PATIENCE, Capturer
+from headstart.inference.capture.stopwatch import Stopwatch, void_running
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
@@ -25,6 +30,12 @@ def heads() -> SpeculativeModel:
     return SpeculativeModel(on, random_drafter("medusa", on, depth=3))
 
 
+def printed(report: dict) -> str:
+    out = io.StringIO()
+    print_report(report, out)
+    return out.getvalue()
+
+
 def asked(*lengths: int, task: str = "") -> list[Prompt]:
     return [Prompt(ids_T, task) for ids_T in prompts(lengths)]
 
@@ -35,40 +46,61 @@ def test_batches_give_every_row_what_it_gets_alone(heads):
     assert all(row["identical"] and row["tokens"] == 30 for row in report["results"])
     alone, together = report["results"][:2]
     assert together["passes"] < alone["passes"] and together["tau"] == pytest.approx(alone["tau"])
-    plain = [row for row in report["baselines"] if row["name"] == "plain"]
-    assert [row["identical"] for row in plain] == [None, True, None, True] and {row["tau"] for row in plain} == {1.0}
-    assert [row["passes"] for row in plain[:2]] == [3 * 9, 2 * 9]
-    assert verdict(report)[0] and "batch" in table(report).splitlines()[3]
-    plain[1] |= {"identical": False, "prompts_differing": 1}
-    assert verdict(report) == (False, "NOT IDENTICAL to plain decoding: plain at temperature 0, batch 2, in 1 of 3 prompts."
-                                      " In fp32 this is a fault; please report it.")
+    ar = [row for row in report["baselines"] if row["name"] == AR]
+    assert [row["identical"] for row in ar] == [None, True, None, True] and {row["tau"] for row in ar} == {1.0}
+    assert {row["kind"] for row in report["baselines"]} == {"ar"} and [row["passes"] for row in ar[:2]] == [3 * 9, 2 * 9]
+    titles = printed(report).splitlines()[3].split()
+    assert verdict(report)[0] and titles[:6] == ["temperature", "batch", "system", "accept", "len", "(tau)"]
+    ar[1] |= {"identical": False, "prompts_differing": 1}
+    assert verdict(report) == (False, "NOT IDENTICAL to autoregressive decoding: AR (headstart) at temperature 0, batch 2, in 1 of 3"
+                                      " prompts. In fp32 this is a fault; please report it.")
 
 
-def test_a_system_warms_up_until_nothing_is_recorded_any_more(heads):
-    class Recording(TransformersSystem):
-        texts = 0
+def test_a_system_warms_up_until_nothing_is_captured_any_more(heads):
+    class Capturing(TransformersSystem):
+        rounds, captures = 0, 4
 
         def write(self, prompts, settings, seeds):
-            self.texts += 1
+            self.rounds += 1
+            if self.rounds <= self.captures:
+                void_running()
             return Continuations([], Tally(reads=30))
 
-        @property
-        def disturbed(self):
-            return min(self.texts, 4)
-
-    def texts(system, many):
+    def rounds(system, many):
         Race(system, [system], asked(*[3] * many), Settings(4), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
-        return system.texts
+        return system.rounds
 
-    assert texts(Recording("records four times", heads.backbone), 9) == 5
-    assert texts(Recording("few texts", heads.backbone), 3) == 3
+    assert rounds(Capturing("captures four times", heads.backbone), 9) == 5
+    assert rounds(Capturing("few prompts", heads.backbone), 3) == 3
+    restless = Capturing("never done", heads.backbone)
+    restless.captures = 1000
+    assert rounds(restless, 20) == LONGEST_WARM_UP // 30
 
-    class Restless(Recording):
-        @property
-        def disturbed(self):
-            return self.texts
 
-    assert texts(Restless("never done", heads.backbone), 20) == LONGEST_WARM_UP // 30
+def test_a_cold_function_is_timed_once_it_is_captured():
+    times = []
+    captured = Capturer("auto", torch.device("cpu")).capture(lambda held, x: x + 1, "f")
+
+    def work():
+        with Stopwatch() as watch:
+            captured(None, torch.ones(3))
+        times.append(watch.valid)
+
+    assert median_seconds(work, 5, cold=True, device=torch.device("cpu")) > 0
+    assert not times[PATIENCE] and all(times[-5:]) and captured.captures_made == 1
+
+
+def test_the_report_says_what_was_captured_and_why_not(heads, monkeypatch):
+    on = heads.backbone
+    traced = SpeculativeModel(on, heads.drafter, capture="trace")
+    monkeypatch.setattr(type(heads.drafter), "capturable", False)
+    partly = SpeculativeModel(on, heads.drafter, capture="trace")
+    report = compare([("t", traced), ("p", partly)], asked(5, 9), Plan(8, tree=TREE))
+    by_name = {row.get("head", row.get("name")): row["capture"] for row in (*report["baselines"], *report["results"])}
+    assert by_name[AR_TRANSFORMERS] is None and by_name[AR] == {"backend": "trace", "fallback": None}
+    assert by_name["p"]["backend"] == "trace" and "draft level: " in by_name["p"]["fallback"]
+    assert f"fallback: {by_name['p']['fallback']}" in printed(report)
+    assert any(note.startswith("capture: trace (AR (headstart)") for note in capture_notes(report))
 
 
 def test_rows_that_end_early_are_counted_alike():
@@ -90,12 +122,12 @@ def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
     ]
     report = compare([("m", heads)], asked(14, 20), Plan(16, (0.0, 1.0), tree=TREE, batches=(1, 2)), others=others)
     names = {place: [row.get("name", "m") for row in rows_at(report, *place)] for place in ((0.0, 1), (0.0, 2), (1.0, 1))}
-    assert names[0.0, 1] == names[1.0, 1] == ["transformers", "plain", LOOKUP, "same", "m"]
-    assert names[0.0, 2] == ["transformers", "plain", "m"]   # it takes one text at a time
+    assert names[0.0, 1] == names[1.0, 1] == [AR_TRANSFORMERS, AR, LOOKUP, "same", "m"]
+    assert names[0.0, 2] == [AR_TRANSFORMERS, AR, "m"]   # assisted decoding takes one sequence at a time
     greedy = {row["name"]: row for row in report["baselines"] if row["temperature"] == 0 and row["batch"] == 1}
-    assert greedy["same"]["identical"] is True and greedy[LOOKUP]["identical"] is True and greedy["transformers"]["identical"] is None
+    assert greedy["same"]["identical"] is True and greedy[LOOKUP]["identical"] is True and greedy[AR_TRANSFORMERS]["identical"] is None
     assert greedy["same"]["tau"] > 1.5 and greedy["same"]["tau"] == pytest.approx(32 / (greedy["same"]["passes"] + 2))
-    assert greedy["transformers"]["tau"] == 1.0 and "prompt lookup" in table(report)
+    assert greedy[AR_TRANSFORMERS]["tau"] == 1.0 and "prompt lookup" in printed(report)
     assert all(row["identical"] is None for row in report["baselines"] if row["temperature"] == 1 and row["batch"] == 1)
 
 
@@ -112,18 +144,18 @@ def test_tasks_are_told_apart(heads):
     assert [one["tokens"] for one in row["tasks"].values()] == [16, 8] and row["tokens"] == 24
     for key in ("tokens", "passes", "seconds"):
         assert sum(one[key] for one in row["tasks"].values()) == pytest.approx(row[key])
-    plain = next(one for one in report["baselines"] if one["name"] == "plain")
+    ar = next(one for one in report["baselines"] if one["name"] == AR)
     for task, one in row["tasks"].items():
-        assert one["speedup_vs_plain"] == pytest.approx(one["tokens_per_second"] / plain["tasks"][task]["tokens_per_second"])
+        assert one["speedup_vs_ar"] == pytest.approx(one["tokens_per_second"] / ar["tasks"][task]["tokens_per_second"])
         assert one["tau"] == pytest.approx(1 + sum(one["acceptance_per_depth"]))
-    assert [line.split()[3] for line in table(report).splitlines() if line.split()[2:3] == ["m"]][1:] == ["a", "b"]
+    assert [line.split()[3] for line in printed(report).splitlines() if line.split()[2:3] == ["m"]][1:] == ["a", "b"]
 
 
 def question(prompter: Prompter, *turns: str) -> Prompt:
     return prompter.of_row({"turns": list(turns)})
 
 
-def test_later_turns_follow_what_plain_decoding_answered():
+def test_later_turns_follow_the_answers_of_autoregressive_decoding():
     heads, prompter = talker()
     prompt = question(prompter, "What is two?", "And three?")
     answers = []
@@ -135,7 +167,7 @@ def test_later_turns_follow_what_plain_decoding_answered():
     report = compare([("m", heads)], [prompt], Plan(6, (0.9,), seed=3, tree=TREE), prompter)
     row, sample = report["results"][0], report["samples"][0]
     assert row["identical"] and row["tokens"] == sum(map(len, answers)) == 12
-    assert "".join(sample["pieces"]) == prompter.tokenizer.decode(answers[0]) and sum(sample["runs"]) == 5
+    assert "".join(sample["tokens"]) == prompter.tokenizer.decode(answers[0]) and sum(sample["accept_lengths"]) == 5
     assert sample["prompt"].endswith("assistant\n")
 
 
@@ -143,11 +175,11 @@ def test_what_does_not_fit_the_context():
     heads, prompter = talker()
     short, long = question(prompter, "two", "two " * 20, "six"), question(prompter, "two " * 70)
     report = compare([("m", heads)], [short], Plan(30, tree=TREE), prompter)
-    assert report["left_out"] == 2 and report["results"][0]["tokens"] == 30 and "2 later turns" in table(report)
+    assert report["dropped_turns"] == 2 and report["results"][0]["tokens"] == 30 and "2 later turns" in printed(report)
     with pytest.raises(UserError, match="prompt 2 has .* exceeds the backbone's context of 96"):
         compare([("m", heads)], [short, long], Plan(30, tree=TREE))
     report = compare([("m", heads)], [short, long], Plan(30, tree=TREE, skip_long=True))
-    assert (report["skipped"], report["prompts"]) == (1, 1)
+    assert (report["dropped_prompts"], report["prompts"]) == (1, 1)
     with pytest.raises(UserError, match="the shortest prompt has"):
         compare([("m", heads)], [long], Plan(30, tree=TREE, skip_long=True))
 
@@ -158,7 +190,7 @@ def test_bandwidth_counts_every_pass(heads):
     for row in (*report["baselines"], *report["results"]):
         texts = 3 if row["batch"] == 1 else 2
         assert row["weight_bytes_per_second"] * row["seconds"] / report["weight_bytes"] == pytest.approx(row["passes"] + texts)
-        assert row["bandwidth_share"] == pytest.approx(row["weight_bytes_per_second"] / report["memory_bytes_per_second"])
+        assert row["mbu"] == pytest.approx(row["weight_bytes_per_second"] / report["memory_bytes_per_second"])
 
 
 def test_weights_that_a_pass_reads():

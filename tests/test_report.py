@@ -33,10 +33,10 @@ def test_a_page_complete_in_itself(report):
     read = Reader(text)
     assert not re.search(r"https?:|<link|@import|url\(|src=", text) and text.count("<script>") == 1
     assert ("meta", "charset", "utf-8") in read.attributes and "prefers-color-scheme: dark" in text
-    for said in ("tiny & small", "out/<m>", "a<b", "<script>two & two</script>", "Acceptance by depth", "Speed by batch size", "of memory"):
+    for said in ("tiny & small", "out/<m>", "a<b", "<script>two & two</script>", "Acceptance by depth", "Speed by batch size", "MBU"):
         assert said in read.words, said
     for row in (*report["baselines"], *report["results"]):
-        assert f"{row['tokens_per_second']:.1f}" in read.words and f"{row['bandwidth_share']:.0%}" in read.words
+        assert f"{row['tokens_per_second']:.1f}" in read.words and f"{row['mbu']:.0%}" in read.words
     for row in report["results"]:
         assert all(f"{share:.2f}" in read.words for one in row["tasks"].values() for share in one["acceptance_per_depth"])
     names = [value for tag, name, value in read.attributes if name == "data-name"]
@@ -46,17 +46,17 @@ def test_a_page_complete_in_itself(report):
 def test_the_text_is_whole_and_its_runs_are_marked(report):
     sample = report["samples"][0]
     read = Reader(page(report))
-    assert "".join(sample["pieces"]) in read.words
+    assert "".join(sample["tokens"]) in read.words
     titles = [value for tag, name, value in read.attributes if name == "title"]
-    assert "the pass over the prompt" in titles and f"pass 1: {sample['runs'][0]} token" in " ".join(titles)
-    assert sum(value == "the pass over the prompt" for value in titles) == len(report["samples"]) == 8
+    assert "prefill" in titles and f"step 1: {sample['accept_lengths'][0]} token" in " ".join(titles)
+    assert sum(value == "prefill" for value in titles) == len(report["samples"]) == 8
 
 
 def test_what_there_is_nothing_of_is_left_out(report):
     rows = [row | {"acceptance_per_depth": [], "tree_sizes": {}} for row in report["results"] if row["batch"] == 1]
     bare = {key: value for key, value in report.items() if key != "costs"} | {"results": rows, "samples": []}
     words = Reader(page(bare)).words
-    assert "Speed by batch size" not in words and "What each pass wrote" not in words and "Tree sizes" not in words
+    assert "Speed by batch size" not in words and "What each step wrote" not in words and "Tree sizes" not in words
     assert "tokens/s" in words
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_drawn_outside_its_axes():
     places = [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
     assert len(places) == 3 and all(56 <= x <= 620 and 16 <= y <= 256 for x, y in places)
     bars = histogram({1: 5, 8: 50}, [], Axes([1, 4, 8], 10.0, "x", "y", even=False))
-    assert len(re.findall("<rect", bars)) == 2 and "8 nodes: 50 passes, 91%" in bars
+    assert len(re.findall("<rect", bars)) == 2 and "8 nodes: 50 steps, 91%" in bars
 
 
 def test_pieces_make_up_the_text():

@@ -69,7 +69,7 @@ def test_every_number_of_the_log_is_in_the_plots(ran: Path) -> None:
     text = (ran / "report.html").read_text()
     read, points, log = Reader(text), titles(text), read_log(ran)
     assert not re.search(r"https?:|<link|@import|url\(|src=", text) and text.count("<script>") == 1
-    for title in ("Loss", "Accepted tokens per pass", "Learning rate", "Gradient norm", "Speed", "Accuracy by depth", "Recipe"):
+    for title in ("Loss", "Mean acceptance length", "Learning rate", "Gradient norm", "Speed", "Accuracy by depth", "Recipe"):
         assert title in read.words, title
     steps, evaluations = [line for line in log if "loss" in line], [line for line in log if "tau" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1)) and [line["step"] for line in evaluations] == [4, 6, 8, 12]
@@ -77,11 +77,11 @@ def test_every_number_of_the_log_is_in_the_plots(ran: Path) -> None:
         assert said(line["tokens"], "eagle3", line["loss"]) in points
         for key in ("lr", "grad_norm", "tokens_per_second"):
             assert said(line["step"], "eagle3", line[key]) in points, key
-        assert all(said(line["step"], f"depth {i + 1}", x) in points for i, x in enumerate(line["accuracy"]))
+        assert all(said(line["step"], f"depth {i}", x) in points for i, x in enumerate(line["accuracy"]))
     for line in evaluations:
         assert said(line["step"], "eagle3", line["tau"]) in points
-        assert all(said(line["step"], f"depth {i + 1}", x) in points for i, x in enumerate(line["acceptance_per_depth"]))
-    assert all(said(i, "eagle3", x) in points for i, x in enumerate(evaluations[-1]["acceptance_per_depth"], 1))
+        assert all(said(line["step"], f"depth {i}", x) in points for i, x in enumerate(line["acceptance_per_depth"]))
+    assert all(said(i, "eagle3", x) in points for i, x in enumerate(evaluations[-1]["acceptance_per_depth"]))
     assert "Skipped steps" not in read.words
 
 
@@ -99,19 +99,19 @@ def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
     read = Reader((ran / "report.html").read_text())
     assert len(last["examples"]) == 2
     for example in last["examples"]:
-        assert 1 + sum(example["runs"]) == len(example["pieces"]) == 24
-        assert "".join(example["pieces"]) in read.words and example["prompt"] in read.words
-        assert re.sub(r"[][]", "", marked(example)) == re.sub(r"[][]", "", "".join(example["pieces"]))
-    runs = [run for example in last["examples"] for run in example["runs"]]
-    assert last["tau"] == pytest.approx(sum(runs) / len(runs))   # there are two prompts, and both are shown
-    assert marked({"pieces": ["x ", "def", " fib", "(", "n", ")", ":"], "runs": [2, 3, 1]}) == "x [def fib][(n)]:"
+        assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) == 24
+        assert "".join(example["tokens"]) in read.words and example["prompt"] in read.words
+        assert re.sub(r"[][]", "", marked(example)) == re.sub(r"[][]", "", "".join(example["tokens"]))
+    lengths = [length for example in last["examples"] for length in example["accept_lengths"]]
+    assert last["tau"] == pytest.approx(sum(lengths) / len(lengths))   # there are two prompts, and both are shown
+    assert marked({"tokens": ["x ", "def", " fib", "(", "n", ")", ":"], "accept_lengths": [2, 3, 1]}) == "x [def fib][(n)]:"
 
 
 def test_long_examples_end_with_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.training.log.evaluate.LONGEST", 7)
     assert main([str(make_recipe(tmp_path, train={"steps": 1}))]) == 0
     for example in read_log(tmp_path / "out")[-1]["examples"]:
-        assert 1 + sum(example["runs"]) == len(example["pieces"]) <= 7
+        assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) <= 7
 
 
 def lines_of(head: str, depth: int, steps: int, **changes: Any) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,7 @@ def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[S
     assert len(tuned.details["by_context"][0]["drafting_ms"][0]["depths"]) == of.drafter.depth
     assert set(tuned.calibration) == {GREEDY, SAMPLED} and any(sum(table["trials"]) > 5 for table in tuned.calibration[GREEDY])
     assert set(tuned.details["tau_of_wide_trees"]) == {"0", "1"}
-    assert "1 rows behind 20 tokens" in summary(tuned)
+    assert "batch size 1 after 20 tokens" in summary(tuned)
 
 
 def test_loading_takes_it_up_on_this_machine_alone(measured: tuple[SpeculativeModel, Tuned], tmp_path: Path) -> None:

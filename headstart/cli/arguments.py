@@ -10,7 +10,7 @@ from pathlib import Path
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
   headstart generate --heads out/eagle3 --temperature 0.7 --seed 1 --file question.txt --json answer.json
-  headstart generate --backbone Qwen/Qwen3-0.6B --plain "Why is the sky blue?" """
+  headstart generate --backbone Qwen/Qwen3-0.6B --no-draft "Why is the sky blue?" """
 CHAT_EXAMPLE = """examples:
   headstart chat --heads out/eagle3
   headstart chat --backbone Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
@@ -91,8 +91,8 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: plain decoding)")
-    parser.add_argument("--plain", action="store_true", help="do not draft: the same text for the same seed, one token per pass")
+    parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: autoregressive decoding)")
+    parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
     parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K likeliest tokens (0: from all)")
     parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help="sample from the likeliest, of chance P")
@@ -137,6 +137,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
                         help="of the backbone (auto: fp32 on the CPU; int8, int4: its linear layers' weights, with optimum-quanto)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto",
+                        help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU, off elsewhere)")
 
 
 def count(least: int) -> Callable[[str], int]:

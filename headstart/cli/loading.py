@@ -1,4 +1,4 @@
-"""From a command's arguments to what it works with: tokenizer, backbone, heads."""
+"""Tokenizer, backbone and heads from the arguments of a command."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from headstart.support.errors import UserError
 
 
 def quiet() -> None:
-    """Results on the screen, not the library's remarks; errors stay."""
+    """Only results on the screen: transformers' errors, but no warnings or progress bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def backbone_name(asked: str | None, heads: list[str]) -> str:
-    """What was asked for, or else what the heads were trained on."""
+    """The backbone asked for, or else the one the heads were trained on."""
     if asked:
         return asked
     trained_on = {path: str(read_metadata(path)[1]["backbone"]) for path in heads}
     if not trained_on:
-        raise UserError("no model named; give --heads DIR, or --backbone PATH for plain decoding")
+        raise UserError("no model named; give --heads DIR, or --backbone PATH for autoregressive decoding")
     (first, backbone), *others = trained_on.items()
     for path, other in others:
         if other != backbone:
@@ -44,53 +44,53 @@ def backbone_name(asked: str | None, heads: list[str]) -> str:
     return backbone
 
 
-def tokenizer_of(name: str, heads: list[str], given: argparse.Namespace) -> PreTrainedTokenizerBase:
+def tokenizer_of(name: str, heads: list[str], args: argparse.Namespace) -> PreTrainedTokenizerBase:
     """The backbone's; with the chat template of the heads' recipe if that brought one for a tokenizer that has none."""
     try:
-        tokenizer = load_tokenizer(name, trust_remote_code=given.trust_remote_code)
+        tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         if tokenizer.chat_template is None and heads:
             tokenizer.chat_template = recipe_template(read_metadata(heads[0])[1])
         return tokenizer
     except UserError as error:
-        hint = "" if given.backbone else "; the heads name it as what they were trained on, if it is elsewhere say so with --backbone"
+        hint = "" if args.backbone else "; the heads name it as what they were trained on, if it is elsewhere say so with --backbone"
         raise UserError(f"{error}{hint}") from None
 
 
-def backbone_of(name: str, given: argparse.Namespace) -> Backbone:
+def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
     """The backbone, frozen, on the threads asked for."""
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
-    return load_backbone(name, dtype=given.dtype, trust_remote_code=given.trust_remote_code)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
 
 
-def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> SpeculativeModel:
-    """The heads at ``path``, with the proposers asked for; None: proposers alone, or plain decoding."""
-    proposers = proposers_of(backbone, tokenizer, given)
-    heads = load(path, backbone, tokenizer=tokenizer, allow_finetuned=given.allow_finetuned, proposers=proposers)
-    if given.draft_window is not None or given.draft_offload:
-        heads.limit(window=given.draft_window, sink=given.draft_sink, offload=given.draft_offload)
+def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
+    """The heads at ``path`` with the proposers asked for; None: proposers alone, or autoregressive decoding."""
+    proposers = proposers_of(backbone, tokenizer, args)
+    heads = load(path, backbone, tokenizer=tokenizer, allow_finetuned=args.allow_finetuned, proposers=proposers, capture=args.capture)
+    if args.draft_window is not None or args.draft_offload:
+        heads.limit(window=args.draft_window, sink=args.draft_sink, offload=args.draft_offload)
     return heads
 
 
-def drafts_untrained(given: argparse.Namespace) -> bool:
-    """Whether something was asked for that drafts without training."""
-    return bool(given.propose or given.draft_model or given.early_exit)
+def drafts_untrained(args: argparse.Namespace) -> bool:
+    """True if something that drafts without training was asked for."""
+    return bool(args.propose or args.draft_model or args.early_exit)
 
 
-def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, given: argparse.Namespace) -> list[Proposer | Drafter]:
-    """Those that draft without training, fresh ones: they remember what they have seen."""
+def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[Proposer | Drafter]:
+    """New proposers, and drafters without training: they keep what they have observed."""
     made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "memory": HistoryProposer}
-    found: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(given.propose or [])]
-    if given.draft_model:
-        how = {"tokenizer": tokenizer, "dtype": given.dtype, "trust_remote_code": given.trust_remote_code}
-        found.append(load_draft_model(given.draft_model, backbone, **how))
-    if given.early_exit:
-        found.append(EarlyExit(backbone, layers=given.early_exit))
-    return found
+    proposers: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(args.propose or [])]
+    if args.draft_model:
+        how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+        proposers.append(load_draft_model(args.draft_model, backbone, **how))
+    if args.early_exit:
+        proposers.append(EarlyExit(backbone, layers=args.early_exit))
+    return proposers
 
 
 def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeShape | None:
-    """A fixed shape if any of it was asked for; None: what the decoder chooses."""
+    """A fixed shape if any part of it was asked for; None: adaptive tree size."""
     if nodes is None and width is None and depth is None:
         return None
     usual = TreeShape()

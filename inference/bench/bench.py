@@ -1,7 +1,7 @@
-"""Heads against plain decoding and transformers' own ``generate``: one process, the same prompts, turn and turn about.
+"""Heads against autoregressive decoding and transformers' own ``generate``: one process, the same prompts, interleaved.
 
-What is compared takes turns prompt by prompt (with a batch: batch by batch), in an order that rotates, so that a machine that slows
-down or warms up does so for all of them. A question that follows an answer follows the answer of plain decoding, for all alike.
+The systems alternate prompt by prompt (batch by batch), in an order that rotates, so that a machine that slows down or warms up does
+so for all of them. A later question of a conversation follows the answer of autoregressive decoding, for all systems alike.
 Shape suffix: T positions.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,39 +23,38 @@ from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.prompts import Prompt, Prompter
-from headstart.inference.bench.results import Sizes, baseline, result
+from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
-from headstart.inference.bench.systems import PLAIN, TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
+from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
+from headstart.inference.bench.timing import warm_up
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 
-WARM_UP, LONGEST_WARM_UP = 40, 240
-"""Passes of each system before it is measured: at least, and at most while something is still recorded for replay (see `capture`)."""
 TIMED = 4
-"""Batches decoded once more, on an accelerator, for exact times of the parts of a pass (waiting for them costs speed)."""
+"""Batches decoded once more on an accelerator for exact times of the parts of a step (waiting for each costs speed)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: the temperatures, the first prompt's seed, how much each writes, how large trees and batches may be."""
+    """Settings of a benchmark. ``seed``: of the first prompt."""
 
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     tree: TreeShape | None = None
     sampled: TreeShape | None = None
-    """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree pays."""
+    """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree is faster."""
     batches: tuple[int, ...] = (1,)
-    beside: tuple[TreeShape, TreeShape] | None = None
-    """Measure the trained heads also alone, in trees of these shapes: greedy, sampled."""
+    fixed_trees: tuple[TreeShape, TreeShape] | None = None
+    """Measure the trained heads also without proposers, in trees of these shapes: greedy, sampled."""
     skip_long: bool = False
-    """Leave out prompts that leave no room in the context, instead of refusing them."""
+    """Drop prompts that leave no room in the context, instead of refusing them."""
 
     def settings(self, temperature: float) -> Settings:
-        """For one temperature."""
+        """Of one temperature."""
         return Settings(self.max_new_tokens, temperature, tree=self.sampled if self.sampled and temperature > 0 else self.tree)
 
 
@@ -66,83 +65,91 @@ def compare(
     prompter: Prompter | None = None,
     others: Sequence[TransformersSystem] = (),
 ) -> dict[str, Any]:
-    """The report: a row for each system at each temperature and batch size, baselines and heads apart.
+    """The report: a row for each system at each temperature and batch size, in two lists, baselines and heads.
 
-    ``heads``: by the name to report them under, all on one backbone. ``prompter``: needed for later turns and for samples of the text.
+    ``heads``: with the names to report them under, all on one backbone. ``prompter``: needed for later turns and for samples of the text.
     ``others``: further baselines. Raises UserError for a prompt that leaves no room in the context.
     """
     backbone = heads[0][1].backbone
-    asked = _fitting(prompts, plan, backbone)
-    plain, theirs = HeadstartSystem(PLAIN, SpeculativeModel(backbone)), TransformersSystem(TRANSFORMERS, backbone)
-    ours = [HeadstartSystem(name, one) for name, one in heads]
-    if plan.beside is not None:
-        ours += [
-            HeadstartSystem(f"{name}, fixed trees", SpeculativeModel(backbone, one.drafter), plan.beside)
-            for name, one in heads
-            if one.drafter is not None
-        ]
-    report = _header(backbone, asked, plan) | {"skipped": len(prompts) - len(asked)}
+    fitting = _fitting(prompts, plan, backbone)
+    ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
+    ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
+    drafting = _drafting_systems(heads, plan)
+    report = _header(backbone, fitting, plan) | {"dropped_prompts": len(prompts) - len(fitting)}
     for temperature in plan.temperatures:
         first: SystemResult | None = None
         for batch in plan.batches:
-            baselines = [theirs, plain, *(others if batch == 1 else ())]
-            race = Race(plain, [*baselines, *ours], asked, plan.settings(temperature), batch, plan.seed)
+            baselines = [ar_transformers, ar, *(others if batch == 1 else ())]
+            race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
             race.run(prompter)
-            of = {one.system: one for one in race.measured}
+            by_system = {one.system: one for one in race.results}
+            references = References(by_system[ar], by_system[ar_transformers], first)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
-            report["baselines"] += [baseline(of[system], of[plain], of[theirs], first, sizes) for system in baselines]
-            report["results"] += [result(of[system], of[plain], of[theirs], race.settings, sizes) for system in ours]
-            report["left_out"] += race.left_out
+            report["baselines"] += [baseline(by_system[system], references, sizes) for system in baselines]
+            report["results"] += [result(by_system[system], references, race.settings, sizes) for system in drafting]
+            report["dropped_turns"] += race.dropped_turns
             if first is None and prompter is not None:
-                report["samples"] += samples([of[system] for system in ours], asked, prompter.tokenizer, temperature)
-            first = first or of[plain]
+                report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
+            first = first or by_system[ar]
     return report
 
 
+def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:
+    """The heads as they are, and if the plan says so each trained one also without proposers in fixed trees."""
+    systems = [HeadstartSystem(name, one) for name, one in heads]
+    if plan.fixed_trees is not None:
+        systems += [
+            HeadstartSystem(f"{name}, fixed trees", SpeculativeModel(one.backbone, one.drafter, capture=one.capture), plan.fixed_trees)
+            for name, one in heads
+            if one.drafter is not None
+        ]
+    return systems
+
+
 class Race:
-    """Systems that continue the same prompts, turn and turn about; next questions follow the answers of one of them."""
+    """Systems that continue the same prompts, interleaved; later questions follow the answers of the ``leader``."""
 
     def __init__(
         self, leader: System, systems: Sequence[System], prompts: Sequence[Prompt], settings: Settings, batch: int, seed: int
     ) -> None:
-        self.measured = [SystemResult(system) for system in systems]
-        self.leader = next(one for one in self.measured if one.system is leader)
+        self.results = [SystemResult(system) for system in systems]
+        self.leader = next(one for one in self.results if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
-        self.left_out = 0
-        """Later turns for which there was no room in the context."""
+        self.dropped_turns = 0
+        """Later turns of conversations for which there was no room in the context."""
 
     def run(self, prompter: Prompter | None) -> None:
-        """Every prompt continued by every system, then every next question, until none is left."""
+        """Continue every prompt with every system, then every next question, until none is left."""
         asked = dict(enumerate(self.prompts))
         self._warm_up(asked)
         pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between lines of a log
         title = f"temperature {self.settings.temperature:g}" + (f", batch {self.batch}" if self.batch > 1 else "")
-        total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.measured)
-        with tqdm(total=total, desc=title, unit="text", mininterval=pace) as progress:
+        total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results)
+        with tqdm(total=total, desc=title, unit="sequence", mininterval=pace) as progress:
             while asked:
                 for turn, (task, group) in enumerate(self._groups(asked)):
-                    first = turn % len(self.measured)
-                    for one in self.measured[first:] + self.measured[:first]:
+                    first = turn % len(self.results)
+                    for one in self.results[first:] + self.results[:first]:
                         one.measure(task, group, self.settings, self.seed)
                         progress.update(len(group))
                 asked = {} if prompter is None else self._next(asked, prompter, progress)
         self._time_parts()
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """No more texts than are measured, whatever it takes; else until a text was written without anything being recorded."""
-        for one in self.measured:
-            passes, before = 0, -1
-            for _, group in self._groups(asked):
-                if passes < WARM_UP or (passes < LONGEST_WARM_UP and one.system.disturbed > before):
-                    before = one.system.disturbed
-                    passes += one.system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
+        """Every system continues prompts until it captures nothing any more, but no more prompts than are measured."""
+        for one in self.results:
+            warm_up(self._warm_up_rounds(one.system, asked))
+
+    def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
+        for _, group in self._groups(asked):
+            yield lambda group=group: system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
 
     def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:
         """Batches of prompts of one task each."""
         for task in dict.fromkeys(prompt.task for prompt in asked.values()):
-            own = [(i, prompt.ids_T) for i, prompt in asked.items() if prompt.task == task]
-            for start in range(0, len(own), self.batch):
-                yield task, dict(own[start : start + self.batch])
+            prompts = [(i, prompt.ids_T) for i, prompt in asked.items() if prompt.task == task]
+            for start in range(0, len(prompts), self.batch):
+                yield task, dict(prompts[start : start + self.batch])
 
     def _next(self, asked: dict[int, Prompt], prompter: Prompter, progress: tqdm) -> dict[int, Prompt]:
         """The next questions, after the answers to those before."""
@@ -151,26 +158,26 @@ class Race:
         for i, prompt in asked.items():
             if not prompt.later:
                 continue
-            after = prompter.follow(prompt, self.leader.texts[i][-1])
+            after = prompter.follow(prompt, self.leader.sequences[i][-1])
             if context is None or len(after.ids_T) + self.settings.max_new_tokens <= context:
                 following[i] = after
             else:
-                self.left_out += len(prompt.later)
-                progress.total -= len(prompt.later) * len(self.measured)
+                self.dropped_turns += len(prompt.later)
+                progress.total -= len(prompt.later) * len(self.results)
         return following
 
     def _time_parts(self) -> None:
-        """On an accelerator decode some prompts once more, waiting for it at every step."""
+        """On an accelerator decode some prompts once more with exact times."""
         if self.leader.system.backbone.device.type == "cpu":
             return
         groups = [group for _, group in self._groups(dict(enumerate(self.prompts)))][:TIMED]
-        for one in self.measured:
+        for one in self.results:
             if isinstance(one.system, HeadstartSystem) and one.system.sources:
                 one.parts = one.system.time_parts(groups, self.settings, self.seed)
 
 
 def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:
-    """All of them, or if the plan says so those that leave room for an answer."""
+    """All prompts, or if the plan says so those that leave room for an answer."""
     if not plan.skip_long:
         for number, prompt in enumerate(prompts, 1):
             require_room(f"prompt {number}", len(prompt.ids_T), plan.max_new_tokens, backbone)
@@ -178,8 +185,8 @@ def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[
     context = backbone.max_positions or sys.maxsize
     fitting = [prompt for prompt in prompts if len(prompt.ids_T) + plan.max_new_tokens <= context]
     if not fitting:
-        least = min(len(prompt.ids_T) for prompt in prompts)
-        require_room("the shortest prompt", least, plan.max_new_tokens, backbone)
+        shortest = min(len(prompt.ids_T) for prompt in prompts)
+        require_room("the shortest prompt", shortest, plan.max_new_tokens, backbone)
     return fitting
 
 
@@ -194,12 +201,12 @@ def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: B
 
 
 def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
-    """What was measured, on what, with what; the results are still to come."""
+    """The report without results: backbone, prompts, settings, versions, machine."""
     return {
         "backbone": backbone.name,
         "prompts": len(prompts),
         "tasks": dict(Counter(prompt.task for prompt in prompts)),
-        "left_out": 0,
+        "dropped_turns": 0,
         "max_new_tokens": plan.max_new_tokens,
         "seed": plan.seed,
         "threads": torch.get_num_threads(),

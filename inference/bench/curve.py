@@ -1,12 +1,15 @@
-"""What a pass takes by how many nodes it reads, on this machine: for looking at.
+"""The cost curve of a benchmark report: time of a decoding step by the size of its candidate tree, on this machine.
 
 Shape suffix: T positions.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
+from headstart.inference.bench.timing import warm_up
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
@@ -17,16 +20,25 @@ REPEATS = 3
 
 
 def cost_curve(heads: SpeculativeModel, prompt_T: Tensor, tokens: int = TOKENS) -> list[dict[str, float]]:
-    """Milliseconds a pass by nodes: reading (``verify_ms``) and all of it (``pass_ms``), the least of a few times."""
+    """Milliseconds per decoding step by nodes: verification (``verify_ms``) and the whole step (``pass_ms``), the best of a few runs."""
+
+    def decode(nodes: int) -> Tally:
+        tally = Tally()
+        settings = Settings(min(tokens, TOKENS), tree=TreeShape(nodes=nodes, width=max(1, nodes // 4)))
+        tally.add(continue_text(heads, prompt_T, settings, 0, timed=True))
+        return tally
+
+    def passes(nodes: int) -> int:
+        return decode(nodes).reads
+
     best: dict[int, dict[str, float]] = {}
-    for _ in range(REPEATS):
-        for size in SIZES:
-            tally = Tally()
-            settings = Settings(min(tokens, TOKENS), tree=TreeShape(nodes=size, width=max(1, size // 4)))
-            tally.add(continue_text(heads, prompt_T, settings, 0, timed=True))
-            nodes = max(tally.nodes, default=1)
+    for size in SIZES:
+        warm_up([partial(passes, size)] * REPEATS, at_least=1)
+        for _ in range(REPEATS):
+            tally = decode(size)
             times = tally.milliseconds()
-            found = {"verify_ms": times["verify_ms"], "pass_ms": sum(times.values())}
-            known = best.get(nodes, found)
-            best[nodes] = {part: min(known[part], milliseconds) for part, milliseconds in found.items()}
+            nodes = max(tally.nodes, default=1)
+            point = {"verify_ms": times["verify_ms"], "pass_ms": sum(times.values())}
+            known = best.get(nodes, point)
+            best[nodes] = {part: min(known[part], milliseconds) for part, milliseconds in point.items()}
     return [{"nodes": nodes, **times} for nodes, times in sorted(best.items())]

@@ -1,14 +1,28 @@
-"""A report as one HTML page that needs nothing else: tables, charts, and the text with the passes that wrote it."""
+"""A benchmark report as one HTML page that needs nothing else: tables, charts, and the output with the steps that wrote it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
-from headstart.inference.bench.table import cells, name, rows_at, speeds, verdict
+from markupsafe import Markup
+
+from headstart.inference.bench.systems import AR_TRANSFORMERS
+from headstart.inference.bench.table import (
+    SPEEDS,
+    STEP,
+    capture_notes,
+    name,
+    rows_at,
+    setting_cells,
+    setting_titles,
+    settings_of,
+    speeds,
+    step_cells,
+    verdict,
+)
 from headstart.support.report.charts import Axes, Series, above, histogram, lines
-from headstart.support.report.markup import RUNS, document, heat, panels, passes, section, table_row, tabled
+from headstart.support.report.page import Sample, Table, TableRow, render
 
 Row = dict[str, Any]
 
@@ -16,35 +30,26 @@ Row = dict[str, Any]
 def page(report: Row) -> str:
     """The whole page."""
     fine, sentence = verdict(report)
-    versions = ", ".join(f"{what} {version}" for what, version in report["versions"].items())
+    versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
     about = (
         f"{report['dtype']}, {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to"
         f" {report['max_new_tokens']} tokens each, seed {report['seed']}; {versions}"
     )
-    charts = "".join(chart for chart in (_depths(report), _batches(report)) if chart)
-    parts = [
-        f"<h1>{escape(report['backbone'])}</h1><p class='soft'>{escape(about)}</p>",
-        f"<p class='verdict{'' if fine else ' bad'}'>{escape(sentence)}</p>",
-        section("Speed", SPEED, _table(report)),
-        f"<div class='charts'>{charts}</div>",
-        section("Tasks", TASKS, panels(_tasks(report))),
-        section("Tree sizes and what they cost", SIZES, panels(_sizes(report))),
-        section("What each pass wrote", RUNS, panels(_texts(report))),
-    ]
-    return document(report["backbone"], parts)
-
-
-SPEED = (
-    "tau: tokens a text gets per pass of the backbone, its own included; 1 is plain decoding. GB/s: weights of the backbone read, and how"
-    " much of the rate at which this machine reads its memory that is. Milliseconds are per pass."
-)
-DEPTHS = "The share of passes in which the draft of a depth was accepted; tau is 1 plus the sum of a line's points."
-TASKS = "The same by task. Shaded: the share of passes in which the draft of that depth was accepted."
-SIZES = "Bars: how often a tree had so many nodes, its root included (1 is a plain step). Lines: what a pass over so many takes here."
-
-
-def _settings(report: Row) -> list[tuple[float, int]]:
-    return list(dict.fromkeys((row["temperature"], row["batch"]) for row in report["results"]))
+    return render(
+        "bench.html.j2",
+        title=report["backbone"],
+        about=about,
+        fine=fine,
+        sentence=sentence,
+        speed=_speed(report),
+        capture=capture_notes(report),
+        depths=_depths(report),
+        batches=_batches(report),
+        first_temperature=f"{settings_of(report)[0][0]:g}",
+        tasks=_tasks(report),
+        sizes=_sizes(report),
+        samples=_samples(report),
+    )
 
 
 def _hues(report: Row) -> dict[str, int]:
@@ -57,101 +62,87 @@ def _first_batch(report: Row) -> list[Row]:
     return [row for row in report["results"] if row["batch"] == report["results"][0]["batch"]]
 
 
-def _table(report: Row) -> str:
-    settings = _settings(report)
-    batched = any(batch > 1 for _, batch in settings)
-    titles = ["temperature", *(["batch"] if batched else []), "", "tau", "tokens/s", "x plain", "x transformers"]
-    titles += ["GB/s", "of memory", "draft ms", "verify ms", "host ms", "identical"]
-    body = []
-    for temperature, batch in settings:
+def _speed(report: Row) -> Table:
+    rows = []
+    for temperature, batch in settings_of(report):
         for i, row in enumerate(rows_at(report, temperature, batch)):
-            where = [f"{temperature:g}", *([str(batch)] if batched else [])]
-            kind = ("head" if "head" in row else "base") + (" first" if i == 0 else "")
-            body.append(table_row(kind, [*where, name(row), *speeds(row), *cells(row)[:-1]], len(where)))
-    return tabled(titles, body, len(titles) - 12 + 1)
+            css = ("head" if "head" in row else "base") + (" first" if i == 0 else "")
+            rows.append(TableRow([*setting_cells(report, row), *speeds(row), *step_cells(row)], css=css))
+    titles = setting_titles(report)
+    return Table([*titles, *SPEEDS, *STEP], rows, len(titles) - 1)
 
 
-def _depths(report: Row) -> str:
+def _depths(report: Row) -> Markup | None:
     """Acceptance by depth, a line for each of the heads and temperatures."""
     rows, hues = _first_batch(report), _hues(report)
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     series = [
-        Series(_titled(row, temperatures), list(enumerate(row["acceptance_per_depth"], 1)), hues[row["head"]], row["temperature"] > 0)
+        Series(_title(row, temperatures), list(enumerate(row["acceptance_per_depth"])), hues[row["head"]], row["temperature"] > 0)
         for row in rows
         if row["acceptance_per_depth"]
     ]
     if not series:
-        return ""
-    deepest = max(len(one.points) for one in series)
-    axes = Axes(range(1, deepest + 1), 1.0, "depth", "share of passes")
-    return section("Acceptance by depth", DEPTHS, lines(series, axes))
+        return None
+    depths = max(len(one.points) for one in series)
+    return lines(series, Axes(range(depths), 1.0, "depth", "share of decoding steps"))
 
 
-def _titled(row: Row, temperatures: Sequence[float]) -> str:
+def _title(row: Row, temperatures: Sequence[float]) -> str:
     return name(row) + (f", temperature {row['temperature']:g}" if len(temperatures) > 1 else "")
 
 
-def _batches(report: Row) -> str:
-    """Tokens a second by batch size, a line for each system, at the first temperature."""
-    settings, hues = _settings(report), _hues(report)
+def _batches(report: Row) -> Markup | None:
+    """Tokens per second by batch size, a line for each system, at the first temperature."""
+    settings, hues = settings_of(report), _hues(report)
     first = settings[0][0]
     batches = sorted(batch for temperature, batch in settings if temperature == first)
     if len(batches) < 2:
-        return ""
-    found: dict[str, dict[int, float]] = {}
+        return None
+    curves: dict[str, dict[int, float]] = {}
     for batch in batches:
         for row in rows_at(report, first, batch):
-            found.setdefault(name(row), {})[batch] = row["tokens_per_second"]
-    found = {one: speeds for one, speeds in found.items() if len(speeds) > 1}   # some take one text at a time
-    series = [Series(one, sorted(speeds.items()), hues.get(one), one == "transformers") for one, speeds in found.items()]
-    top = above([speed for speeds in found.values() for speed in speeds.values()])
-    axes = Axes(batches, top, "texts decoded together", "tokens a second, all texts")
-    return section("Speed by batch size", f"At temperature {first:g}.", lines(series, axes))
+            curves.setdefault(name(row), {})[batch] = row["tokens_per_second"]
+    curves = {system: points for system, points in curves.items() if len(points) > 1}   # some take one sequence at a time
+    series = [Series(system, sorted(points.items()), hues.get(system), system == AR_TRANSFORMERS) for system, points in curves.items()]
+    top = above([speed for points in curves.values() for speed in points.values()])
+    return lines(series, Axes(batches, top, "batch size", "tokens per second, all sequences"))
 
 
-def _tasks(report: Row) -> list[tuple[str, str]]:
-    """For each of the heads and settings, a line for each task, and one for all."""
-    panels = []
+def _tasks(report: Row) -> list[tuple[str, Table]]:
+    """For each of the heads and settings, a row for each task, and one for all."""
+    tables = []
     for row in report["results"]:
-        deepest = len(row["acceptance_per_depth"])
-        titles = ["task", "prompts", "tau", "tokens/s", "x plain", "x transformers", *map(str, range(1, deepest + 1))]
-        every = [(task, report["tasks"][task], one) for task, one in row["tasks"].items()]
-        if len(every) > 1:
-            every.append(("all", report["prompts"], row))
-        body = [_task(title, prompts, one, deepest) for title, prompts, one in every]
+        titles = ["task", "prompts", *SPEEDS, *map(str, range(len(row["acceptance_per_depth"])))]
+        entries = [(task, report["tasks"][task], one) for task, one in row["tasks"].items()]
+        if len(entries) > 1:
+            entries.append(("all", report["prompts"], row))
+        rows = [TableRow([task, str(prompts), *speeds(one)], one["acceptance_per_depth"]) for task, prompts, one in entries]
         batch = f", batch {row['batch']}" if len({one["batch"] for one in report["results"]}) > 1 else ""
-        panels.append((f"{name(row)}, temperature {row['temperature']:g}{batch}", tabled(titles, body, 0)))
-    return panels
+        tables.append((f"{name(row)}, temperature {row['temperature']:g}{batch}", Table(titles, rows)))
+    return tables
 
 
-def _task(title: str, prompts: int, one: Row, deepest: int) -> str:
-    shares = [*one["acceptance_per_depth"], *[0.0] * deepest][:deepest]
-    cells = "".join(f"<td>{cell}</td>" for cell in (str(prompts), *speeds(one)))
-    return f"<tr><td class=l>{escape(title)}</td>{cells}{heat(shares)}</tr>"
-
-
-def _sizes(report: Row) -> list[tuple[str, str]]:
+def _sizes(report: Row) -> list[tuple[str, Markup]]:
     """For each of the heads and temperatures at the first batch size."""
-    panels = []
+    plots = []
     for row in _first_batch(report):
-        counts = {int(nodes): passes for nodes, passes in row["tree_sizes"].items()}
+        counts = {int(nodes): steps for nodes, steps in row["tree_sizes"].items()}
         curve = [point for one in report.get("costs", []) if one["head"] == row["head"] for point in one["points"]]
         if not counts:
             continue
         hue = _hues(report)[row["head"]]
-        series = [Series("reading, ms", [(p["nodes"], p["verify_ms"]) for p in curve], hue)] if curve else []
-        series += [Series("with drafting and the rest, ms", [(p["nodes"], p["pass_ms"]) for p in curve], hue, True)] if curve else []
-        widest = max(*counts, *(p["nodes"] for p in curve), 1)
-        marks = sorted({1, *(size for size in (4, 8, 16, 24, 32, 48, 64, 96, 128) if size <= widest), widest})
-        marks = [mark for mark in marks if mark == widest or widest - mark > widest / 24]
-        axes = Axes(marks, above([p["pass_ms"] for p in curve]), "nodes of a row's tree", "milliseconds a pass", even=False)
-        panels.append((f"{name(row)}, temperature {row['temperature']:g}", histogram(counts, series, axes)))
-    return panels
+        series = [Series("verification, ms", [(p["nodes"], p["verify_ms"]) for p in curve], hue)] if curve else []
+        series += [Series("the whole step, ms", [(p["nodes"], p["pass_ms"]) for p in curve], hue, True)] if curve else []
+        largest = max(*counts, *(p["nodes"] for p in curve), 1)
+        marks = sorted({1, *(size for size in (4, 8, 16, 24, 32, 48, 64, 96, 128) if size <= largest), largest})
+        marks = [mark for mark in marks if mark == largest or largest - mark > largest / 24]
+        axes = Axes(marks, above([p["pass_ms"] for p in curve]), "nodes of a row's tree", "milliseconds per step", even=False)
+        plots.append((f"{name(row)}, temperature {row['temperature']:g}", histogram(counts, series, axes)))
+    return plots
 
 
-def _texts(report: Row) -> list[tuple[str, str]]:
+def _samples(report: Row) -> list[Sample]:
     hues = _hues(report)
     return [
-        (f"{one['head']}, temperature {one['temperature']:g}, {one['task']}", passes(one, hues[one["head"]]))
-        for one in report["samples"]
+        Sample.of(f"{one['head']}, temperature {one['temperature']:g}, {one['task']}", one, hues[one["head"]]) for one in report["samples"]
     ]

@@ -1,17 +1,17 @@
-"""Rows of a report: what one system came to at one setting, in numbers that can be written as JSON."""
+"""Rows of a report: the results of one system at one temperature and batch size, as numbers for JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from headstart.inference.bench.systems import HeadstartSystem, SystemResult, TransformersSystem
+from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, SystemResult, TransformersSystem
 from headstart.inference.measure import Settings, Tally
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Where a row belongs, and what its bandwidth is measured by."""
+    """Temperature and batch size of a row, and the bytes by which its bandwidth is computed."""
 
     temperature: float
     batch: int
@@ -19,73 +19,86 @@ class Sizes:
     memory_bytes_per_second: float
 
 
-def result(measured: SystemResult, plain: SystemResult, theirs: SystemResult, settings: Settings, sizes: Sizes) -> dict[str, Any]:
-    """A row of heads."""
+@dataclass(frozen=True)
+class References:
+    """The results a row is compared with."""
+
+    ar: SystemResult
+    """Autoregressive decoding by headstart's loop."""
+    ar_transformers: SystemResult
+    """Autoregressive decoding by transformers' ``generate``."""
+    ar_first_batch: SystemResult | None
+    """``ar`` at the first batch size, if this is another."""
+
+
+def result(measured: SystemResult, references: References, settings: Settings, sizes: Sizes) -> dict[str, Any]:
+    """The row of a system that drafts."""
     assert isinstance(measured.system, HeadstartSystem)
     tree, total = measured.system.settings(settings).tree, measured.total
-    deepest = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
-    differing = measured.differing(plain)
+    max_depth = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
+    differing = measured.differing(references.ar)
+    identical_to_transformers = measured.differing(references.ar_transformers) == 0 if sizes.temperature == 0 else None
     return {
         "head": measured.system.name,
         "kind": "+".join(measured.system.sources),
-        **_common(measured, plain, theirs, sizes),
+        **_common(measured, references, sizes),
         "acceptance_per_depth": total.acceptance_per_depth,
         "identical": differing == 0,
         "prompts_differing": differing,
-        "identical_to_transformers": measured.differing(theirs) == 0 if sizes.temperature == 0 else None,
+        "identical_to_transformers": identical_to_transformers,
         **(measured.parts or total).milliseconds(),
         "nodes": tree.nodes if tree else None,
         "width": tree.width if tree else None,
-        "depth": min((tree and tree.depth) or deepest, deepest),
+        "depth": min((tree and tree.depth) or max_depth, max_depth),
         "draft_limits": measured.system.heads.limits,
         "tree_sizes": {str(nodes): passes for nodes, passes in sorted(total.nodes.items())},
-        "tasks": {task: _task(tally, plain.tasks[task], theirs.tasks[task]) for task, tally in measured.tasks.items()},
     }
 
 
-def baseline(measured: SystemResult, plain: SystemResult, theirs: SystemResult, first: SystemResult | None, sizes: Sizes) -> dict[str, Any]:
-    """A row of plain decoding or of one of transformers' own ways. ``first``: plain decoding at the first batch size, if this is another.
+def baseline(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
+    """The row of autoregressive decoding, or of one of transformers' own ways to draft.
 
-    Identity is only told where it is to be expected: of plain decoding in batches with that at the first batch size, and of
+    Identity is reported where it is to be expected: of autoregressive decoding in batches with that at the first batch size, and of
     transformers' assisted decoding with its greedy decoding.
     """
-    compared = None
-    if measured is plain and first is not None:
-        compared = first
+    expected = None
+    if measured is references.ar:
+        expected = references.ar_first_batch
     elif isinstance(measured.system, TransformersSystem) and measured.system.drafts and sizes.temperature == 0:
-        compared = theirs
-    differing = None if compared is None else measured.differing(compared)
+        expected = references.ar_transformers
+    differing = None if expected is None else measured.differing(expected)
     return {
         "name": measured.system.name,
-        **_common(measured, plain, theirs, sizes),
+        "kind": "ar" if measured.system.name in (AR, AR_TRANSFORMERS) else "assisted",
+        **_common(measured, references, sizes),
         "identical": None if differing is None else differing == 0,
         "prompts_differing": differing,
-        "tasks": {task: _task(tally, plain.tasks[task], theirs.tasks[task]) for task, tally in measured.tasks.items()},
     }
 
 
-def _common(measured: SystemResult, plain: SystemResult, theirs: SystemResult, sizes: Sizes) -> dict[str, Any]:
-    total = measured.total
+def _common(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
+    total, ar, ar_transformers = measured.total, references.ar, references.ar_transformers
     rate = total.reads * sizes.weight_bytes / total.wall
     return {
         "temperature": sizes.temperature,
         "batch": sizes.batch,
-        **_speeds(total, plain.total, theirs.total),
+        **_speeds(total, ar.total, ar_transformers.total),
         "weight_bytes_per_second": rate,
-        "bandwidth_share": rate / sizes.memory_bytes_per_second,
+        "mbu": rate / sizes.memory_bytes_per_second,
+        "capture": asdict(measured.system.capture) if measured.system.capture is not None else None,
+        "tasks": {
+            task: _speeds(tally, ar.tasks[task], ar_transformers.tasks[task]) | {"acceptance_per_depth": tally.acceptance_per_depth}
+            for task, tally in measured.tasks.items()
+        },
     }
 
 
-def _task(tally: Tally, plain: Tally, theirs: Tally) -> dict[str, Any]:
-    return _speeds(tally, plain, theirs) | {"acceptance_per_depth": tally.acceptance_per_depth}
-
-
-def _speeds(tally: Tally, plain: Tally, theirs: Tally) -> dict[str, Any]:
+def _speeds(tally: Tally, ar: Tally, ar_transformers: Tally) -> dict[str, Any]:
     return {
         "tau": tally.tau,
         "tokens_per_second": tally.tokens_per_second,
-        "speedup_vs_plain": tally.tokens_per_second / plain.tokens_per_second,
-        "speedup_vs_transformers": tally.tokens_per_second / theirs.tokens_per_second,
+        "speedup_vs_ar": tally.tokens_per_second / ar.tokens_per_second,
+        "speedup_vs_transformers": tally.tokens_per_second / ar_transformers.tokens_per_second,
         "tokens": tally.tokens,
         "passes": tally.passes,
         "seconds": tally.wall,

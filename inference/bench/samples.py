@@ -1,4 +1,4 @@
-"""Samples of what was written, cut at the tokens, with the runs that wrote them: for looking at.
+"""Samples of the output for the report: the text of each token, and how many tokens each decoding step wrote.
 
 Shape suffix: T positions.
 """
@@ -15,17 +15,17 @@ from headstart.inference.bench.systems import SystemResult
 from headstart.support.token_text import cut
 
 SAMPLES = 6
-"""At most so many a system, the first of each task."""
+"""At most so many per system, the first of each task."""
 TOKENS = 300
-"""At most so many of each."""
+"""At most so many per sample."""
 
 
 def samples(
-    ours: Sequence[SystemResult], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, temperature: float
+    results: Sequence[SystemResult], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, temperature: float
 ) -> list[dict[str, Any]]:
-    """For each of the heads and the first prompt of each task: the first answer in pieces, a token each, and the runs.
+    """For each system and the first prompt of each task: the text of each token of the first answer, and the accept lengths.
 
-    The pass over the prompt writes the first token; the n-th run, the next ``runs[n]``.
+    The prefill writes the first token, decoding step n the next ``accept_lengths[n]``.
     """
     first: dict[str, int] = {}
     for i, prompt in enumerate(prompts):
@@ -36,9 +36,9 @@ def samples(
             "temperature": temperature,
             "task": task,
             "prompt": tokenizer.decode(prompts[i].ids_T, skip_special_tokens=True)[-300:],
-            "pieces": cut(tokenizer, one.texts[i][0].tolist()[:TOKENS]),
-            "runs": one.runs[i],
+            "tokens": cut(tokenizer, one.sequences[i][0].tolist()[:TOKENS]),
+            "accept_lengths": one.accept_lengths[i],
         }
-        for one in ours
+        for one in results
         for task, i in list(first.items())[:SAMPLES]
     ]

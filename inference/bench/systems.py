@@ -1,4 +1,4 @@
-"""What is compared: heads, plain decoding by our rule, and transformers' own ways to decode; and what each of them came to.
+"""The systems that are compared: heads, autoregressive decoding, transformers' own ways to decode; and the results of each.
 
 Shape suffix: T positions.
 """
@@ -15,26 +15,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.bench.bandwidth import now
+from headstart.inference.bench.timing import synchronize
+from headstart.inference.capture.capture import CaptureReport
+from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_texts
 from headstart.support.errors import UserError
 
-PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers", "prompt lookup"
+AR, AR_TRANSFORMERS, LOOKUP = "AR (headstart)", "AR (transformers)", "prompt lookup"
+"""Autoregressive decoding by headstart's loop and by transformers' ``generate``, and its prompt lookup decoding."""
 LOOKUP_TOKENS = 10
-"""Tokens that prompt lookup drafts at a time: what transformers' documentation shows."""
+"""Tokens that prompt lookup drafts at a time: the number in transformers' documentation."""
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """What a batch of prompts was continued with."""
+    """The continuations of a batch of prompts."""
 
-    texts: list[Tensor]
-    """Of each row, on the host, the prompt left out."""
+    sequences: list[Tensor]
+    """Of each row, on the host, without the prompt."""
     tally: Tally
-    runs: list[list[int]] | None = None
-    """Of each row, how many tokens each pass wrote, where the system tells."""
+    accept_lengths: list[list[int]] | None = None
+    """Of each row, the tokens each decoding step wrote; None where the system does not report them."""
 
 
 class System(ABC):
@@ -44,55 +47,55 @@ class System(ABC):
         self.name, self.backbone = name, backbone
 
     @property
-    def disturbed(self) -> int:
-        """Steps so far that took longer than the next ones will: something was recorded for replay."""
-        return 0
+    def capture(self) -> CaptureReport | None:
+        """How forward passes are captured; None for systems that know no capture."""
+        return None
 
     @abstractmethod
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
-        """Continue prompts together. The time by the clock is the caller's to take."""
+        """Continue prompts together. The caller measures the wall time."""
 
 
 class HeadstartSystem(System):
-    """Heads, or without a drafter plain decoding by the same rule. ``fixed``: trees of these shapes, greedy and sampled."""
+    """Heads, or without drafter and proposers autoregressive decoding. ``fixed``: shapes of its trees, greedy and sampled."""
 
     def __init__(self, name: str, heads: SpeculativeModel, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
         super().__init__(name, heads.backbone)
         self.heads, self.fixed = heads, fixed
 
     def settings(self, settings: Settings) -> Settings:
-        """With this system's own trees, if it has any."""
+        """With this system's fixed trees, if it has any."""
         return settings if self.fixed is None else replace(settings, tree=self.fixed[settings.temperature > 0])
 
     @property
     def sources(self) -> list[str]:
-        """What drafts: the kinds of trained heads, and the names of proposers; none in plain decoding."""
+        """The kinds of drafters and the names of proposers; none in autoregressive decoding."""
         return [type(one).__name__.lower() for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
 
     @property
-    def disturbed(self) -> int:
-        return self.heads.disturbed
+    def capture(self) -> CaptureReport:
+        return self.heads.engine(bool(self.sources)).capturer.report()
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.runs is not None
         start = max(map(len, prompts))
-        lengths = [1 + sum(runs) for runs in output.runs]   # the pass over the prompt writes one
+        lengths = [1 + sum(accepted) for accepted in output.runs]   # the prefill writes one
         tally = Tally()
         tally.add(output)
-        texts = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
-        return Continuations(texts, tally, output.runs)
+        sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
+        return Continuations(sequences, tally, output.runs)
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
-        """Batches of prompts once more, waiting for the accelerator at every step; prompt ``i`` with seed ``seed + i``."""
-        every = Tally()
+        """Batches of prompts once more, with exact times of every step's parts; prompt ``i`` with seed ``seed + i``."""
+        total = Tally()
         for asked in groups:
-            every.join(self.write(list(asked.values()), settings, [seed + i for i in asked], timed=True).tally)
-        return every
+            total.join(self.write(list(asked.values()), settings, [seed + i for i in asked], timed=True).tally)
+        return total
 
 
 class TransformersSystem(System):
-    """Transformers' own ``generate``, with arguments of its own; one that drafts decodes one text at a time."""
+    """Transformers' own ``generate``, with further arguments if it drafts; then it decodes one sequence at a time."""
 
     def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None) -> None:
         super().__init__(name, backbone)
@@ -111,10 +114,10 @@ class TransformersSystem(System):
             output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **self.arguments)
         finally:
             counting.remove()
-        texts = [_ended(row, self.backbone.model) for row in output.sequences[:, max(map(len, prompts)) :].cpu()]
-        tokens = sum(map(len, texts))
+        sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, max(map(len, prompts)) :].cpu()]
+        tokens = sum(map(len, sequences))
         row_passes = passes if len(prompts) == 1 else tokens   # one token a pass, but for those that draft
-        return Continuations(texts, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
+        return Continuations(sequences, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
 
 
 def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> PreTrainedModel:
@@ -133,49 +136,51 @@ def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> Pr
 
 @dataclass
 class SystemResult:
-    """What one system came to at one setting."""
+    """The results of one system at one temperature and batch size."""
 
     system: System
     tasks: dict[str, Tally] = field(default_factory=dict)
-    texts: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By prompt, its answers: one, or one for each turn."""
-    runs: dict[int, list[int]] = field(default_factory=dict)
-    """By prompt, of its first answer, where the system tells."""
+    sequences: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By prompt, its answers: one for each turn."""
+    accept_lengths: dict[int, list[int]] = field(default_factory=dict)
+    """By prompt, of its first answer, where the system reports them."""
     parts: Tally | None = None
-    """Where the time of a pass goes, where the run itself cannot tell."""
+    """Exact times of a step's parts, where the measured run cannot have them."""
 
     def measure(self, task: str, asked: dict[int, Tensor], settings: Settings, seed: int) -> None:
         """Continue prompts of one task together; prompt ``i`` with seed ``seed + i``."""
         device = self.system.backbone.device
-        start = now(device)
-        written = self.system.write(list(asked.values()), settings, [seed + i for i in asked])
-        written.tally.wall = now(device) - start
+        synchronize(device)
+        with Stopwatch() as watch:
+            written = self.system.write(list(asked.values()), settings, [seed + i for i in asked])
+            synchronize(device)
+        written.tally.wall = watch.seconds
         self.tasks.setdefault(task, Tally()).join(written.tally)
         for row, i in enumerate(asked):
-            self.texts.setdefault(i, []).append(written.texts[row])
-            if written.runs is not None:
-                self.runs.setdefault(i, written.runs[row])
+            self.sequences.setdefault(i, []).append(written.sequences[row])
+            if written.accept_lengths is not None:
+                self.accept_lengths.setdefault(i, written.accept_lengths[row])
 
     @property
     def total(self) -> Tally:
         """Over all tasks."""
-        every = Tally()
+        total = Tally()
         for tally in self.tasks.values():
-            every.join(tally)
-        return every
+            total.join(tally)
+        return total
 
     def differing(self, other: SystemResult) -> int:
-        """How many prompts the two answer differently."""
-        assert self.texts.keys() == other.texts.keys()
-        return sum(not _same(mine, other.texts[i]) for i, mine in self.texts.items())
+        """The number of prompts that the two answer differently."""
+        assert self.sequences.keys() == other.sequences.keys()
+        return sum(not _same(answers, other.sequences[i]) for i, answers in self.sequences.items())
 
 
-def _same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+def _same(answers: list[Tensor], others: list[Tensor]) -> bool:
+    return len(answers) == len(others) and all(map(torch.equal, answers, others))
 
 
-def _ended(text_T: Tensor, model: PreTrainedModel) -> Tensor:
-    """Without the padding behind the token that ends it."""
+def _until_eos(tokens_T: Tensor, model: PreTrainedModel) -> Tensor:
+    """Without the padding after the first EOS token."""
     eos = model.generation_config.eos_token_id
-    ends = torch.isin(text_T, torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=text_T.dtype)).nonzero()
-    return text_T[: int(ends[0]) + 1] if len(ends) else text_T
+    ends = torch.isin(tokens_T, torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=tokens_T.dtype)).nonzero()
+    return tokens_T[: int(ends[0]) + 1] if len(ends) else tokens_T

@@ -1,12 +1,10 @@
-"""Measures this machine: what a pass costs by nodes, rows and context, what drafting costs, and what the drafts' scores are worth.
+"""Measures this machine: time of a forward pass by nodes, batch size and context, time of drafting, and the calibration of draft scores.
 
 Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -19,6 +17,7 @@ from torch import Tensor
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
@@ -30,14 +29,12 @@ from headstart.support.errors import UserError
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDE = TreeShape(nodes=40, width=8)
-"""What calibration decodes with: more nodes than pay, so that many turn out."""
-WARM_UP = 30
-"""Calls before anything is timed: enough for what is captured to have been recorded."""
+"""The tree of calibration: larger than is fastest, so that more nodes are verified."""
 
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What is measured. Contexts in tokens: a text's passes are thought to cost what was measured at the nearest."""
+    """What is measured. Contexts are in tokens; a sequence's forward passes count as costing what was measured at the nearest context."""
 
     rows: tuple[int, ...] = (1, 4)
     contexts: tuple[int, ...] = (256, 1024)
@@ -48,7 +45,7 @@ class TunePlan:
 
 
 def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None] = lambda line: None) -> Tuned:
-    """All of it; ``say`` is told how far it is. Raises UserError if the context is longer than the backbone's."""
+    """Measure all of it; ``say`` gets lines of progress. Raises UserError if a context is longer than the backbone's."""
     longest = heads.backbone.max_positions
     for context in plan.contexts:
         if longest is not None and context + max(plan.nodes) > longest:
@@ -61,7 +58,7 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
     others = []
     for context in plan.contexts:
         for rows in plan.rows:
-            say(f"passes of {rows} rows behind {context} tokens")
+            say(f"forward passes of batch size {rows} after {context} tokens")
             features, cache = _prompt(heads, engine, rows, context)
             curve = [[nodes, _pass(engine, cache, nodes, plan.repeats)] for nodes in plan.nodes]
             curves.setdefault(str(context), {})[str(rows)] = curve
@@ -78,19 +75,19 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
     return Tuned(curves, calibration, details)
 
 
-def contexts_of(asked: Sequence[int] | None, most: int, backbone: Backbone) -> tuple[int, ...]:
-    """What was asked for, or 256 and 1,024 as far as the backbone's context goes."""
-    room = (backbone.max_positions or 1 << 31) - most
+def contexts_of(asked: Sequence[int] | None, max_nodes: int, backbone: Backbone) -> tuple[int, ...]:
+    """The contexts asked for; by default 256 and 1,024, as far as the backbone's context goes."""
+    room = (backbone.max_positions or 1 << 31) - max_nodes
     return tuple(asked) if asked else tuple(dict.fromkeys(max(1, min(context, room)) for context in (256, 1024)))
 
 
 def summary(tuned: Tuned) -> str:
-    """The curves as lines: milliseconds of a pass by nodes."""
+    """The curves as lines: milliseconds of a forward pass by nodes."""
     lines = []
-    for found in tuned.details["by_context"]:
-        passes = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in found["pass_ms"])
-        drafting = "".join(f"; drafting {one['begin'] + sum(one['depths']):.1f}" for one in found["drafting_ms"])
-        lines.append(f"{found['rows']} rows behind {found['context']} tokens, ms by nodes: {passes}{drafting}")
+    for entry in tuned.details["by_context"]:
+        passes = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in entry["pass_ms"])
+        drafting = "".join(f"; drafting {one['begin'] + sum(one['depths']):.1f}" for one in entry["drafting_ms"])
+        lines.append(f"batch size {entry['rows']} after {entry['context']} tokens, ms by nodes: {passes}{drafting}")
     return "\n".join(lines)
 
 
@@ -99,22 +96,23 @@ def _growths(engine: Engine) -> list[Growth]:
 
 
 def _prompt(heads: SpeculativeModel, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
-    """Any tokens: what a pass costs does not depend on them."""
+    """Prefill any tokens: the cost of a forward pass does not depend on them."""
     tokens_BT = torch.randint(heads.backbone.vocab, (rows, context), generator=torch.Generator().manual_seed(0)).to(heads.backbone.device)
     with torch.no_grad():
         return engine.reader.prompts(tokens_BT, torch.full((rows,), context, device=tokens_BT.device))
 
 
 def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float:
-    """Seconds of reading a tree of that many nodes, the picks on the host."""
+    """Seconds of verifying a tree of that many nodes, with the picks brought to the host."""
     parents = [max(0, (node - 1) // 2) for node in range(nodes)]
     rows = len(cache.lengths_B)
     tree = CandidateTree([list(range(nodes)) for _ in range(rows)], [parents for _ in range(rows)])
-    return _seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, engine.reader.read.calls < WARM_UP)
+    cold = engine.reader.read.calls < WARM_UP
+    return median_seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, cold, engine.reader.backbone.device)
 
 
 def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
-    """Milliseconds of taking in three tokens, and of each depth."""
+    """Milliseconds of extending the drafter's state with three tokens, and of each draft level."""
     rows, device = features.tokens_BT.shape[0], features.tokens_BT.device
     room = features.tokens_BT.shape[1] + (growth.drafter.depth + 2) * (WIDTH + 1)
     with torch.no_grad():
@@ -122,12 +120,14 @@ def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: i
         index = torch.arange(3, device=device).expand(rows, 3)
         few = features.gather(index, index >= 0)
         cold = growth.begin.calls < WARM_UP
-        begin = _seconds(lambda: growth.extend_state(few, state, room), repeats, cold)
+        begin = median_seconds(lambda: growth.extend_state(few, state, room), repeats, cold, device)
         state = growth.drafter.prepare_draft(growth.extend_state(few, state, room), cache, (growth.drafter.depth + 2) * (WIDTH + 1))
         level, depths = root_level([0] * rows, device), []
         for depth in range(growth.drafter.depth):
             before = (level, state)
-            depths.append(_seconds(lambda d=depth, b=before: _level(growth, d, *b)[0].tokens_BW.tolist(), repeats, cold))   # type: ignore[misc]
+            depths.append(
+                median_seconds(lambda d=depth, b=before: _level(growth, d, *b)[0].tokens_BW.tolist(), repeats, cold, device)   # type: ignore[misc]
+            )
             level, state = _level(growth, depth, *before)
     return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
 
@@ -136,26 +136,13 @@ def _level(growth: Growth, depth: int, level: Any, state: Any) -> tuple[Any, Any
     return growth.level(depth, state, level, WIDTH, DraftScoring())
 
 
-def _seconds(work: Callable[[], object], repeats: int, cold: bool) -> float:
-    """The median of some runs."""
-    times = []
-    with torch.no_grad():
-        for _ in range(WARM_UP if cold else 2):
-            work()
-        for _ in range(repeats):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _calibrate(
     heads: SpeculativeModel, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Decode the prompts with wide trees, from which the engine learns; tau by temperature."""
+    """Decode the prompts with wide trees, by which the engine calibrates its scores; tau by temperature."""
     if engine.speculation is None:
         return {}
-    found = {}
+    taus = {}
     for temperature in plan.temperatures:
         settings = Settings(plan.max_new_tokens, temperature, tree=WIDE)
         tally = Tally()
@@ -163,5 +150,5 @@ def _calibrate(
             say(f"calibrating at temperature {temperature:g}: prompt {number} of {len(prompts)}")
             output = continue_text(heads, prompt_T, settings, seed=number)
             tally.add(output)
-        found[f"{temperature:g}"] = tally.tau
-    return found
+        taus[f"{temperature:g}"] = tally.tau
+    return taus

@@ -34,7 +34,7 @@ def evaluate(
     """``tau`` (the backbone's own token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer ``examples``.
 
     ``prompts``: int64 [T] each, at least one; the i-th is decoded with ``seed + i``. An example has ``prompt``, the end of it as text;
-    ``pieces``, the text of each token written; ``runs``, how many each pass wrote behind the first, which comes of the prompt's own pass.
+    ``tokens``, the text of each token written; ``accept_lengths``, how many each decoding step wrote after the first token.
     Leaves the random state and the drafter's mode as they were.
     """
     training, tally, examples = drafter.training, Tally(), []
@@ -56,13 +56,13 @@ def evaluate(
 
 
 def marked(example: dict[str, Any]) -> str:
-    """What an example's passes wrote as text; between brackets what one wrote at once, as in ``[def fib][(n)]:``."""
-    pieces, place = example["pieces"], 1
-    text = "".join(pieces[:1])
-    for run in example["runs"]:
-        written = "".join(pieces[place : place + run])
-        text += f"[{written}]" if run > 1 else written
-        place += run
+    """The text of an example; in brackets the tokens one step wrote together, as in ``[def fib][(n)]:``."""
+    tokens, place = example["tokens"], 1
+    text = "".join(tokens[:1])
+    for length in example["accept_lengths"]:
+        written = "".join(tokens[place : place + length])
+        text += f"[{written}]" if length > 1 else written
+        place += length
     return text
 
 
@@ -75,4 +75,5 @@ def _example(prompt_T: Tensor, output: GenerateOutput, tokenizer: PreTrainedToke
             break
         length, runs = length + run, [*runs, run]
     written = output.sequences[0, len(prompt_T) :].tolist()[:length]
-    return {"prompt": tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:], "pieces": cut(tokenizer, written), "runs": runs}
+    prompt = tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:]
+    return {"prompt": prompt, "tokens": cut(tokenizer, written), "accept_lengths": runs}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 16, 44
 CROWDED = 40
@@ -15,7 +17,7 @@ CROWDED = 40
 
 @dataclass(frozen=True)
 class Series:
-    """Points ``(x, y)`` of one thing; ``hue`` is its colour's number, None: of a baseline."""
+    """A named line of points ``(x, y)``; ``hue`` is the number of its colour, None that of baselines."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -24,13 +26,13 @@ class Series:
 
     @property
     def style(self) -> str:
-        """Its classes in the page's style."""
+        """Its CSS classes."""
         return f"{'base' if self.hue is None else f'h{self.hue % 6}'}{' dashed' if self.dashed else ''}"
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Where things lie: marks of x from left to right, equally far apart if ``even``; y from ``bottom`` to ``top``."""
+    """Axes of a chart: marks of x from left to right, equally spaced if ``even``; y from ``bottom`` to ``top``."""
 
     x_marks: Sequence[float]
     top: float
@@ -52,7 +54,7 @@ class Axes:
         """Pixels from the top."""
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.top - value) / (self.top - self.bottom)
 
-    def drawn(self) -> str:
+    def svg(self) -> str:
         """Grid, numbers and titles."""
         parts = []
         for mark in ticks(self.top, self.bottom):
@@ -63,8 +65,8 @@ class Axes:
             parts.append(f'<text x="{self.x(mark):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(mark)}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="title" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.x_title)}</text>')
-        turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
-        parts.append(f'<text class="title" text-anchor="middle" {turned}>{escape(self.y_title)}</text>')
+        rotated = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
+        parts.append(f'<text class="title" text-anchor="middle" {rotated}>{escape(self.y_title)}</text>')
         return "".join(parts)
 
 
@@ -75,13 +77,13 @@ def ticks(top: float, bottom: float = 0.0) -> list[float]:
 
 
 def across(most: int) -> list[float]:
-    """Whole round numbers from 0, and ``most`` itself: the marks of an axis along which things are counted."""
+    """Whole round numbers from 0, and ``most`` itself: the marks of an axis of counts."""
     marks = [mark for mark in ticks(most) if mark == int(mark) and most - mark > most / 12]
     return [*marks, float(most)]
 
 
 def short(number: float) -> str:
-    """A number as an axis says it: 15k, 2.5M."""
+    """A number as axes write it: 15k, 2.5M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= size:
             return f"{number / (1e3 if unit == 'k' else size):.4g}{unit}"
@@ -109,13 +111,13 @@ def _step(top: float) -> float:
     return next(least * factor for factor in (1, 2, 2.5, 5, 10) if top / (least * factor) <= 5.5)
 
 
-def lines(series: Sequence[Series], axes: Axes) -> str:
+def lines(series: Sequence[Series], axes: Axes) -> Markup:
     """A line with dots for each of the series."""
-    drawn = "".join(_line(one, axes) for one in series)
-    return _figure(axes.drawn() + drawn, _legend(series))
+    curves = "".join(_line(one, axes) for one in series)
+    return _figure(axes.svg() + curves, _legend(series))
 
 
-def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> str:
+def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> Markup:
     """Bars for counts, as shares of the highest, behind lines over the same x."""
     most, bars = max(counts.values(), default=1), []
     total = sum(counts.values())
@@ -124,23 +126,23 @@ def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> s
         high = (HEIGHT - TOP - BOTTOM) * 0.9 * count / most
         bars.append(
             f'<rect class="bar" x="{axes.x(value) - width / 2:.1f}" y="{HEIGHT - BOTTOM - high:.1f}" width="{width:.1f}"'
-            f' height="{high:.1f}" rx="2"><title>{value} nodes: {count} passes, {count / total:.0%}</title></rect>'
+            f' height="{high:.1f}" rx="2"><title>{value} nodes: {count} steps, {count / total:.0%}</title></rect>'
         )
-    drawn = "".join(_line(one, axes) for one in series)
-    return _figure(axes.drawn() + "".join(bars) + drawn, _legend(series))
+    curves = "".join(_line(one, axes) for one in series)
+    return _figure(axes.svg() + "".join(bars) + curves, _legend(series))
 
 
-def strip(runs: Sequence[int], hue: int) -> str:
-    """A bar for each run, as high as it is long, in the order they were written."""
-    most, wide = max(runs, default=1), max(3.0, min(12.0, 900 / max(len(runs), 1)))
+def strip(lengths: Sequence[int], hue: int) -> Markup:
+    """A bar for each decoding step, as high as the number of tokens it wrote, in order."""
+    most, wide = max(lengths, default=1), max(3.0, min(12.0, 900 / max(len(lengths), 1)))
     bars = "".join(
-        f'<rect x="{i * wide:.1f}" y="{40 - 40 * run / most:.1f}" width="{wide - 1:.1f}" height="{40 * run / most:.1f}">'
-        f"<title>pass {i + 1}: {run} {'token' if run == 1 else 'tokens'}</title></rect>"
-        for i, run in enumerate(runs)
+        f'<rect x="{i * wide:.1f}" y="{40 - 40 * length / most:.1f}" width="{wide - 1:.1f}" height="{40 * length / most:.1f}">'
+        f"<title>step {i + 1}: {length} {'token' if length == 1 else 'tokens'}</title></rect>"
+        for i, length in enumerate(lengths)
     )
-    across = wide * max(len(runs), 1)
+    across = wide * max(len(lengths), 1)
     box = f'viewBox="0 0 {across:.0f} 40" preserveAspectRatio="none" style="max-width: {across:.0f}px"'
-    return f'<svg class="strip h{hue % 6}" {box} role="img">{bars}</svg>'
+    return Markup(f'<svg class="strip h{hue % 6}" {box} role="img">{bars}</svg>')
 
 
 def _line(one: Series, axes: Axes) -> str:
@@ -159,5 +161,5 @@ def _legend(series: Sequence[Series]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def _figure(drawn: str, legend: str) -> str:
-    return f'<figure>{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{drawn}</svg></figure>'
+def _figure(content: str, legend: str) -> Markup:
+    return Markup(f'<figure>{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{content}</svg></figure>')

@@ -1,0 +1,37 @@
+"""Tables on a terminal through rich: colours where there is a terminal (and no NO_COLOR), plain aligned columns elsewhere."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 1000
+"""Columns are never wrapped or cut: a terminal narrower than the table wraps its lines."""
+
+
+def columns(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str | Text]]], left: Sequence[int] = ()) -> Table:
+    """A table of ``rows``, each a style and its cells. Columns are aligned right, those numbered in ``left`` left."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if number in left else "right", no_wrap=True)
+    for style, cells in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style=style)
+    return table
+
+
+def show(parts: Sequence[RenderableType], out: TextIO) -> None:
+    """Print the parts with an empty line between them."""
+    colour = Console(file=out)
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer, width=WIDTH, force_terminal=colour.is_terminal, color_system="auto" if colour.is_terminal else None, highlight=False
+    )
+    for number, part in enumerate(parts):
+        console.print(*([""] if number else []), end="\n" if number else "")
+        console.print(part)
+    print("\n".join(line.rstrip() for line in buffer.getvalue().splitlines()), file=out)

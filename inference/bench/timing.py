@@ -1,0 +1,49 @@
+"""Timing loops: warm up until nothing is captured any more, then measure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from itertools import repeat
+
+import torch
+
+from headstart.inference.capture.stopwatch import Stopwatch
+
+WARM_UP, LONGEST_WARM_UP = 40, 240
+"""Forward passes before anything is timed: at least, and at most while functions are still captured."""
+
+
+def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP) -> None:
+    """Call the rounds, each of which returns its number of forward passes, until enough were made and a round captured nothing."""
+    passes = 0
+    for work in rounds:
+        with Stopwatch() as watch:
+            passes += work()
+        if passes >= at_most or (passes >= at_least and watch.valid):
+            return
+
+
+@torch.no_grad()
+def median_seconds(work: Callable[[], object], repeats: int, cold: bool, device: torch.device) -> float:
+    """The median time of ``work``, which makes one forward pass. ``cold``: it may not have been captured yet."""
+
+    def once() -> int:
+        work()
+        return 1
+
+    warm_up(repeat(once), at_least=WARM_UP if cold else 2)
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        with Stopwatch() as watch:
+            work()
+            synchronize(device)
+        times.append(watch.seconds)
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
