@@ -50,8 +50,7 @@ def test_pytrees_come_apart_and_together() -> None:
     leaves: list[Tensor] = []
     structure = flatten(tree, leaves)
     assert [id(leaf) for leaf in leaves] == [id(one) for one in (a, b, c, a)]
-    again = builder(structure)(iter(leaves))
-    assert again == tree and again.right[0]["y"][0] is c
+    assert (again := builder(structure)(iter(leaves))) == tree and again.right[0]["y"][0] is c
     assert flatten(tree, []) == structure and hash(structure) == hash(flatten(tree, [])) and flatten(Pair(a, 4), []) != structure
 
 

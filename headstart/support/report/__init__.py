@@ -1,1 +1,1 @@
-"""HTML reports: charts, markup, style."""
+"""HTML reports and tables on a terminal."""
