@@ -18,7 +18,7 @@ from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import measure_tau
-from headstart.inference.sources.expansion import DraftScoring
+from headstart.inference.sources.draft import DraftScoring
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Heads on their backbone: what a user loads, and the callable that transformers' ``generate`` takes.
+"""Heads on their backbone: the object a user loads, and the callable that transformers' ``generate`` takes.
 
     heads = headstart.load("out/qwen3-8b-eagle3", backbone=model)
     model.generate(**inputs, custom_generate=heads.generate, do_sample=True, temperature=0.7)
@@ -23,13 +23,17 @@ from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
-from headstart.inference.decode import Decoder, Pass
+from headstart.inference.decode import Decoder
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request, read_request, require_one_side
-from headstart.inference.engine.sequence import sequences
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.sequence import output_ids
+from headstart.inference.engine.timing import Pass
+from headstart.inference.engine.tree import TreeShape, TreeSize
+from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
+from headstart.inference.sources.proposer_source import ProposerSource
+from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.errors import UserError
@@ -37,32 +41,31 @@ from headstart.support.errors import UserError
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """What ``return_dict_in_generate=True`` gives: transformers' own fields, and how the text came about."""
+    """The output with ``return_dict_in_generate=True``: transformers' own fields, and statistics of the decoding steps."""
 
     passes: int | None = None
-    """Backbone passes after the one over the prompt."""
+    """Forward passes of the backbone after prefill."""
     tau: float | None = None
-    """Tokens a row wrote per pass, the backbone's own included: 1 is plain decoding."""
+    """Mean acceptance length: tokens per row and pass, the backbone's own included; 1 is autoregressive decoding."""
     acceptance_per_depth: list[float] | None = None
-    """Share of passes in which the draft of each depth was accepted; tau is 1 + their sum."""
+    """Acceptance rate by depth, as a share of passes; tau is 1 + their sum."""
     seconds: dict[str, float] | None = None
-    """Seconds spent drafting, verifying and on the host, over all passes (on an accelerator exact only with ``timed=True``)."""
-    runs: list[list[int]] | None = None
-    """For each row, how many tokens each pass wrote."""
+    """Seconds spent on ``draft``, ``verify`` and ``host``, over all passes (on an accelerator exact only with ``timed=True``)."""
+    accept_lengths: list[list[int]] | None = None
+    """For each row, the tokens that each pass wrote."""
     nodes: list[int] | None = None
-    """For each pass, how many nodes the tree of a row had, its root included: 1 is a plain step; of a beam search, its beams' roots."""
+    """For each pass, the nodes of a row's tree with its root: 1 is an autoregressive step; with beams, each beam has a root."""
     sequences_scores: Tensor | None = None
-    """Of a beam search, with ``output_scores=True``: the score of each sequence."""
+    """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
     beam_indices: Tensor | None = None
-    """Of a beam search: for each token which beam it continued, int32 ``[B * num_return_sequences, T]``; -1 behind the end."""
+    """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
 
 
 class SpeculativeModel:
-    """A backbone, the drafter trained on it, and proposers that need no training; with none of them, plain decoding by the same rule.
+    """A backbone, the drafter trained on it, and proposers that need no training; with none of them, autoregressive decoding.
 
     ``capture``: the backend that captures forward passes to replay them without Python's overhead (see `capture`): "auto", "trace",
-    "cuda-graph", "compile" or "off". A capture is of the model as it is at that time: after adding or removing adapters, load the
-    heads again.
+    "cuda-graph", "compile" or "off". A capture holds the model as it was: after adding or removing adapters, load the heads again.
     """
 
     def __init__(
@@ -75,20 +78,20 @@ class SpeculativeModel:
     ) -> None:
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.tuned: Tuned | None = None
-        """What `headstart tune` measured of them on this machine."""
+        """Measured by `headstart tune` on this machine."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
         self.limits: dict[str, Any] | None = None
-        """What `limit` was last told, by the names of its arguments."""
+        """The arguments of the last `limit`."""
         self._engines: dict[bool, Engine] = {}
         self._weights: list[int] = []
         _hand_over(backbone.model)
 
     def limit(self, *, window: int | None = None, sink: int = 4, offload: bool = False) -> None:
-        """Bound what the trained head keeps of a text, for long ones: ``window`` lets it look at the first ``sink`` and the last
-        ``window`` positions alone (None: at all), and ``offload`` keeps its keys and values in host memory between drafts.
+        """Bound the trained head's KV cache for long sequences: it attends to the first ``sink`` and the last ``window`` positions only
+        (None: to all), and ``offload`` keeps its keys and values in host memory between drafts.
 
-        No token changes, only how many are accepted. Holds for texts prefill_at from now on; without arguments there is no limit.
+        No token changes, only how many drafts are accepted. Holds for later calls; without arguments there is no limit.
         Raises UserError where there is no such head.
         """
         if window is not None:
@@ -99,14 +102,10 @@ class SpeculativeModel:
         self.drafter.limit(window, sink, offload)
         self.limits = {"window": window, "sink": sink, "offload": offload}
 
-    @property
-    def disturbed(self) -> int:
-        """Steps so far that took longer than the next ones will: something was recorded for replay."""
-        return sum(engine.disturbed for engine in self._engines.values())
-
     def engine(self, speculate: bool) -> Engine:
-        """What decodes, with what it has learned and recorded; made anew if the weights have been moved or converted."""
+        """Holds captures and statistics; rebuilt if weights have been moved or converted, or a drafter's depth was set."""
         weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
+        weights += [drafter.depth for drafter in self.drafters]
         if weights != self._weights:
             self._engines, self._weights = {}, weights
         if speculate not in self._engines:
@@ -125,7 +124,7 @@ class SpeculativeModel:
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         seed: int | list[int] | None = None,
-        tree: TreeShape | None = None,
+        tree: TreeSize = "auto",
         speculate: bool = True,
         batch: int | None = None,
         timed: bool = False,
@@ -133,11 +132,11 @@ class SpeculativeModel:
     ) -> GenerateOutput | Tensor:
         """For ``model.generate(..., custom_generate=heads.generate)``; the keyword arguments from ``seed`` on are its own.
 
-        ``seed``: an int (row i has seed + i), a list with one a row, or None for torch's default generator. ``tree``: how large
-        the candidate trees are; None: each as large as pays, by measured cost. ``speculate=False``: plain decoding by the same rule.
-        ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator. With
-        ``num_beams`` it is transformers' beam search, several steps a pass; a ``tree`` then has the nodes of all beams of a row.
-        Raises UserError (a ValueError) for what is not supported.
+        ``seed``: an int (row i has seed + i), a list with one per row, or None for torch's default generator. ``tree``: "auto" adapts the
+        size of the candidate trees to acceptance rates and measured latency; a `TreeShape` fixes it. ``speculate=False``: autoregressive
+        decoding. ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
+        With ``num_beams`` it is transformers' beam search, several steps per pass; a `TreeShape` then counts a row's nodes over its beams.
+        Raises UserError (a ValueError) for arguments that are not supported.
         """
         if model is not self.backbone.model:
             raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
@@ -146,12 +145,15 @@ class SpeculativeModel:
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch is not None:
             require_count("batch", batch, of="generate")
+        if tree != "auto" and not isinstance(tree, TreeShape):
+            raise UserError(f"tree is 'auto' or a TreeShape; got {tree!r}")
+        shape = tree if isinstance(tree, TreeShape) else None
         engine = self.engine(speculate and bool(self.drafters or self.proposers))
         decoder: Decoder | BeamDecoder
         if request.beams is not None:
-            decoder = BeamDecoder(engine.beams, request, request.beams, tree, batch or len(request.ids_BT))
+            decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch or len(request.ids_BT))
         else:
-            decoder = Decoder(engine.reader, engine.speculation, request, tree, seeds_B, batch or len(input_ids))
+            decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch or len(input_ids))
         passes = list(decoder.run(timed))
         if streamer is not None:
             streamer.end()
@@ -159,25 +161,21 @@ class SpeculativeModel:
 
 
 class Engine:
-    """What a call to generate decodes with: the reader, and what is drafted."""
+    """The reader and the sources of drafts, kept from call to call."""
 
     def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
-        drafters = heads.drafters if speculate else []
+        drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
         self.capturer = Capturer(heads.capture, heads.backbone.device)
-        self.speculation = Speculation(drafters, heads.proposers, self.capturer) if speculate else None
-        if self.speculation is not None and heads.tuned is not None:
-            self.speculation.by_length = heads.tuned.costs()
-            for sampled, calibration in heads.tuned.chances().items():
-                self.speculation.attend(sampled)
-                self.speculation.learned.calibration = calibration
+        sources: list[Source] = [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
+        sources += [ProposerSource(proposer) for proposer in proposers]
+        self.speculation = Speculation(sources)
+        if heads.tuned is not None:
+            self.speculation.cost_model = heads.tuned.cost_model()
+            for source in sources:
+                for sampled, learned in source.by_mode.items():
+                    learned.calibration = heads.tuned.calibration_of(source.name, sampled)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
-        self.beams = Beams(self.reader, self.speculation, self.capturer)
-
-    @property
-    def disturbed(self) -> int:
-        """See `SpeculativeModel.disturbed`."""
-        drafting = self.speculation.disturbed if self.speculation is not None else 0
-        return self.reader.read.disturbed + self.beams.tries.read.disturbed + drafting
+        self.beams = Beams(self.reader, self.speculation)
 
 
 def load(
@@ -190,7 +188,7 @@ def load(
     proposers: Sequence[Proposer | Drafter] = (),
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
-    """Heads from a folder or hub id onto a loaded model; None: no drafter, plain decoding by the same rule, or ``proposers`` alone.
+    """Heads from a folder or hub id onto a loaded model; None: no drafter, that is ``proposers`` alone or autoregressive decoding.
 
     ``depth``: tokens beyond the root that the drafter drafts, also more than it was trained for where its kind allows that (None: as
     the recipe says). Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
@@ -205,23 +203,22 @@ def load(
 
 
 def _sequences(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
-    return decoder.sequences() if isinstance(decoder, BeamDecoder) else sequences(decoder.texts, request)
+    return decoder.sequences() if isinstance(decoder, BeamDecoder) else output_ids(decoder.sequences, request)
 
 
 def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
-    runs = [written for one in passes for written in one.written if written]
-    drafters = decoder.speculation.drafters if decoder.speculation is not None else []
-    depth = max([0, *(drafter.depth for drafter in drafters), *(run - 1 for run in runs)])
+    lengths = [written for one in passes for written in one.written if written]
+    depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
     beams = decoder if isinstance(decoder, BeamDecoder) else None
     return GenerateOutput(
         sequences=_sequences(decoder, request),
         scores=_by_step(decoder.scores) if request.scores else None,
         logits=_by_step(decoder.logits) if request.logits else None,
         passes=len(passes),
-        tau=sum(runs) / len(runs) if runs else 1.0,
-        acceptance_per_depth=[sum(run > k + 1 for run in runs) / max(len(runs), 1) for k in range(depth)],
+        tau=sum(lengths) / len(lengths) if lengths else 1.0,
+        acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        runs=[[one.written[row] for one in passes if one.written[row]] for row in range(len(request.ids_BT))],
+        accept_lengths=[[one.written[row] for one in passes if one.written[row]] for row in range(len(request.ids_BT))],
         nodes=[one.nodes for one in passes],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
@@ -229,7 +226,7 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
 
 
 def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Per row and token -> per step ``[B, V]``; a row that has ended has zeros."""
+    """Lists by row and token -> tensors ``[B, V]`` by step; a row that has ended has zeros."""
     longest = max(len(row) for row in rows)
     return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))
 
@@ -252,12 +249,12 @@ def _hand_over(model: PreTrainedModel) -> None:
         streamer: BaseStreamer | None,
     ) -> dict[str, Any]:
         tokenizer = kwargs.get("tokenizer")
-        found = original(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        arguments = original(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
         if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, SpeculativeModel):
             if assistant_model is not None:
                 raise UserError("assistant_model and heads both draft; leave assistant_model out")
-            given = {"streamer": streamer, "tokenizer": tokenizer}   # a streamer that is None counts as one with beams
-            found |= {name: value for name, value in given.items() if value is not None}
-        return found
+            dropped = {"streamer": streamer, "tokenizer": tokenizer}   # with beams, even a streamer that is None is refused
+            arguments |= {name: value for name, value in dropped.items() if value is not None}
+        return arguments
 
     model._extract_generation_mode_kwargs = MethodType(extract, model)

@@ -1,7 +1,7 @@
-"""Accepted tokens per backbone pass, by really decoding prompts: the number that training is judged by.
+"""Mean acceptance length (tau), measured by decoding prompts: the number that training is judged by.
 
-Prompts are decoded by the given settings alone: what a model's generation_config.json says of sampling is not used, so that two
-measurements of one temperature are of the same distribution. Shape suffixes: B batch, T positions.
+Only the given settings count: sampling defaults of a model's generation_config.json are ignored, so that two measurements at one
+temperature sample the same distribution. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.tree import TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.support.errors import UserError
 
@@ -34,8 +34,8 @@ class Settings:
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    tree: TreeShape | None = None
-    """None: as large as pays."""
+    tree: TreeSize = "auto"
+    """Fixed or adaptive tree size."""
 
     def arguments(self) -> dict[str, Any]:
         """For ``model.generate``, ours and transformers' own alike."""
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass
 class Tally:
-    """What decoding several prompts came to."""
+    """Counts over several decoded prompts."""
 
     tokens: int = 0
     """All tokens written."""
@@ -74,16 +74,16 @@ class Tally:
     def add(self, output: GenerateOutput) -> None:
         """Count one call's texts in."""
         assert output.passes is not None and output.acceptance_per_depth is not None
-        assert output.seconds is not None and output.runs is not None and output.nodes is not None
-        runs = [run for row in output.runs for run in row]
-        accepted = [sum(run > depth + 1 for run in runs) for depth in range(len(output.acceptance_per_depth))]
+        assert output.seconds is not None and output.accept_lengths is not None and output.nodes is not None
+        lengths = [length for row in output.accept_lengths for length in row]
+        accepted = [sum(length > depth + 1 for length in lengths) for depth in range(len(output.acceptance_per_depth))]
         self.join(
             Tally(
-                tokens=len(output.runs) + sum(runs),
+                tokens=len(output.accept_lengths) + sum(lengths),
                 passes=output.passes,
                 reads=output.passes + 1,
-                row_passes=len(runs),
-                emitted=sum(runs),
+                row_passes=len(lengths),
+                emitted=sum(lengths),
                 accepted=accepted,
                 nodes=Counter(output.nodes),
                 seconds={part: output.seconds[part] for part in PARTS},
@@ -183,7 +183,7 @@ def measure_tau(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    tree: TreeShape | None = None,
+    tree: TreeSize = "auto",
 ) -> dict[str, Any]:
     """``tau`` (tokens per backbone pass, its own included), ``acceptance_per_depth``, ``tokens`` and ``passes`` over all prompts.
 

@@ -86,9 +86,9 @@ def row() -> dict[str, Tensor]:
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_drafters_and_numbers_of_beams(kind: str, beams: int) -> None:
     of = drafting("llama", kind)
-    for rows, tree in ((row(), WIDE), (left_padded(prompts((9, 1, 6))), TreeShape(5 * beams, 3)), (row(), None)):
+    for rows, tree in ((row(), WIDE), (left_padded(prompts((9, 1, 6))), TreeShape(5 * beams, 3)), (row(), "auto")):
         out = same(of, rows, {"tree": tree}, num_beams=beams)
-        assert out.passes <= 9 and out.tau >= 1 and all(sum(runs) == 9 for runs in out.runs)
+        assert out.passes <= 9 and out.tau >= 1 and all(sum(runs) == 9 for runs in out.accept_lengths)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_families(family: str) -> None:
 def test_a_drafter_that_knows_needs_fewer_passes(beams: int) -> None:
     of, options = drafting("llama", "knowing"), {"num_beams": beams, "max_new_tokens": 17}
     out = same(of, row(), {"tree": TreeShape(12 * beams, 8)}, **options)
-    assert out.passes <= 6 and out.tau == 16 / out.passes and max(out.runs[0]) == 4
+    assert out.passes <= 6 and out.tau == 16 / out.passes and max(out.accept_lengths[0]) == 4
     assert all(beams < nodes <= 12 * beams for nodes in out.nodes[:-1])
     plain = same(of, row(), {"speculate": False}, **options)
     assert plain.passes == 16 and plain.tau == 1 and set(plain.nodes) == {beams}
@@ -219,7 +219,7 @@ def test_ids_alone_rows_in_turn_and_recorded_passes() -> None:
     ):
         for ours in ({}, {"batch": 1}, {"batch": 2, "tree": WIDE}, {"tree": TreeShape(12, 3), "timed": True}, {"speculate": False}):
             assert torch.equal(say(of, rows, **ours, **options), truth), ours
-    assert of.engine(True).beams.tries.read.recorded
+    assert of.engine(True).reader.captured
 
 
 def test_proposers() -> None:
@@ -227,9 +227,9 @@ def test_proposers() -> None:
     rows = {"input_ids": texts(1, 3).repeat(1, 6)}
     for proposers in ([RecyclingProposer()], [SuffixProposer()], [SuffixProposer(), RecyclingProposer()]):
         of = SpeculativeModel(backbone("llama"), proposers=proposers)
-        for tree in (WIDE, None):
+        for tree in (WIDE, "auto"):
             out = same(of, rows, {"tree": tree}, num_beams=3)
-            assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree is None
+            assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree == "auto"
 
 
 def test_draft_models_and_early_exits() -> None:

@@ -13,12 +13,12 @@ from headstart.heads.backbone.features import Features
 from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
 from headstart.inference.beam.drafts import _corrected
 from headstart.inference.beam.features import NodeFeatures
-from headstart.inference.beam.trie import BeamTrie, TopK, TrieReader
+from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
-from headstart.inference.sources.expansion import Level
+from headstart.inference.sources.drafter_source import Level
 
-SAID = TopK(np.zeros(1), np.zeros(1))
+NEXT = TopK(np.zeros(1), np.zeros(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,26 +28,26 @@ def test_nodes_read_as_their_texts_do(family: str) -> None:
     texts = prompts((30, 3))
     reader, lengths_B = Reader(on, (), Capturer("off", torch.device("cpu"))), torch.tensor([30, 3])
     _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
-    tries, read = [BeamTrie(30), BeamTrie(3)], TrieReader(reader, Capturer("off", torch.device("cpu")))
+    tries = [BeamTrie(30), BeamTrie(3)]
     ends = [[-1], [-1] * 6]   # six texts in the second row
     for steps in (3, 2, 1, 2):
         for trie, last in zip(tries, ends, strict=True):
             trie.add(last[-1], VOCAB - 1)   # goes nowhere
             for _ in range(steps):
                 last[:] = [trie.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
-        features, _ = read.tries(cache, tries)
+        features, _ = read_tries(reader, cache, tries)
         for row, trie in enumerate(tries):
-            for i, node in enumerate(range(trie.read, len(trie.tokens))):
-                text = texts[row].tolist() + trie.told + [trie.tokens[above] for above in trie.path(node)]
+            for i, node in enumerate(range(trie.verified, len(trie.tokens))):
+                text = texts[row].tolist() + trie.shared_tokens + [trie.tokens[above] for above in trie.path(node)]
                 alone = on.read(torch.tensor([text])).hidden_BTD[0, -1]
                 torch.testing.assert_close(features.hidden_BTD[row, i], alone, atol=1e-4, rtol=1e-4)
-            trie.said += [SAID] * trie.new
-        shared, paths = [trie.shared for trie in tries], []
+            trie.top_k += [NEXT] * trie.new
+        paths = []
         for row, trie in enumerate(tries):
             kept, ends[row] = trie.keep(ends[row], [-1 for _ in ends[row]])
             paths.append(kept)
-        cache.lengths_B = torch.tensor(shared)
         cache.keep(paths, [len(path) for path in paths])
+        cache.lengths_B = torch.tensor([trie.shared for trie in tries])
 
 
 def test_what_was_said_stands_in_for_drafts() -> None:
@@ -66,12 +66,12 @@ def test_a_forest_keeps_what_its_beams_descend_from() -> None:
     b, c = trie.add(a, 1), trie.add(a, 2)
     d, e, f = trie.add(b, 3), trie.add(b, 4), trie.add(c, 3)
     assert trie.add(b, 3) == d and trie.find(c, 4) is None and trie.path(f) == [a, c, f]
-    trie.said = [SAID] * 6
+    trie.top_k = [NEXT] * 6
     assert trie.keep([e, d, e], [9, 9, 8]) == ([a, b, d, e], [1, 0, 1])
-    assert (trie.shared, trie.told, trie.tokens, trie.parents, trie.read) == (7, [7, 1], [3, 4], [-1, -1], 2)
+    assert (trie.shared, trie.shared_tokens, trie.tokens, trie.parents, trie.verified) == (7, [7, 1], [3, 4], [-1, -1], 2)
     new = [trie.add(1, 8), trie.add(0, 8)]
     assert trie.new == 2 and trie.ancestors()[new[0]].tolist() == [False, True, True, False]
-    trie.said = [SAID] * 4
+    trie.top_k = [NEXT] * 4
     assert trie.keep([1, 1], [8, 5]) == ([1, 2], [-1, -1]), "what was read ahead stays"
     assert (trie.shared, trie.tokens, trie.parents, trie.below([0])) == (8, [8], [-1], {0: 0})
 

@@ -22,7 +22,7 @@ from headstart.inference.generate import SpeculativeModel
 def audit(decoder: Decoder, on: Backbone) -> None:
     """Row for row, every layer's keys and values against one plain read of the text."""
     for row, number in enumerate(decoder.rows):
-        text = decoder.texts[number]
+        text = decoder.sequences[number]
         length = int(decoder.cache.lengths_B[row])
         ids = text.ids_T[text.pads :]
         assert length == len(ids) - 1, "all but the root has been read"

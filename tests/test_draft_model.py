@@ -24,6 +24,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft_model import DraftModel, load_draft_model
+from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
@@ -61,7 +62,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
         of = SpeculativeModel(on, proposers=given, capture="off")
         out = say(of, row, tree=TreeShape(14, 4), **options)
         assert torch.equal(out.sequences, alone) and out.tau > 1.2
-        others = [(TreeShape(5, 1), None), (None, 2)] if len(given) > 1 else []
+        others = [(TreeShape(5, 1), None), ("auto", 2)] if len(given) > 1 else []
         for tree, batch in [(TreeShape(14, 4), 2), *others]:
             assert torch.equal(say(of, rows, tree=tree, batch=batch, **ending).sequences, truth), (tree, batch)
 
@@ -79,8 +80,8 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
         of = SpeculativeModel(on, proposers=[drafter], capture="off")
         for batch in (None, 2):
             out = say(of, rows, tree=TreeShape(5, 1), batch=batch, **options)
-            assert torch.equal(out.sequences, truth) and out.runs == [[5] * 5] * 3, (type(drafter), batch)
-        found.append(say(of, rows, tree=TreeShape(24, 6), **options).runs)
+            assert torch.equal(out.sequences, truth) and out.accept_lengths == [[5] * 5] * 3, (type(drafter), batch)
+        found.append(say(of, rows, tree=TreeShape(24, 6), **options).accept_lengths)
     assert found[0] == found[1]
 
 
@@ -88,14 +89,13 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
 def test_what_is_recorded_writes_the_same(family: str) -> None:
     on = backbone(family)
     of = SpeculativeModel(on, proposers=drafters(family), capture="trace")
-    for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), None])):
+    for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), "auto"])):
         rows = left_padded(prompts(lengths))
         options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": new}
         truth = say(of, rows, speculate=False, **options)
         for tree in trees:
             assert torch.equal(say(of, rows, tree=tree, **options), truth), (lengths, tree)
-    speculation = of.engine(True).speculation
-    assert speculation is not None and all(growth.levels[2].recorded and growth.begin.recorded for growth in speculation.growths)
+    assert all(source.captured for source in of.engine(True).speculation.of_kind(DrafterSource))
 
 
 def news(all_BT: Tensor, starts: list[int], counts: list[int]) -> Features:

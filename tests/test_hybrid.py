@@ -158,7 +158,7 @@ def test_prompts_of_any_lengths_are_read_as_if_alone() -> None:
 def test_greedy_text_is_transformers_own(family: str) -> None:
     on, truths, rows = hybrid(family), alone(family), left_padded(prompts())
     assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
-    for manner, tree in (("medusa", TreeShape(1)), ("eagle3", TreeShape(24, 8)), ("nearly", None), ("oracle", TreeShape(24, 8))):
+    for manner, tree in (("medusa", TreeShape(1)), ("eagle3", TreeShape(24, 8)), ("nearly", "auto"), ("oracle", TreeShape(24, 8))):
         options = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True}
         found = say(drafting(manner, on, truths), rows, tree=tree, **options)
         assert unpadded(found.sequences, rows) == truths, (manner, tree)
@@ -197,7 +197,7 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
     def audit(self: Decoder, *given: Any) -> None:
         advance(self, *given)
         for row, number in enumerate(self.rows if len(audited) % 3 == 0 else []):
-            text, length = self.texts[number], int(self.cache.lengths_B[row])
+            text, length = self.sequences[number], int(self.cache.lengths_B[row])
             _, _, own = read_prompts(on, [text.ids_T[text.pads :][:length]])
             for one, other in zip(list_tensors(self.cache.states), list_tensors(own.states), strict=True):
                 torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-4, rtol=1e-3)

@@ -17,7 +17,7 @@ from families import build, random_drafter, say
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.noise import AHEAD, BLOCK, GOLDEN, NoiseBuffer, gumbel, row_seeds
+from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
@@ -168,19 +168,20 @@ def test_noise_made_ahead_is_that_of_each_position() -> None:
         calls.append(positions_BP.shape[1])
         return gumbel(seeds_B, positions_BP, 61)
 
-    ahead, seeds = NoiseBuffer(make, 61), torch.tensor([5, 6, 7])
+    seeds = torch.tensor([5, 6, 7])
+    ahead = NoiseBuffer(make, 61, seeds)
     rows, at = [0, 1, 2], [3, 9, 4]
     for turn in range(12):
         if turn == 8:
             rows, at = [2, 0], [at[2], at[0]]
         count = 1 + turn % 3
         wanted = gumbel(seeds[rows], torch.tensor(at)[:, None] + torch.arange(count), 61)
-        assert torch.equal(ahead.of(rows, seeds, at, count), wanted)
+        assert torch.equal(ahead.of(rows, at, count), wanted)
         at = [place + 1 + (turn + row) % 2 for row, place in zip(rows, at, strict=True)]
-    assert len(calls) <= 4 and set(calls) == {AHEAD}
-    assert ahead.of(rows, seeds, [0, 0], AHEAD + 4).shape[1] == AHEAD + 4 == calls[-1]
-    wide = NoiseBuffer(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), BLOCK)   # as if of so many tokens
-    wide.of([0], seeds, [0], 2)
+    assert len(calls) <= 4 and set(calls) == {BLOCK_POSITIONS}
+    assert ahead.of(rows, [0, 0], BLOCK_POSITIONS + 4).shape[1] == BLOCK_POSITIONS + 4 == calls[-1]
+    wide = NoiseBuffer(lambda seeds_B, positions_BP: torch.zeros(*positions_BP.shape, 1), MAX_BLOCK_VALUES, seeds)
+    wide.of([0], [0], 2)
     assert wide.block_BPV is not None and wide.block_BPV.shape[1] == 2
 
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from headstart.inference.sources.best_first import LEAST, grow
+from headstart.inference.sources.best_first import MIN_PATH_PROB, grow
 from headstart.inference.sources.history import HistoryProposer
 from headstart.inference.sources.proposer import Candidates, Proposer
-from headstart.inference.sources.recycling import NEWEST, RecyclingProposer
+from headstart.inference.sources.recycling import NEWEST_WEIGHT, RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
@@ -28,7 +28,7 @@ def show(proposer: Proposer, tokens: list[int], seed: int = 0) -> None:
     """Lets it see what a backbone that follows no text says after each token."""
     draw = random.Random(seed)
     said = [likely(draw, 20) for _ in tokens]
-    proposer.see(tokens, [tokens for tokens, _ in said], [logprobs for _, logprobs in said])
+    proposer.observe(tokens, [tokens for tokens, _ in said], [logprobs for _, logprobs in said])
 
 
 def paths(found: Candidates) -> list[Path]:
@@ -147,11 +147,11 @@ def test_only_the_end_of_a_long_prompt_is_known() -> None:
 def test_recycling_proposes_what_was_said_and_the_newest_wins() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [3, 5])
-    proposer.see([5, 6], [[6, 8], [7, 9]], [[-0.2, -2.0], [-0.1, -3.0]])
+    proposer.observe([5, 6], [[6, 8], [7, 9]], [[-0.2, -2.0], [-0.1, -3.0]])
     found = proposer.propose(0, 2, 3)
     assert (found.tokens, found.parents) == ([6, 7, 8], [-1, 0, -1])
-    assert found.scores == pytest.approx([math.log(NEWEST) - 0.2, math.log(NEWEST) - 0.1, math.log(NEWEST) - 2.0])
-    proposer.see([5], [[8, 6]], [[-0.2, -2.0]])
+    assert found.scores == pytest.approx([math.log(NEWEST_WEIGHT) - 0.2, math.log(NEWEST_WEIGHT) - 0.1, math.log(NEWEST_WEIGHT) - 2.0])
+    proposer.observe([5], [[8, 6]], [[-0.2, -2.0]])
     assert proposer.propose(0, 1, 1).tokens == [8]
     proposer.extend(0, [4, 6])
     assert proposer.propose(0, 1, 1).tokens == [7]
@@ -163,7 +163,7 @@ def test_what_is_said_again_is_surer_and_what_is_old_fades() -> None:
     first, second = [6, 7], [8, 7]
     chances = []
     for said in (first, first, first, second, second, second):
-        proposer.see([5], [said], [[-0.1, -3.0]])
+        proposer.observe([5], [said], [[-0.1, -3.0]])
         found = proposer.propose(0, 1, 4)
         chances.append({token: math.exp(score) for token, score in zip(found.tokens, found.scores, strict=True)})
     assert chances[0][6] < chances[1][6] < chances[2][6] < 1
@@ -174,7 +174,7 @@ def test_what_is_said_again_is_surer_and_what_is_old_fades() -> None:
 def test_the_table_is_the_model_s_and_outlives_texts() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [5])
-    proposer.see([5], [[6]], [[-0.1]])
+    proposer.observe([5], [[6]], [[-0.1]])
     proposer.open(1, [1, 5])
     proposer.open(0, [2, 5])
     assert proposer.propose(0, 1, 1).tokens == proposer.propose(1, 1, 1).tokens == [6]
@@ -226,8 +226,8 @@ def test_growth_takes_the_nodes_of_largest_reach(nodes: int) -> None:
     for depth in range(4):
         for place in [place for place in reach if len(place) == depth]:
             reach |= {after: reach[place] * chance for _, chance, after in expand(place)}
-    best = [place for place in sorted(reach, key=lambda place: -reach[place]) if reach[place] >= LEAST][1 : nodes + 1]
+    best = [place for place in sorted(reach, key=lambda place: -reach[place]) if reach[place] >= MIN_PATH_PROB][1 : nodes + 1]
     found = grow((), expand, 4, nodes)
     assert paths(found) == best
     assert found.scores == pytest.approx([math.log(reach[place] / reach[place[:-1]]) for place in best])
-    assert len(best) == nodes or reach[best[-1]] < 2 * LEAST
+    assert len(best) == nodes or reach[best[-1]] < 2 * MIN_PATH_PROB

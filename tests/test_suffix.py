@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headstart.inference.sources.suffix import CONTEXTS, WIDEST, Automaton, following
+from headstart.inference.sources.suffix import MAX_CONTINUATIONS, MAX_SUFFIXES, Automaton, following
 from headstart.inference.sources.suffix import SuffixProposer as Suffix
 
 Text = list[int]
@@ -87,7 +87,7 @@ def test_texts_of_one_automaton_share_what_they_share() -> None:
     texts = [[draw.randrange(3) for _ in range(12)] for _ in range(4)]
     automaton = Automaton([])
     for text in texts:
-        automaton.begin()
+        automaton.separate()
         for token in text:
             automaton.add(token)
     for part in ([0], [1, 2], [2, 0, 1], texts[1][3:9], texts[3]):
@@ -163,13 +163,13 @@ def test_a_proposal_costs_the_same_in_any_text(name: str) -> None:
     proposer = Suffix()
     proposer.open(0, texts_of(20_000)[name])
     proposer.catch_up(0)
-    automaton = proposer.texts[0]
+    automaton = proposer.automata[0]
     automaton.next = states = Counting(automaton.next)
     found = proposer.propose(0, 6, 12)
     assert len(found.tokens) <= 12
-    assert states.reads <= 12 * (CONTEXTS + 1)
+    assert states.reads <= 12 * (MAX_SUFFIXES + 1)
     offered = list(following(automaton, automaton.match(), 0.0))
-    assert len(offered) <= CONTEXTS * WIDEST
+    assert len(offered) <= MAX_SUFFIXES * MAX_CONTINUATIONS
 
 
 def test_no_automaton_is_grown_until_something_is_proposed() -> None:
@@ -180,6 +180,6 @@ def test_no_automaton_is_grown_until_something_is_proposed() -> None:
         lazy.extend(0, [token])
         eager.extend(0, [token])
         eager.catch_up(0)
-    assert len(lazy.texts[0].link) == 1
-    assert lazy.propose(0, 6, 12) == eager.propose(0, 6, 12) and lazy.texts[0].link == eager.texts[0].link
-    assert lazy.propose(0, 6, 12).tokens and not lazy.unread[0]
+    assert len(lazy.automata[0].link) == 1
+    assert lazy.propose(0, 6, 12) == eager.propose(0, 6, 12) and lazy.automata[0].link == eager.automata[0].link
+    assert lazy.propose(0, 6, 12).tokens and not lazy.unindexed[0]

@@ -18,10 +18,10 @@ from torch import Tensor
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
-from headstart.inference.engine.tree import SURE, CandidateTree, Pool, TreeShape, root_only
-from headstart.inference.engine.verify import pick, walk
-from headstart.inference.sources.expansion import DraftScoring
-from headstart.inference.speculation.draft import Draft
+from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.engine.verify import accept, pick
+from headstart.inference.sources.draft import Draft, DraftScoring
+from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.speculation.speculation import Speculation
 from headstart.support.errors import UserError
 
@@ -54,10 +54,11 @@ class Table(Drafter):
 
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
     """What the drafter alone drafts below these roots."""
-    speculation = Speculation([drafter], [], Capturer("off", torch.device("cpu")))
-    draft = Draft([Pool(root) for root in roots], [room] * len(roots), calibrated=False)
-    speculation.grow(draft, 0, [[] for _ in roots], scoring or DraftScoring(), shape)
-    return speculation.choose(draft, shape)[0]
+    source = DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
+    draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=scoring or DraftScoring())
+    source.state = [[] for _ in roots]
+    source.grow(draft)
+    return Speculation([source]).choose(draft)
 
 
 def paths_of(tree: CandidateTree, row: int) -> list[Path]:
@@ -139,19 +140,19 @@ def test_a_wrong_shape_is_refused(wrong: dict) -> None:
 def test_a_token_below_a_parent_is_one_node_whoever_drafted_it() -> None:
     pool = Pool(7)
     first = pool.add(0, 0, 3, -1.0, 0.4)
-    assert pool.add(1, 0, 3, -0.5, 0.6) == first and pool.chances[first] == 0.6, "the surer one is believed"
-    assert pool.add(2, 0, 3, -2.0, 0.1) == first and pool.chances[first] == 0.6
+    assert pool.add(1, 0, 3, -0.5, 0.6) == first and pool.probs[first] == 0.6, "the surer one is believed"
+    assert pool.add(2, 0, 3, -2.0, 0.1) == first and pool.probs[first] == 0.6
     below = pool.add(1, first, 3, -0.1, 0.9)
-    assert pool.add(0, 0, 4, -0.1, 1.0) != below and pool.chances[-1] == SURE
-    assert pool.depths == [0, 1, 2, 1] and [(g.source, g.node) for g in pool.proposals] == [(0, 1), (1, 1), (2, 1), (1, 2), (0, 3)]
+    assert pool.add(0, 0, 4, -0.1, 1.0) != below and pool.probs[-1] == MAX_PROB
+    assert pool.levels == [0, 1, 2, 1] and [(g.source, g.node) for g in pool.proposals] == [(0, 1), (1, 1), (2, 1), (1, 2), (0, 3)]
 
 
-def test_reach_is_the_product_along_the_path_and_siblings_share() -> None:
+def test_path_probabilities_are_products_and_siblings_share() -> None:
     pool = Pool(0)
     a, b = pool.add(0, 0, 1, 0, 0.8), pool.add(1, 0, 2, 0, 0.7)
     below = pool.add(0, a, 3, 0, 0.5)
-    reach = pool.reach()
-    assert reach[a] == pytest.approx(SURE * 0.8 / 1.5) and reach[b] == pytest.approx(SURE * 0.7 / 1.5)
+    reach = pool.path_probs()
+    assert reach[a] == pytest.approx(MAX_PROB * 0.8 / 1.5) and reach[b] == pytest.approx(MAX_PROB * 0.7 / 1.5)
     assert reach[below] == pytest.approx(reach[a] * 0.5)
     assert pool.best(2) == [0, a] and pool.best(3) == [0, a, b] and pool.best(9) == [0, a, b, below]
 
@@ -173,7 +174,7 @@ def test_any_beginning_of_the_ranking_is_a_tree(nodes: int) -> None:
         for row, pool in enumerate(pools):
             paths = paths_of(tree, row)
             assert len(set(paths)) == min(nodes, len(pool.tokens))
-            reach = pool.reach()
+            reach = pool.path_probs()
             assert min(reach[n] for n in kept[row]) >= max([reach[n] for n in range(len(reach)) if n not in kept[row]], default=0)
 
 
@@ -195,11 +196,11 @@ def random_tree(nodes: int, vocab: int, seed: int, rows: int = 3) -> CandidateTr
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 17])
-def test_ancestors_and_depths(nodes: int) -> None:
+def test_ancestors_and_levels(nodes: int) -> None:
     chain = CandidateTree([[0] * nodes], [[max(n - 1, 0) for n in range(nodes)]])
     for tree in (random_tree(nodes, 9, nodes), chain):
-        tokens_BN, depths_BN, ancestors_BNN = tree.tensors(torch.device("cpu"))
-        assert tokens_BN.shape == depths_BN.shape == ancestors_BNN.shape[:2] == (len(tree.tokens), nodes)
+        tokens_BN, levels_BN, ancestors_BNN = tree.tensors(torch.device("cpu"))
+        assert tokens_BN.shape == levels_BN.shape == ancestors_BNN.shape[:2] == (len(tree.tokens), nodes)
         for row, parents in enumerate(tree.parents):
             assert tokens_BN[row, : len(parents)].tolist() == tree.tokens[row]
             for n in range(len(parents)):
@@ -207,15 +208,15 @@ def test_ancestors_and_depths(nodes: int) -> None:
                 while line[-1] != 0:
                     line.append(parents[line[-1]])
                 assert ancestors_BNN[row, n].nonzero().flatten().tolist() == sorted(line)
-                assert depths_BN[row, n] == tree.depths[row][n] == len(line) - 1
+                assert levels_BN[row, n] == tree.levels[row][n] == len(line) - 1
 
 
 @pytest.mark.parametrize("nodes,vocab", [(1, 3), (6, 2), (25, 3), (25, 30)])
-def test_walk(nodes: int, vocab: int) -> None:
+def test_accept(nodes: int, vocab: int) -> None:
     for seed in range(20):
         tree, make = random_tree(nodes, vocab, seed), random.Random(seed + 99)
         picks = [[make.randrange(vocab) for _ in range(tree.size)] for _ in tree.tokens]
-        for row, path in enumerate(walk(tree, picks)):
+        for row, path in enumerate(accept(tree, picks)):
             parents, tokens = tree.parents[row], tree.tokens[row]
             reach = {0: [0]}
             for n in range(1, len(tokens)):  # a node is reached if its parent is and it carries the pick there
@@ -229,7 +230,7 @@ def test_pick_and_plain_tree() -> None:
     assert pick(scores, None).tolist() == [1, 0]
     assert pick(scores, torch.tensor([[5.0, 0.0, 99.0], [0.0, 99.0, 99.0]])).tolist() == [0, 0]
     tree = root_only([4, 6])
-    assert tree.tokens == [[4], [6]] and tree.depths == [[0], [0]] and (tree.size, tree.height) == (1, 0)
+    assert tree.tokens == [[4], [6]] and tree.levels == [[0], [0]] and (tree.size, tree.height) == (1, 0)
 
 
 def test_diverged_heads_draft_nothing() -> None:

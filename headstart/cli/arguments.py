@@ -26,7 +26,7 @@ BENCH_EXAMPLE = """examples:
 TUNE_EXAMPLE = """examples:
   headstart tune --heads out/eagle3 --prompts prompts.jsonl
   headstart tune --backbone Qwen/Qwen3-0.6B --batch-size 1 8 --contexts 512 4096"""
-PROPOSERS = ("suffix", "recycling", "memory")
+PROPOSERS = ("suffix", "recycling", "history")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:

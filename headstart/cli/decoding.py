@@ -20,9 +20,10 @@ from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.bench.report import page
 from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, TransformersSystem, load_assistant
 from headstart.inference.bench.table import print_report, verdict
-from headstart.inference.bench.tune import NODES, TunePlan, contexts_of, summary
+from headstart.inference.bench.tune import TunePlan, contexts_of, summary
 from headstart.inference.bench.tune import tune as measure_machine
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.sizes import TUNED_SIZES
+from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation.tuned import key, write_tuned
@@ -61,9 +62,9 @@ def bench(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),
         seed=args.seed,
-        tree=None if args.also_fixed_tree else tree,
-        sampled=None if args.also_fixed_tree else sampled,
-        fixed_trees=(tree or TreeShape(), sampled or TreeShape()) if args.also_fixed_tree else None,
+        tree="auto" if args.also_fixed_tree else tree,
+        sampled="auto" if args.also_fixed_tree else sampled,
+        fixed_trees=(_fixed(tree), _fixed(sampled)) if args.also_fixed_tree else None,
         batches=batches,
         skip_long=args.skip_long,
     )
@@ -88,7 +89,7 @@ def tune(args: argparse.Namespace) -> int:
     prompts = [prompt.ids_T for file in args.prompts or [] for prompt in read_prompts(file, prompter, args.limit)]
     for number, prompt_T in enumerate(prompts, 1):
         require_room(f"prompt {number}", len(prompt_T), args.max_new_tokens, backbone)
-    nodes = tuple(size for size in NODES if size <= args.max_nodes)
+    nodes = tuple(size for size in TUNED_SIZES if size <= args.max_nodes)
     contexts = contexts_of(args.contexts, args.max_nodes, backbone)
     plan = TunePlan(tuple(args.batch_size or (1, 4)), contexts, nodes, max_new_tokens=args.max_new_tokens)
     tuned = measure_machine(heads, prompts, plan, say=lambda line: print(line, file=sys.stderr))
@@ -187,3 +188,7 @@ def _prompt(argument: str | None, file: str | None) -> str:
     if not text:
         raise UserError("the prompt is empty; give it as an argument, with --file, or on the standard input")
     return text
+
+
+def _fixed(tree: TreeSize) -> TreeShape:
+    return tree if isinstance(tree, TreeShape) else TreeShape()

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata, recipe_template
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.sources.draft_model import load_draft_model
 from headstart.inference.sources.early_exit import EarlyExit
@@ -79,7 +79,7 @@ def drafts_untrained(args: argparse.Namespace) -> bool:
 
 def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[Proposer | Drafter]:
     """New proposers, and drafters without training: they keep what they have observed."""
-    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "memory": HistoryProposer}
+    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer}
     proposers: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(args.propose or [])]
     if args.draft_model:
         how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
@@ -89,9 +89,9 @@ def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: a
     return proposers
 
 
-def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeShape | None:
-    """A fixed shape if any part of it was asked for; None: adaptive tree size."""
+def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeSize:
+    """A fixed shape if any part of it was asked for, else an adaptive one."""
     if nodes is None and width is None and depth is None:
-        return None
+        return "auto"
     usual = TreeShape()
     return TreeShape(nodes or usual.nodes, width or usual.width, depth)

@@ -1,4 +1,4 @@
-"""The features of tries' nodes, kept as long as the nodes are, so that drafters can take them in once a beam has gone by them.
+"""The features of tries' nodes, kept as long as the nodes, so that drafters can read them once a beam continues through them.
 
 Shape suffixes: B batch, R lists of nodes, P nodes of a list.
 """
@@ -18,11 +18,11 @@ class NodeFeatures:
         """No nodes yet, in as many rows as these features have."""
         self.features = map_tensors(lambda tensor: tensor[:, :0], like)
         self.before: list[int] = []
-        """How many nodes each row had before the last were added, which have their places from ``longest`` on."""
+        """How many nodes each row had before the last ones were added, which are stored from ``longest`` on."""
         self.longest = 0
 
     def add(self, features: Features, before: list[int]) -> None:
-        """Those just read of each row, whose numbers begin with these."""
+        """Features of the nodes just verified of each row, whose numbers begin with these."""
         kept = self.features
         taps = None
         if kept.taps is not None and features.taps is not None:
@@ -32,21 +32,21 @@ class NodeFeatures:
         self.features = Features(torch.cat(tokens, 1), torch.cat(hidden, 1), taps)
 
     def of(self, rows: list[int], nodes: list[list[int]]) -> Features:
-        """Of each list of nodes of a row, in order, right-padded."""
+        """Features of each list of nodes of a row, in order, right-padded."""
         longest, device = max(map(len, nodes)), self.features.tokens_BT.device
-        places = [[self._place(row, node) for node in one] + [0] * (longest - len(one)) for row, one in zip(rows, nodes, strict=True)]
+        indices = [[self._index(row, node) for node in one] + [0] * (longest - len(one)) for row, one in zip(rows, nodes, strict=True)]
         counts_R1 = torch.tensor([len(one) for one in nodes], device=device)[:, None]
-        places_RP = torch.tensor(places, dtype=torch.int64, device=device).view(len(rows), longest)
+        index_RP = torch.tensor(indices, dtype=torch.int64, device=device).view(len(rows), longest)
         of_rows = self.features.rows(torch.tensor(rows, device=device))
-        return of_rows.gather(places_RP, torch.arange(longest, device=device) < counts_R1)
+        return of_rows.gather(index_RP, torch.arange(longest, device=device) < counts_R1)
 
     def keep(self, nodes: list[list[int]]) -> None:
-        """Of each row only these go on, numbered from 0."""
+        """Only these nodes of each row go on, numbered from 0."""
         self.features = self.of(list(range(len(nodes))), nodes)
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows alone."""
+        """Go on with these rows."""
         self.features = self.features.rows(torch.tensor(rows, device=self.features.tokens_BT.device))
 
-    def _place(self, row: int, node: int) -> int:
+    def _index(self, row: int, node: int) -> int:
         return node if node < self.before[row] else self.longest + node - self.before[row]

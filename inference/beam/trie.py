@@ -1,9 +1,10 @@
-"""The texts of a row that beam search has in flight, as one trie: what all share is read once, what a beam drafts hangs below it.
+"""The beams of a row as one trie: the tokens all of them share are read once, each beam's own tokens and drafts are nodes below.
 
-The cache of a row holds the keys of what all its beams share, in slots that are positions, and behind it those of the trie's nodes,
-each in the slot of its number. After every pass, nodes that are on no beam's way, neither before nor behind its last token, are dropped.
+The cache of a row holds the keys of the shared tokens, in slots that are positions, and behind them those of the trie's nodes,
+each in the slot of its number. After every pass the nodes that are on no beam's path, neither before nor after its last token, are dropped.
 
-Shape suffixes: B batch, N nodes read now, M nodes of the trie (these among them), S slots, V vocabulary.
+Levels count from the end of the shared tokens. Shape suffixes: B batch, N nodes verified now, M nodes of the trie (these among them),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,103 +16,98 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.tree_mask import masks_by_kind
-from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
+from headstart.heads.layers.tree_mask import ancestors_from_parents
+from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.reader import Reader
-from headstart.inference.speculation.cost_model import SIZES
+from headstart.inference.engine.sizes import padded_size
 
 TRIE_STEP = 64
 """Tries are padded to multiples of it, so that few shapes occur."""
 
 
 class BeamTrie:
-    """One row. A parent stands before its children; parent -1 is the end of what all beams share."""
+    """One row. A parent precedes its children; parent -1 is the last of the tokens that all beams share."""
 
     def __init__(self, shared: int) -> None:
         self.shared = shared
-        """Tokens, the prompt's among them, that every beam begins with."""
-        self.told: list[int] = []
-        """Those of them that are not the prompt's."""
+        """How many tokens, the prompt's among them, every beam begins with."""
+        self.shared_tokens: list[int] = []
+        """Those of them after the prompt."""
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.said: list[TopK] = []
-        """At the nodes that have been read."""
-        self._place: dict[tuple[int, int], int] = {}
+        self.levels: list[int] = []
+        self.top_k: list[TopK] = []
+        """Of the nodes that have been verified."""
+        self._nodes: dict[tuple[int, int], int] = {}
 
     @property
-    def read(self) -> int:
-        """How many nodes have been read: the first ones."""
-        return len(self.said)
+    def verified(self) -> int:
+        """How many nodes have been verified: the first ones."""
+        return len(self.top_k)
 
     @property
     def new(self) -> int:
         """How many have not."""
-        return len(self.tokens) - len(self.said)
+        return len(self.tokens) - len(self.top_k)
 
     def add(self, parent: int, token: int) -> int:
         """The node of that token below that parent."""
-        node = self._place.get((parent, token))
+        node = self._nodes.get((parent, token))
         if node is None:
-            node = self._place[parent, token] = len(self.tokens)
+            node = self._nodes[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
-            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+            self.levels.append(0 if parent < 0 else self.levels[parent] + 1)
         return node
 
     def find(self, parent: int, token: int) -> int | None:
         """The node of that token below that parent, if there is one."""
-        return self._place.get((parent, token))
+        return self._nodes.get((parent, token))
 
     def path(self, node: int) -> list[int]:
         """The nodes down to that one."""
-        found = []
+        path = []
         while node >= 0:
-            found.append(node)
+            path.append(node)
             node = self.parents[node]
-        return found[::-1]
+        return path[::-1]
 
     def below(self, nodes: list[int]) -> dict[int, int]:
-        """All nodes from these on downwards, each with the one of these it descends from."""
-        found = {node: node for node in nodes}
+        """These nodes and their descendants, each with the one of these it descends from."""
+        origins = {node: node for node in nodes}
         for node, parent in enumerate(self.parents):
-            if parent in found:
-                found.setdefault(node, found[parent])
-        return found
+            if parent in origins:
+                origins.setdefault(node, origins[parent])
+        return origins
 
     def keep(self, last: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """All nodes have been read; the beams go on with these tokens behind these nodes, which are of one depth. Drop what is not theirs.
+        """All nodes have been verified; the beams go on with these tokens after these nodes, which are of one level. Drop all others.
 
         The old numbers of the nodes kept, and the new ones of ``last``.
         """
-        found = [self.find(node, token) for node, token in zip(last, tokens, strict=True)]
-        ahead = self.below([node for node in found if node is not None])
+        roots = [self.find(node, token) for node, token in zip(last, tokens, strict=True)]
+        ahead = self.below([node for node in roots if node is not None])
         kept = sorted({node for end in set(last) for node in self.path(end)} | set(ahead))
-        depths = [self.depths[node] for node in kept]
-        common = next((i for i, depth in enumerate(depths) if depths.count(depth) > 1 or depth > self.depths[last[0]]), len(kept))
-        place = {node: i - common for i, node in enumerate(kept)} | dict.fromkeys([-1, *kept[:common]], -1)
-        old = self.tokens, self.parents, self.said
+        levels = [self.levels[node] for node in kept]
+        common = next((i for i, level in enumerate(levels) if levels.count(level) > 1 or level > self.levels[last[0]]), len(kept))
+        numbers = {node: i - common for i, node in enumerate(kept)} | dict.fromkeys([-1, *kept[:common]], -1)
+        old = self.tokens, self.parents, self.top_k
         self.shared += common
-        self.told += [old[0][node] for node in kept[:common]]
-        self.tokens, self.parents, self.depths, self._place = [], [], [], {}
+        self.shared_tokens += [old[0][node] for node in kept[:common]]
+        self.tokens, self.parents, self.levels, self._nodes = [], [], [], {}
         for node in kept[common:]:
-            self.add(place[old[1][node]], old[0][node])
-        self.said = [old[2][node] for node in kept[common:]]
-        return kept, [place[node] for node in last]
+            self.add(numbers[old[1][node]], old[0][node])
+        self.top_k = [old[2][node] for node in kept[common:]]
+        return kept, [numbers[node] for node in last]
 
     def ancestors(self) -> np.ndarray:
         """``[M, M]``, True where the second node is an ancestor of the first, or the first itself."""
-        found = np.eye(len(self.tokens), dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                found[node] |= found[parent]
-        return found
+        return ancestors_from_parents([[0, *(parent + 1 for parent in self.parents)]])[0, 1:, 1:]   # below a root of its own
 
 
 @dataclass(frozen=True)
 class TopK:
-    """What the backbone has said at a node, processed: the likeliest next tokens, best first; and all, where the call wants them."""
+    """The likeliest next tokens after a node, best first, by processed log-probabilities; and all scores and logits if wanted."""
 
     logprobs_M: np.ndarray
     tokens_M: np.ndarray
@@ -119,65 +115,25 @@ class TopK:
     logits_V: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """What a pass reads, as tensors; a row with fewer nodes has its first new one again at the end."""
+def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tuple[Features, Tensor]:
+    """The features ``[B, N]`` of every row's new nodes, and the logits ``[B, N, V]`` after them, in one forward pass.
 
-    tokens_BN: Tensor
-    places_BN: Tensor
-    """Their numbers in the trie."""
-    positions_BM: Tensor
-    ancestors_BNM: Tensor
-    shared_B: Tensor
-
-
-class TrieReader:
-    """Reads the new nodes of tries with the reader's backbone, in one captured pass."""
-
-    def __init__(self, reader: Reader, capturer: Capturer) -> None:
-        self.reader = reader
-        self.view: TreeCache | None = None
-        self.read = capturer.capture(self._read, "beam verification", reader.backbone.model, reader.not_capturable)
-
-    def tries(self, cache: RaggedCache, tries: list[BeamTrie]) -> tuple[Features, Tensor]:
-        """The features ``[B, N]`` of every new node, and the logits ``[B, N, V]`` of what follows it."""
-        if self.view is None or self.view.groups != cache.groups:
-            self.view = TreeCache(cache.groups)
-        nodes = tensors(tries, cache.lengths_B.device)
-        # Room for the longest trie in every row, since rows are moved together when it is cut down.
-        room = max(trie.shared for trie in tries) + max(trie.read for trie in tries) + nodes.tokens_BN.shape[1]
-        return self.read(cache.stores(room - cache.longest), nodes)
-
-    def _read(self, stores: Stores, nodes: Nodes) -> tuple[Features, Tensor]:
-        assert self.view is not None
-        backbone = self.reader.backbone
-        index_BN = nodes.shared_B[:, None] + nodes.places_BN
-        positions_BN = nodes.positions_BM.gather(1, nodes.places_BN)
-        slots = stores[0][0].shape[-2]
-        attention_mask = masks_by_kind(positions_BN, nodes.positions_BM, nodes.ancestors_BNM, nodes.shared_B, slots, backbone.windows)
-        features = backbone.read(nodes.tokens_BN, self.view.over(stores, index_BN), positions_BN, attention_mask, self.reader.taps)
-        return features, backbone.readout(features.hidden_BTD)
-
-
-def padded(nodes: int) -> int:
-    """How many nodes are read where so many are wanted: a size that occurs often."""
-    return next((size for size in SIZES if size >= nodes), -(-nodes // 16) * 16)
-
-
-def tensors(tries: list[BeamTrie], device: torch.device) -> Nodes:
-    """The new nodes of every row."""
-    B, N = len(tries), padded(max(trie.new for trie in tries))
-    M = -(-max(trie.read + N for trie in tries) // TRIE_STEP) * TRIE_STEP
-    tokens, places, positions = np.empty((B, N), np.int64), np.empty((B, N), np.int64), np.empty((B, M), np.int64)
-    ancestors = np.zeros((B, N, M), np.bool_)
+    A row with fewer nodes is padded with its first new one. The cache's lengths are those of the shared tokens.
+    """
+    B, N = len(tries), padded_size(max(trie.new for trie in tries))
+    M = -(-max(trie.verified + N for trie in tries) // TRIE_STEP) * TRIE_STEP
+    tokens_BN, index_BN, levels_BM = np.empty((B, N), np.int64), np.empty((B, N), np.int64), np.empty((B, M), np.int64)
+    ancestors_BNM = np.zeros((B, N, M), np.bool_)
     for b, trie in enumerate(tries):
-        first, new, count = trie.read, trie.new, len(trie.tokens)
-        tokens[b], positions[b] = trie.tokens[first], trie.shared + trie.depths[first]
-        tokens[b, :new] = trie.tokens[first:]
-        positions[b, :count] = trie.shared + np.array(trie.depths)
-        places[b] = first + np.arange(N)
+        first, new, count = trie.verified, trie.new, len(trie.tokens)
+        tokens_BN[b], levels_BM[b] = trie.tokens[first], trie.levels[first]
+        tokens_BN[b, :new] = trie.tokens[first:]
+        levels_BM[b, :count] = trie.levels
+        index_BN[b] = first + np.arange(N)
         above = trie.ancestors()
-        ancestors[b, :, :count] = above[first]
-        ancestors[b, :new, :count] = above[first:]
-    shared = np.array([trie.shared for trie in tries])
-    return Nodes(*(torch.from_numpy(one).to(device) for one in (tokens, places, positions, ancestors, shared)))
+        ancestors_BNM[b, :, :count] = above[first]
+        ancestors_BNM[b, :new, :count] = above[first:]
+    # Every row holds the longest trie, since rows are moved together when it is cut down.
+    slots = max(trie.shared for trie in tries) + max(trie.verified for trie in tries) + N
+    nodes = (torch.from_numpy(one).to(cache.lengths_B.device) for one in (tokens_BN, levels_BM, ancestors_BNM, index_BN))
+    return reader.nodes(cache, cache.stores(slots - cache.longest), *nodes)

@@ -27,7 +27,7 @@ from headstart.inference.bench.results import References, Sizes, baseline, resul
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
 from headstart.inference.bench.timing import warm_up
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.support.dtypes import dtype_name
@@ -44,8 +44,8 @@ class Plan:
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
-    tree: TreeShape | None = None
-    sampled: TreeShape | None = None
+    tree: TreeSize = "auto"
+    sampled: TreeSize | None = None
     """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree is faster."""
     batches: tuple[int, ...] = (1,)
     fixed_trees: tuple[TreeShape, TreeShape] | None = None

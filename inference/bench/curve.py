@@ -10,11 +10,11 @@ from functools import partial
 from torch import Tensor
 
 from headstart.inference.bench.timing import warm_up
+from headstart.inference.engine.sizes import CURVE_SIZES
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS = 24
 REPEATS = 3
 
@@ -32,7 +32,7 @@ def cost_curve(heads: SpeculativeModel, prompt_T: Tensor, tokens: int = TOKENS) 
         return decode(nodes).reads
 
     best: dict[int, dict[str, float]] = {}
-    for size in SIZES:
+    for size in CURVE_SIZES:
         warm_up([partial(passes, size)] * REPEATS, at_least=1)
         for _ in range(REPEATS):
             tally = decode(size)

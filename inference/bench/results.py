@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, SystemResult, TransformersSystem
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.measure import Settings, Tally
 
 
@@ -35,6 +36,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
     """The row of a system that drafts."""
     assert isinstance(measured.system, HeadstartSystem)
     tree, total = measured.system.settings(settings).tree, measured.total
+    shape = tree if isinstance(tree, TreeShape) else None
     max_depth = max((one.depth for one in measured.system.heads.drafters), default=len(total.accepted))
     differing = measured.differing(references.ar)
     identical_to_transformers = measured.differing(references.ar_transformers) == 0 if sizes.temperature == 0 else None
@@ -47,9 +49,9 @@ def result(measured: SystemResult, references: References, settings: Settings, s
         "prompts_differing": differing,
         "identical_to_transformers": identical_to_transformers,
         **(measured.parts or total).milliseconds(),
-        "nodes": tree.nodes if tree else None,
-        "width": tree.width if tree else None,
-        "depth": min((tree and tree.depth) or max_depth, max_depth),
+        "nodes": shape.nodes if shape else None,
+        "width": shape.width if shape else None,
+        "depth": min((shape and shape.depth) or max_depth, max_depth),
         "draft_limits": measured.system.heads.limits,
         "tree_sizes": {str(nodes): passes for nodes, passes in sorted(total.nodes.items())},
     }

@@ -78,13 +78,13 @@ class HeadstartSystem(System):
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
-        assert output.runs is not None
+        assert output.accept_lengths is not None
         start = max(map(len, prompts))
-        lengths = [1 + sum(accepted) for accepted in output.runs]   # the prefill writes one
+        lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one
         tally = Tally()
         tally.add(output)
         sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
-        return Continuations(sequences, tally, output.runs)
+        return Continuations(sequences, tally, output.accept_lengths)
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
         """Batches of prompts once more, with exact times of every step's parts; prompt ``i`` with seed ``seed + i``."""

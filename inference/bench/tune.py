@@ -19,15 +19,15 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.sizes import BEAM_WIDTH, TUNED_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.sources.expansion import DraftScoring, Growth, root_level
-from headstart.inference.speculation.speculation import WIDTH
+from headstart.inference.sources.draft import DraftScoring
+from headstart.inference.sources.drafter_source import DrafterSource, Level
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.support.errors import UserError
 
-NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDE = TreeShape(nodes=40, width=8)
 """The tree of calibration: larger than is fastest, so that more nodes are verified."""
 
@@ -38,7 +38,7 @@ class TunePlan:
 
     rows: tuple[int, ...] = (1, 4)
     contexts: tuple[int, ...] = (256, 1024)
-    nodes: tuple[int, ...] = NODES
+    nodes: tuple[int, ...] = TUNED_SIZES
     repeats: int = 7
     max_new_tokens: int = 64
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -62,7 +62,7 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
             features, cache = _prompt(heads, engine, rows, context)
             curve = [[nodes, _pass(engine, cache, nodes, plan.repeats)] for nodes in plan.nodes]
             curves.setdefault(str(context), {})[str(rows)] = curve
-            drafting = [_drafting(growth, features, cache, plan.repeats) for growth in _growths(engine)]
+            drafting = [_drafting(source, features, cache, plan.repeats) for source in engine.speculation.of_kind(DrafterSource)]
             others.append({"context": context, "rows": rows, "pass_ms": [[n, 1e3 * s] for n, s in curve], "drafting_ms": drafting})
     details = {
         "measured": date.today().isoformat(),
@@ -70,8 +70,10 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
         "by_context": others,
         "tau_of_wide_trees": _calibrate(heads, engine, prompts, plan, say),
     }
-    by_mode = engine.speculation.by_mode if engine.speculation is not None else {}
-    calibration = {SAMPLED if sampled else GREEDY: learned.calibration.to_json() for sampled, learned in by_mode.items()}
+    calibration = {
+        mode: {source.name: source.by_mode[mode == SAMPLED].calibration.to_json() for source in engine.speculation.sources}
+        for mode in (GREEDY, SAMPLED)
+    }
     return Tuned(curves, calibration, details)
 
 
@@ -91,10 +93,6 @@ def summary(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
-def _growths(engine: Engine) -> list[Growth]:
-    return engine.speculation.growths if engine.speculation is not None else []
-
-
 def _prompt(heads: SpeculativeModel, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
     """Prefill any tokens: the cost of a forward pass does not depend on them."""
     tokens_BT = torch.randint(heads.backbone.vocab, (rows, context), generator=torch.Generator().manual_seed(0)).to(heads.backbone.device)
@@ -111,36 +109,44 @@ def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float
     return median_seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, cold, engine.reader.backbone.device)
 
 
-def _drafting(growth: Growth, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
+def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
     """Milliseconds of extending the drafter's state with three tokens, and of each draft level."""
-    rows, device = features.tokens_BT.shape[0], features.tokens_BT.device
-    room = features.tokens_BT.shape[1] + (growth.drafter.depth + 2) * (WIDTH + 1)
+    rows, longest = features.tokens_BT.shape[:2]
+    index_BT = torch.arange(3, device=source.device).expand(rows, 3)
+    few = features.gather(index_BT, index_BT >= 0)
+    source.start(sampled=False)
+    source.join([], [], features)
     with torch.no_grad():
-        state = growth.extend_state(features, None, room)
-        index = torch.arange(3, device=device).expand(rows, 3)
-        few = features.gather(index, index >= 0)
-        cold = growth.begin.calls < WARM_UP
-        begin = median_seconds(lambda: growth.extend_state(few, state, room), repeats, cold, device)
-        state = growth.drafter.prepare_draft(growth.extend_state(few, state, room), cache, (growth.drafter.depth + 2) * (WIDTH + 1))
-        level, depths = root_level([0] * rows, device), []
-        for depth in range(growth.drafter.depth):
-            before = (level, state)
-            depths.append(
-                median_seconds(lambda d=depth, b=before: _level(growth, d, *b)[0].tokens_BW.tolist(), repeats, cold, device)   # type: ignore[misc]
-            )
-            level, state = _level(growth, depth, *before)
+        source.prepare(longest + 3, BEAM_WIDTH, None)
+        prompt = source.state
+
+        def extend() -> None:
+            source.state = prompt
+            source.append(few)
+            source.prepare(longest + 3, BEAM_WIDTH, None)
+
+        begin = median_seconds(extend, repeats, source.calls < WARM_UP, source.device)
+        source.prepare(longest + 3, BEAM_WIDTH, cache)
+        before, depths = source.roots([0] * rows), []
+        for depth in range(source.depth):
+            state = source.state
+
+            def step(depth: int = depth, before: Level = before, state: Any = state) -> list[list[int]]:
+                source.state = state
+                return source.step(depth, before, BEAM_WIDTH, DraftScoring()).tokens_BW.tolist()
+
+            depths.append(median_seconds(step, repeats, source.calls < WARM_UP, source.device))
+            source.state = state
+            before = source.step(depth, before, BEAM_WIDTH, DraftScoring())
+    source.start(sampled=False)
     return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
-
-
-def _level(growth: Growth, depth: int, level: Any, state: Any) -> tuple[Any, Any]:
-    return growth.level(depth, state, level, WIDTH, DraftScoring())
 
 
 def _calibrate(
     heads: SpeculativeModel, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]
 ) -> dict[str, float]:
     """Decode the prompts with wide trees, by which the engine calibrates its scores; tau by temperature."""
-    if engine.speculation is None:
+    if not engine.speculation.sources:
         return {}
     taus = {}
     for temperature in plan.temperatures:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-AHEAD = 16
-"""Positions of a block."""
-BLOCK = 1 << 19
-"""Numbers in it, at most: with more of them it is no longer the calls that take the time."""
+BLOCK_POSITIONS = 16
+"""Positions for which noise is made at once."""
+MAX_BLOCK_VALUES = 1 << 19
+"""Values made at once, at most: beyond that the arithmetic takes the time, not the calls."""
 
 
 def _signed(x: int) -> int:
@@ -48,28 +48,29 @@ def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
 
 
 class NoiseBuffer:
-    """The noise of the next positions of some rows, ``make(seeds_B, positions_BP)`` in blocks, which take little longer than one."""
+    """Noise of the next positions of some rows, made by ``make(seeds_B, positions_BP)`` in blocks, which take little longer than one."""
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Tensor], vocab: int) -> None:
-        self.make, self.vocab = make, vocab
+    def __init__(self, make: Callable[[Tensor, Tensor], Tensor], vocab: int, seeds_B: Tensor) -> None:
+        self.make, self.vocab, self.seeds_B = make, vocab, seeds_B
         self.rows: list[int] = []
-        """Whose noise the block holds."""
+        """The rows whose noise the block holds."""
         self.starts: list[int] = []
-        """The position of each row that it begins with."""
+        """Each row's first position in it."""
         self.block_BPV: Tensor | None = None
 
-    def of(self, rows: list[int], seeds_B: Tensor, positions: list[int], count: int) -> Tensor:
-        """``[B, count, V]``: of ``count`` positions from each row's own on; a row's seed never changes."""
+    def of(self, rows: list[int], positions: list[int], count: int) -> Tensor:
+        """``[B, count, V]``: the noise of ``count`` positions, starting at each row's own."""
+        device = self.seeds_B.device
         offsets = [at - start for at, start in zip(positions, self.starts, strict=True)] if rows == self.rows else []
         if not offsets or min(offsets) < 0 or self.block_BPV is None or max(offsets) + count > self.block_BPV.shape[1]:
-            many = max(count, min(AHEAD, BLOCK // (len(rows) * self.vocab)))
-            starts_B = torch.tensor(positions, device=seeds_B.device)
-            self.block_BPV = self.make(seeds_B[rows], starts_B[:, None] + torch.arange(many, device=seeds_B.device))
+            many = max(count, min(BLOCK_POSITIONS, MAX_BLOCK_VALUES // (len(rows) * self.vocab)))
+            starts_B = torch.tensor(positions, device=device)
+            self.block_BPV = self.make(self.seeds_B[rows], starts_B[:, None] + torch.arange(many, device=device))
             self.rows, self.starts, offsets = list(rows), list(positions), [0] * len(rows)
         if len(set(offsets)) == 1:
             return self.block_BPV[:, offsets[0] : offsets[0] + count]
-        index_BP = torch.tensor(offsets, device=seeds_B.device)[:, None] + torch.arange(count, device=seeds_B.device)
-        return self.block_BPV[torch.arange(len(rows), device=seeds_B.device)[:, None], index_BP]
+        index_BP = torch.tensor(offsets, device=device)[:, None] + torch.arange(count, device=device)
+        return self.block_BPV[torch.arange(len(rows), device=device)[:, None], index_BP]
 
 
 def row_seeds(seed: int | list[int] | None, rows: int, device: torch.device) -> Tensor:

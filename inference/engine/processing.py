@@ -9,15 +9,16 @@ Shape suffixes: B batch, N tree nodes, V vocabulary, T positions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation import logits_process as known
 
 from headstart.inference.engine.tree import CandidateTree
-from headstart.inference.sources.expansion import Filters
 from headstart.support.errors import UserError
 
 BLIND = (
@@ -58,6 +59,27 @@ def is_blind(processor: LogitsProcessor) -> bool:
     if isinstance(processor, known.SequenceBiasLogitsProcessor):
         return all(len(sequence) == 1 for sequence in processor.sequence_bias)
     return type(processor) in BLIND
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What keeps unlikely tokens out of a sample; the draft's logits are filtered as the backbone's are."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logits_NV: Tensor) -> Tensor:
+        """-inf where a token is out (0, 1 and 0 filter nothing)."""
+        nothing: Any = None   # these do not look at the text
+        if self.top_k:
+            logits_NV = TopKLogitsWarper(self.top_k)(nothing, logits_NV)
+        if self.top_p < 1:
+            logits_NV = TopPLogitsWarper(self.top_p)(nothing, logits_NV)
+        if self.min_p:   # transformers' own can't be recorded
+            chances_NV = logits_NV.softmax(-1)
+            logits_NV = logits_NV.masked_fill(chances_NV < self.min_p * chances_NV.amax(-1, keepdim=True), -math.inf)
+        return logits_NV
 
 
 @dataclass(frozen=True)

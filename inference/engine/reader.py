@@ -1,6 +1,6 @@
-"""The backbone reading: prompts as they come, trees behind them through a mask, in one captured pass.
+"""The backbone's forward passes while decoding: prompts, and the nodes of trees behind them through a mask, in one captured function.
 
-Shape suffixes: B batch, T positions, N tree nodes, S slots, D width, V vocabulary.
+Shape suffixes: B batch, T positions, N nodes read now, M nodes that have slots (these among them), S slots, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from headstart.support.nest import list_tensors, map_tensors
 
 
 class Reader:
-    """One backbone, read with the taps of one drafter; its captures serve every sequence."""
+    """One backbone, read with the taps of its drafters; its captures serve every call."""
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
         self.backbone, self.taps = backbone, taps
         self.view: TreeCache | None = None
-        self.not_capturable = None if backbone.turn is None else "its rotary frequencies depend on the context length"
-        self.read = capturer.capture(self._read, "verification", backbone.model, self.not_capturable)
+        unless = None if backbone.turn is None else "its rotary frequencies depend on the context length"
+        self.read = capturer.capture(self._read, "verification", backbone.model, unless)
         self.noise = capturer.capture(self._noise, "sampling noise")
 
+    @property
+    def captured(self) -> bool:
+        """True once forward passes are captured: they are faster then, so their times are kept apart."""
+        return bool(self.read.captures_made)
+
     def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
-        """Of the tokens at those positions, ``[B, P, V]`` (see `gumbel`)."""
+        """The noise ``[B, P, V]`` of the tokens at those positions."""
         return gumbel(seeds_B, positions_BP, self.backbone.vocab)
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
@@ -73,27 +78,52 @@ class Reader:
         return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
 
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
-        """The features of every node, and the logits ``[B, N, V]`` of what follows it."""
+        """The features of every node, and the logits ``[B, N, V]`` after it."""
+        tokens_BN, levels_BN, ancestors_BNN = tree.tensors(cache.lengths_B.device)
+        return self.nodes(cache, cache.stores(tree.size), tokens_BN, levels_BN, ancestors_BNN)
+
+    def nodes(
+        self,
+        cache: RaggedCache,
+        stores: Stores,
+        tokens_BN: Tensor,
+        levels_BM: Tensor,
+        ancestors_BNM: Tensor,
+        index_BN: Tensor | None = None,
+    ) -> tuple[Features, Tensor]:
+        """The features of N of the M nodes in the slots behind each row, and the logits after them.
+
+        ``index_BN``: which of the M they are; None: all. A node's position is its row's length plus its level.
+        """
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
-        nodes = tree.tensors(cache.lengths_B.device)
-        features, logits_BNV, cache.added = self.read((cache.stores(tree.size), cache.states), *nodes, cache.lengths_B)
+        held = (stores, cache.states)
+        features, logits_BNV, cache.added = self.read(held, tokens_BN, levels_BM, ancestors_BNM, cache.lengths_B, index_BN)
         return features, logits_BNV
 
     def _read(
-        self, held: tuple[Stores, States | None], tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, lengths_B: Tensor
+        self,
+        held: tuple[Stores, States | None],
+        tokens_BN: Tensor,
+        levels_BM: Tensor,
+        ancestors_BNM: Tensor,
+        lengths_B: Tensor,
+        index_BN: Tensor | None,
     ) -> tuple[Features, Tensor, Added | None]:
         assert self.view is not None
         stores, states = held
-        index_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
-        positions_BN = lengths_B[:, None] + depths_BN
+        positions_BM = positions_BN = lengths_B[:, None] + levels_BM
+        if index_BN is None:
+            slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
+        else:
+            slots_BN, positions_BN = lengths_B[:, None] + index_BN, positions_BM.gather(1, index_BN)
         slots = stores[0][0].shape[-2]
-        attention_mask = masks_by_kind(positions_BN, positions_BN, ancestors_BNN, lengths_B, slots, self.backbone.windows)
-        view = self.view.over(stores, index_BN)
+        attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, self.backbone.windows)
+        view = self.view.over(stores, slots_BN)
         if self.backbone.recurrent is None:
             features, added = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps), None
         else:
-            branch = Branch(states, ancestors_BNN, depths_BN)
+            branch = Branch(states, ancestors_BNM, levels_BM)
             with self.backbone.recurrent.along(branch):
                 features = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps)
             added = branch.added()

@@ -1,4 +1,4 @@
-"""One call of transformers' ``generate``, as the decoding loop needs it; what it can't do is refused here.
+"""One call of transformers' ``generate`` as the decoding loop needs it; unsupported arguments are refused here.
 
 Shape suffixes: B batch, T positions.
 """
@@ -9,34 +9,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.beam.rules import BeamRules, beam_processors, read_beam_rules
+from headstart.inference.engine.beam_rules import BeamRules, beam_processors, read_beam_rules
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
 
 TENSORS = ("attention_mask", "position_ids", "cache_position")
-"""What transformers prepares beside the ids; the rest a user would have given, such as images."""
+"""What transformers prepares in addition to the ids; any other tensor comes from the user, such as images."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to write, and when to stop. Lengths count as transformers counts them: with the padding at the left."""
+    """What to generate, and when to stop. Lengths include the padding at the left, as in transformers."""
 
     ids_BT: Tensor
-    """One row a text, however many beams it has."""
+    """One row per prompt, however many beams it has."""
     pads_B: list[int]
     """How many positions at the left of each row are padding."""
     limit: int
-    """The greatest length, padding included."""
+    """The maximum length, padding included."""
     eos: frozenset[int]
     criteria: StoppingCriteriaList
-    """All others."""
+    """All other stopping criteria."""
     processing: Processing
     sample: bool
     pad_token: int
@@ -56,7 +55,7 @@ def read_request(
     streamer: BaseStreamer | None,
     model_kwargs: Mapping[str, Any],
 ) -> Request:
-    """Raises UserError for what this decoder does not do, naming it."""
+    """Raises UserError for an argument that is not supported, by name."""
     _refuse(config, model_kwargs, len(ids_BT), streamer)
     mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
@@ -98,7 +97,7 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            raise UserError(f"{name}=True is not supported: a pass reads a whole tree; run the model once over the finished text instead")
+            raise UserError(f"{name}=True is not supported: a pass verifies a tree; run the model once over the finished sequence instead")
     if model_kwargs.get("inputs_embeds") is not None:
         raise UserError("inputs_embeds is not supported: drafters read tokens; give input_ids")
     for name, value in model_kwargs.items():
@@ -106,23 +105,15 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int
             raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
-        raise UserError("past_key_values already holds text, which the drafter has not read; give the whole text as input_ids")
+        raise UserError("past_key_values already holds tokens, which the drafter has not read; give the whole sequence as input_ids")
     if streamer is not None and rows > 1:
-        raise UserError(f"a streamer writes one text; got a batch of {rows}: decode one row at a time")
-
-
-def prompts_at_the_left(request: Request) -> tuple[Tensor, Tensor]:
-    """The rows without padding, right-padded: tokens ``[B, T]`` and lengths ``[B]``."""
-    T = request.ids_BT.shape[1]
-    pads_B = torch.tensor(request.pads_B, device=request.ids_BT.device)
-    index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
-    return request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
+        raise UserError(f"a streamer writes one sequence; got a batch of {rows}: decode one row at a time")
 
 
 def require_one_side(request: Request, backbone: Backbone) -> None:
-    """Raise UserError if rotary frequencies would change on the way: what was read before would have to be read again.
+    """Raise UserError if rotary frequencies would change while decoding: the tokens read before would have to be read again.
 
-    transformers takes the frequencies of a pass from its furthest position, which in a tree, or in a batch, is not each text's own.
+    transformers takes the frequencies of a pass from its furthest position, which in a tree or a batch is not each sequence's own.
     """
     if backbone.turn is None:
         return
@@ -132,6 +123,6 @@ def require_one_side(request: Request, backbone: Backbone) -> None:
     if not all(before) and not all(after):
         longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
         raise UserError(
-            f"{backbone.name} changes its rotary frequencies beyond {backbone.turn} positions, where these texts may get (prompts of up to "
-            f"{T} tokens, {request.limit} in all); allowed: texts that end before (max_new_tokens){longer}"
+            f"{backbone.name} changes its rotary frequencies beyond {backbone.turn} positions, which these may reach (prompts of up to "
+            f"{T} tokens, {request.limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
         )

@@ -1,4 +1,4 @@
-"""What each row has written, and whether it has ended. On the host.
+"""The tokens written for each row of a call, and when a row ends. On the host.
 
 Shape suffixes: B batch, T positions.
 """
@@ -12,8 +12,8 @@ from headstart.inference.engine.processing import History
 from headstart.inference.engine.request import Request
 
 
-class Text:
-    """One row's tokens; ids and lengths as transformers shows them to stopping criteria, padding included."""
+class DecodedSequence:
+    """One row's tokens; ids and lengths as transformers passes them to stopping criteria, padding included."""
 
     def __init__(self, request: Request, row: int) -> None:
         self.request = request
@@ -23,7 +23,7 @@ class Text:
 
     @property
     def ids_T(self) -> Tensor:
-        """Prompt and what is written so far."""
+        """The prompt and the tokens written so far."""
         return torch.cat([self.prompt_T, self.prompt_T.new_tensor(self.written)])
 
     @property
@@ -31,7 +31,7 @@ class Text:
         return History(self.ids_T, self.pads)
 
     def write(self, tokens: list[int]) -> int:
-        """Add tokens until one ends the text; how many were added."""
+        """Add tokens until one ends the sequence; how many were added."""
         for count, token in enumerate(tokens, 1):
             self.written.append(token)
             if self.request.streamer is not None:
@@ -48,8 +48,8 @@ class Text:
         return bool(request.criteria) and bool(request.criteria(self.ids_T[None], None).any())
 
 
-def sequences(texts: list[Text], request: Request) -> Tensor:
-    """All rows as ``generate`` returns them: the given ids, what was written, padding at the right."""
-    longest = max(len(text.written) for text in texts)
-    written = [text.written + [request.pad_token] * (longest - len(text.written)) for text in texts]
+def output_ids(sequences: list[DecodedSequence], request: Request) -> Tensor:
+    """All rows as ``generate`` returns them: the input ids, the tokens written, padding on the right."""
+    longest = max(len(sequence.written) for sequence in sequences)
+    written = [sequence.written + [request.pad_token] * (longest - len(sequence.written)) for sequence in sequences]
     return torch.cat([request.ids_BT, request.ids_BT.new_tensor(written)], 1)

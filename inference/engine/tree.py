@@ -1,16 +1,18 @@
-"""The candidate tree: what was drafted for a row, merged, and the best of it.
+"""Candidate trees: all drafts of a row merged into one pool, and the part of it that is verified.
 
-With ``c(u)`` the chance that node u is reached, the expected tokens of a pass are ``1 + sum c(u)``, so the best tree of N nodes is
-the N nodes of largest c (EAGLE-2's re-scoring, OPT-Tree and DDTree are this rule). Trees live on the host: they are small, several
-proposers hang their nodes into one, and how large to make one is decided there.
+With ``c(u)`` the path probability of node u, a forward pass over a tree yields ``1 + sum c(u)`` tokens in expectation, so the best tree
+of N nodes is the N nodes of largest c (the re-ranking of EAGLE-2, 2406.16858; OPT-Tree, 2406.17276, is the same rule). Trees are built on
+the host: they are small, several sources add to one, and their size is decided there.
 
-Shape suffixes: B batch, N tree nodes.
+Levels count from the root (level 0); a node of level ``l`` was drafted at depth ``l - 1``. Shape suffixes: B batch, N tree nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +21,8 @@ from torch import Tensor
 from headstart.heads.base import require_count
 from headstart.heads.layers.tree_mask import ancestors_from_parents
 
-SURE = 0.999
-"""No candidate is surer than this, so that a child is always less likely than its parent."""
+MAX_PROB = 0.999
+"""Acceptance probabilities are capped here, so that a child is always less likely than its parent."""
 
 
 @dataclass(frozen=True)
@@ -38,55 +40,59 @@ class TreeShape:
             require_count("depth", self.depth, of="tree")
 
 
+TreeSize = TreeShape | Literal["auto"]
+"""auto: the size adapts to acceptance rates and measured latency."""
+
+
 @dataclass(frozen=True)
 class Proposal:
-    """That a proposer drafted a node, and its score there (log of its own estimate, given the parent)."""
+    """A node that a source drafted, and the source's score: the log of its own estimate of the acceptance probability."""
 
-    source: int
+    source: Hashable
     node: int
     score: float
 
 
 class Pool:
-    """All that was drafted for one row. Node 0 is the root; a token below a parent is one node, whoever drafted it."""
+    """All drafts of one row. Node 0 is the root; a token below a parent is one node, whichever sources drafted it."""
 
     def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.depths = [root], [0], [0]
-        self.chances = [1.0]
-        """That a node is the pick, given that its parent is."""
+        self.tokens, self.parents, self.levels = [root], [0], [0]
+        self.probs = [1.0]
+        """Acceptance probability of each node, given that its parent is accepted."""
         self.proposals: list[Proposal] = []
-        self._place: dict[tuple[int, int], int] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
 
-    def add(self, source: int, parent: int, token: int, score: float, chance: float) -> int:
-        """The node of that token below that parent; of two proposers the surer is believed."""
-        chance = min(chance, SURE)
-        node = self._place.get((parent, token))
+    def add(self, source: Hashable, parent: int, token: int, score: float, prob: float) -> int:
+        """The node of that token below that parent; of several sources the largest probability counts."""
+        prob = min(prob, MAX_PROB)
+        node = self._nodes.get((parent, token))
         if node is None:
-            node = self._place[parent, token] = len(self.tokens)
+            node = self._nodes[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1)
-            self.chances.append(chance)
-        elif chance > self.chances[node]:
-            self.chances[node] = chance
+            self.levels.append(self.levels[parent] + 1)
+            self.probs.append(prob)
+        elif prob > self.probs[node]:
+            self.probs[node] = prob
         self.proposals.append(Proposal(source, node, score))
         return node
 
-    def reach(self) -> list[float]:
-        """The chance of each node to be reached; siblings that claim more than all of it share it."""
-        claimed = [0.0] * len(self.tokens)
+    def path_probs(self) -> list[float]:
+        """The probability that a whole path is accepted, for each node; siblings whose probabilities sum to over 1 are scaled down."""
+        sums = [0.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
-            claimed[self.parents[node]] += self.chances[node]
-        found = [1.0]
+            sums[self.parents[node]] += self.probs[node]
+        probs = [1.0]
         for node in range(1, len(self.tokens)):
             parent = self.parents[node]
-            found.append(found[parent] * self.chances[node] / max(claimed[parent] / SURE, 1.0))
-        return found
+            probs.append(probs[parent] * self.probs[node] / max(sums[parent] / MAX_PROB, 1.0))
+        return probs
 
     def ranked(self) -> list[tuple[float, int]]:
-        """Chance and number of each node but the root, likeliest first: any beginning of it is a tree."""
-        reach = self.reach()
-        return sorted(((reach[node], node) for node in range(1, len(reach))), key=lambda one: (-one[0], one[1]))
+        """Path probability and number of each node but the root, likeliest first: any beginning of the list is a tree."""
+        probs = self.path_probs()
+        return sorted(((probs[node], node) for node in range(1, len(probs))), key=lambda one: (-one[0], one[1]))
 
     def best(self, nodes: int) -> list[int]:
         """The ``nodes`` likeliest, the root among them, parents before children."""
@@ -95,7 +101,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """For each row its nodes. Node 0 is the root: the token the backbone has just chosen. A parent stands before its children."""
+    """The nodes of each row. Node 0 is the root: the token the backbone has just picked. A parent precedes its children."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -106,50 +112,50 @@ class CandidateTree:
         """The ``kept`` nodes of each pool."""
         parents = []
         for pool, nodes in zip(pools, kept, strict=True):
-            place = {node: i for i, node in enumerate(nodes)}
-            parents.append([place[pool.parents[node]] for node in nodes])
+            index = {node: i for i, node in enumerate(nodes)}
+            parents.append([index[pool.parents[node]] for node in nodes])
         return CandidateTree([[pool.tokens[node] for node in nodes] for pool, nodes in zip(pools, kept, strict=True)], parents)
 
     @property
     def size(self) -> int:
-        """The most nodes a row has."""
+        """The most nodes of a row."""
         return max(map(len, self.tokens))
 
     @cached_property
-    def depths(self) -> list[list[int]]:
-        """How far below the root."""
-        found = []
+    def levels(self) -> list[list[int]]:
+        """The level of each node; the root's is 0."""
+        levels = []
         for parents in self.parents:
             row = [0]
             for parent in parents[1:]:
                 row.append(row[parent] + 1)
-            found.append(row)
-        return found
+            levels.append(row)
+        return levels
 
     @property
     def height(self) -> int:
-        """The depth of the deepest node."""
-        return max(map(max, self.depths))
+        """The level of the deepest node."""
+        return max(map(max, self.levels))
 
     def ancestors(self) -> np.ndarray:
         """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself."""
         return ancestors_from_parents(self.parents)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens ``[B, N]``, depths ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes has its root again at the end."""
+        """Tokens ``[B, N]``, levels ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes is padded with its root."""
         B, N = len(self.tokens), self.size
         if N == 1:
-            alone_B1 = torch.tensor(self.tokens, device=device)
-            return alone_B1, torch.zeros_like(alone_B1), torch.ones(B, 1, 1, dtype=torch.bool, device=device)
+            roots_B1 = torch.tensor(self.tokens, device=device)
+            return roots_B1, torch.zeros_like(roots_B1), torch.ones(B, 1, 1, dtype=torch.bool, device=device)
         tokens = [row + row[:1] * (N - len(row)) for row in self.tokens]
-        depths = [row + [0] * (N - len(row)) for row in self.depths]
+        levels = [row + [0] * (N - len(row)) for row in self.levels]
         return (
             torch.tensor(tokens, device=device),
-            torch.tensor(depths, device=device),
+            torch.tensor(levels, device=device),
             torch.from_numpy(self.ancestors()).to(device),
         )
 
 
 def root_only(roots: list[int]) -> CandidateTree:
-    """Plain decoding is the tree with no candidates."""
+    """Autoregressive decoding is the tree with no candidates."""
     return CandidateTree([[root] for root in roots], [[0] for _ in roots])

@@ -1,6 +1,7 @@
-"""Which drafted tokens are the backbone's own: walk from the root while a child carries the pick (DESIGN: shared noise).
+"""Verification: the accepted path runs from the root on as long as a child carries the backbone's pick.
 
-No acceptance probabilities, no residual distributions, no special case for greedy decoding.
+The noise is shared (`noise`), so a pick does not depend on the tree: there are no acceptance probabilities, no residual distributions,
+and no special case for greedy decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
     return (scores if noise is None else scores + noise).argmax(-1)
 
 
-def walk(tree: CandidateTree, picks: list[list[int]]) -> list[list[int]]:
+def accept(tree: CandidateTree, picks: list[list[int]]) -> list[list[int]]:
     """For each row the path from the root on which every token is the pick at its parent; the last node's pick is the next root."""
     paths = []
     for tokens, parents, picked in zip(tree.tokens, tree.parents, picks, strict=True):

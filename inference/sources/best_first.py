@@ -1,4 +1,4 @@
-"""How proposers without training grow their candidates: always the likeliest node next, until there are enough."""
+"""Best-first expansion: a proposer's trie grows by the likeliest node until it is large enough."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TypeVar
 
 from headstart.inference.sources.proposer import Candidates
 
-LEAST = 0.005
-"""Nodes less likely to be reached need not be looked for: they would not be worth their place in any tree."""
+MIN_PATH_PROB = 0.005
+"""Nodes of a smaller path probability are not expanded: no tree would include them."""
 
-Place = TypeVar("Place")
-"""Where a proposer stands after a token, whatever that is to it."""
-Expand = Callable[[Place, float], Iterable[tuple[int, float, Place]]]
-"""What may follow a place: tokens, each once, with chance (in (0, 1)) and place. It may leave out what is less likely than the number."""
+State = TypeVar("State")
+"""A proposer's own state after a token, such as the state of an automaton."""
+Expand = Callable[[State, float], Iterable[tuple[int, float, State]]]
+"""Possible next tokens, each once, with probability (in (0, 1)) and state. Less likely ones than the number may be left out."""
 
 
-def grow(root: Place, expand: Expand[Place], depth: int, nodes: int) -> Candidates:
-    """The ``nodes`` nodes of largest chance to be reached (the product along the path), none deeper than ``depth``."""
+def grow(root: State, expand: Expand[State], depths: int, nodes: int) -> Candidates:
+    """The ``nodes`` nodes of largest path probability, of depths 0 to ``depths - 1``."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    # Chance to be reached (negative, as a heap's first is its least), parent, token, chance given the parent, depth, place.
-    # No two have the same parent and token, so places are never compared.
-    waiting: list[tuple[float, int, int, float, int, Place]] = []
-    place, node, reach, below = root, -1, 1.0, 0
+    # Path probability (negative, since a heap's first is its smallest), parent, token, probability given the parent, level, state.
+    # No two have the same parent and token, so states are never compared.
+    waiting: list[tuple[float, int, int, float, int, State]] = []
+    state, node, path_prob, level = root, -1, 1.0, 0
     while True:
-        if below < depth:
-            for token, chance, after in expand(place, LEAST / reach):
-                heappush(waiting, (-reach * chance, node, token, chance, below + 1, after))
+        if level < depths:
+            for token, prob, after in expand(state, MIN_PATH_PROB / path_prob):
+                heappush(waiting, (-path_prob * prob, node, token, prob, level + 1, after))
         if not waiting or len(tokens) >= nodes:
             return Candidates(tokens, parents, scores)
-        less, parent, token, chance, below, place = heappop(waiting)
-        node, reach = len(tokens), -less
+        negative, parent, token, prob, level, state = heappop(waiting)
+        node, path_prob = len(tokens), -negative
         tokens.append(token)
         parents.append(parent)
-        scores.append(math.log(chance))
+        scores.append(math.log(prob))

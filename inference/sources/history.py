@@ -1,4 +1,4 @@
-"""What followed in earlier texts: one suffix automaton over texts that are over (the global tree of SuffixDecoding, 2411.04975)."""
+"""n-gram drafts from finished sequences: one suffix automaton over all of them (the global tree of SuffixDecoding, 2411.04975)."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from headstart.inference.sources.best_first import grow
 from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.sources.suffix import Automaton, Match, following
 
-LONGEST = 16
-"""How many of a text's last tokens are looked for in earlier texts."""
+MAX_MATCH = 16
+"""How many of a sequence's last tokens are looked up in earlier sequences."""
 
 
 class HistoryProposer(Proposer):
-    """Continues each row as earlier texts went on. A text is over when its row is opened again.
+    """Continues each sequence as earlier ones went on. A sequence is over when its number is opened again.
 
-    ``tokens``: when more are remembered, all are forgotten and it begins anew with the newest text.
+    ``tokens``: the capacity; beyond it the automaton starts over with the newest sequence.
     """
 
-    name = "memory"
+    name = "history"
 
     def __init__(self, tokens: int = 100_000) -> None:
-        require_count("tokens", tokens, of="memory")
+        require_count("tokens", tokens, of="history")
         self.tokens = tokens
-        self.texts: dict[int, list[int]] = {}
+        self.sequences: dict[int, list[int]] = {}
         self.earlier = Automaton([])
         self.count = 0
 
-    def open(self, row: int, tokens: list[int]) -> None:
-        if row in self.texts:
-            self._remember(self.texts[row])
-        self.texts[row] = list(tokens)
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        if sequence in self.sequences:
+            self._add(self.sequences[sequence])
+        self.sequences[sequence] = list(tokens)
 
-    def extend(self, row: int, tokens: list[int]) -> None:
-        self.texts[row] += tokens
+    def extend(self, sequence: int, tokens: list[int]) -> None:
+        self.sequences[sequence] += tokens
 
-    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
-        return grow(self._match(self.texts[row][-LONGEST:]), partial(following, self.earlier), depth, nodes)
+    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
+        return grow(self._match(self.sequences[sequence][-MAX_MATCH:]), partial(following, self.earlier), depths, nodes)
 
-    def _remember(self, tokens: list[int]) -> None:
+    def _add(self, tokens: list[int]) -> None:
         tokens = tokens[-self.tokens :]
         if self.count + len(tokens) > self.tokens:
             self.earlier, self.count = Automaton([]), 0
-        self.earlier.begin()
+        self.earlier.separate()
         for token in tokens:
             self.earlier.add(token)
         self.count += len(tokens)
 
     def _match(self, tokens: list[int]) -> Match:
-        """The longest suffix of these that occurs in an earlier text. Looked for afresh, as states part when texts are added."""
+        """The longest suffix of these that occurs in an earlier sequence. Looked up anew each time, since states are cloned."""
         earlier, state, length = self.earlier, 0, 0
         for token in tokens:
             while state and token not in earlier.next[state]:

@@ -1,4 +1,4 @@
-"""What drafts without training: a proposer, which knows the text and what the backbone has said of it, and lives on the host."""
+"""Proposers draft without training, on the host: from the tokens of a sequence and the backbone's earlier next-token distributions."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidates:
-    """Continuations of one row's root, as a trie: a parent stands before its children."""
+    """Continuations of one sequence's root, as a trie: a parent precedes its children."""
 
     tokens: list[int]
     parents: list[int]
-    """The place of each node's parent in these lists; -1: the root."""
+    """Index of each node's parent in these lists; -1: the root."""
     scores: list[float]
-    """Log of the proposer's own estimate that the node is the pick, given that its parent is; not added up along the path."""
+    """Log of the proposer's estimate of the acceptance probability, given that the parent is accepted; not added up along the path."""
 
 
 class Proposer(ABC):
-    """Subclass it, give `name`, `extend` and `propose`, and what of the others it needs.
+    """Subclass it with `name`, `open`, `extend` and `propose`, and override the others as needed.
 
-    Rows are the places of a batch; the text of a row is all its tokens, the prompt's and the written ones. Its last token is the
-    root: the backbone has picked it and not read it yet.
+    Sequences are known by numbers. A sequence is all its tokens, prompt included; the last one is the root, which the backbone has
+    picked and not read yet.
     """
 
     name: str
-    watches: int = 0
-    """How many of the likeliest next tokens it wants to `see` of every node the backbone has read."""
+    observe_top_k: int = 0
+    """How many of the likeliest next tokens `observe` wants of every verified node; 0: it is not called."""
 
     @abstractmethod
-    def open(self, row: int, tokens: list[int]) -> None:
-        """A new text in that row: the prompt and the first root. What was there is over."""
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        """A new sequence of that number: the prompt and the first root. The old one of that number is over."""
 
     @abstractmethod
-    def extend(self, row: int, tokens: list[int]) -> None:
-        """What the row has just written; the last token is its new root."""
+    def extend(self, sequence: int, tokens: list[int]) -> None:
+        """Tokens just written; the last one is the new root."""
 
-    def see(self, tokens: list[int], likeliest: list[list[int]], logprobs: list[list[float]]) -> None:
-        """For each node just read, its token, the `watches` likeliest next tokens, and their log-probabilities, best first."""
+    def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
+        """For each verified node its token, the `observe_top_k` likeliest next tokens and their log-probabilities, best first."""
         return None
 
-    def catch_up(self, row: int) -> None:
-        """Do what `open` and `extend` have put off: the row's drafts are wanted now. The time it takes is not counted as drafting."""
+    def catch_up(self, sequence: int) -> None:
+        """Do the work that `open` and `extend` put off: drafts of the sequence are wanted now. It does not count as drafting time."""
         return None
 
     @abstractmethod
-    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
-        """What may follow the row's text: at most ``nodes`` nodes, none deeper than ``depth`` below the root (its children: depth 1)."""
+    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
+        """At most ``nodes`` nodes that may follow the sequence, of depths 0 to ``depths - 1``."""

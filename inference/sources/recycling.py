@@ -1,8 +1,8 @@
-"""What the backbone has said before: after each token, the likeliest next ones of the last times it read that token.
+"""Token recycling (2408.08696): drafts from the backbone's earlier next-token distributions.
 
-Token recycling (2408.08696): a pass computes a distribution at every node and uses one token of it; the rest is kept, and from it
-trees are grown. The paper keeps the last distribution and fills a fixed template; here the last few are mixed, and the tree is
-grown by the product of chances.
+A pass computes a distribution at every node and uses one token of it; the top k of the others are kept by token, and trees are grown
+from them. The paper keeps the last distribution of each token and fills a fixed template; here the last few are mixed, and the tree is
+grown by path probability.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from collections.abc import Iterator
 from headstart.inference.sources.best_first import grow
 from headstart.inference.sources.proposer import Candidates, Proposer
 
-TIMES = 3
-"""Of how many of the last times a token was read something is kept."""
-NEWEST = 0.5
-"""The share of the newest time; the one before has as large a share of what is left, and so on. What nothing is known of keeps the
-rest: what was seen once is believed half, which is about how often it is right."""
+KEPT_DISTRIBUTIONS = 3
+"""Distributions that are kept for each token."""
+NEWEST_WEIGHT = 0.5
+"""The weight of the newest; the one before has the same share of what is left, and so on. The remainder stays unassigned: a distribution
+seen once is right about half the time."""
 
 TopK = tuple[list[int], list[float]]
 """Likeliest next tokens and their log-probabilities, best first."""
 
 
 class RecyclingProposer(Proposer):
-    """One table for all rows, kept from text to text: it tells of the model, not of a text. Some 2 kB for each token read so far."""
+    """One table for all sequences, since it describes the model; it stays from call to call. About 2 kB for each token read so far."""
 
     name = "recycling"
-    watches = 8
+    observe_top_k = 8
 
     def __init__(self) -> None:
         self.table: dict[int, tuple[TopK, ...]] = {}
-        """What was said after a token, newest first."""
+        """For each token the distributions after it, newest first."""
         self.roots: dict[int, int] = {}
 
-    def open(self, row: int, tokens: list[int]) -> None:
-        self.roots[row] = tokens[-1]
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        self.roots[sequence] = tokens[-1]
 
-    def extend(self, row: int, tokens: list[int]) -> None:
-        self.roots[row] = tokens[-1]
+    def extend(self, sequence: int, tokens: list[int]) -> None:
+        self.roots[sequence] = tokens[-1]
 
-    def see(self, tokens: list[int], likeliest: list[list[int]], logprobs: list[list[float]]) -> None:
+    def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         table = self.table
-        for token, said in zip(tokens, zip(likeliest, logprobs, strict=True), strict=True):
-            table[token] = (said, *table.get(token, ())[: TIMES - 1])
+        for token, top_k in zip(tokens, zip(top_tokens, logprobs, strict=True), strict=True):
+            table[token] = (top_k, *table.get(token, ())[: KEPT_DISTRIBUTIONS - 1])
 
     def after(self, token: int, least: float) -> Iterator[tuple[int, float, int]]:
-        """What may follow that token: tokens, their chances, and once more the tokens, after which it goes on."""
-        chances: dict[int, float] = {}
-        share = NEWEST
+        """Possible next tokens, their probabilities, and once more the tokens, as states to go on from."""
+        probs: dict[int, float] = {}
+        share = NEWEST_WEIGHT
         for tokens, logprobs in self.table.get(token, ()):
             for following, logprob in zip(tokens, logprobs, strict=True):
-                chance = share * math.exp(logprob)
-                if chance < NEWEST * least:
+                prob = share * math.exp(logprob)
+                if prob < NEWEST_WEIGHT * least:
                     break
-                chances[following] = chances.get(following, 0.0) + chance
-            share *= 1 - NEWEST
-        return ((following, chance, following) for following, chance in chances.items())
+                probs[following] = probs.get(following, 0.0) + prob
+            share *= 1 - NEWEST_WEIGHT
+        return ((following, prob, following) for following, prob in probs.items())
 
-    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
-        return grow(self.roots[row], self.after, depth, nodes)
+    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
+        return grow(self.roots[sequence], self.after, depths, nodes)

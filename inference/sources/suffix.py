@@ -1,8 +1,8 @@
-"""What followed when the text last stood here: a suffix automaton of each row's text, prompt and output.
+"""n-gram drafts from the sequence itself: a suffix automaton of each sequence, prompt and output.
 
-The longest suffix of the text that also occurs earlier in it, and what followed there, is a draft for nothing (prompt lookup;
-SAM-Decoding, 2411.10666, finds it with an automaton; SuffixDecoding, 2411.04975, makes trees of it by counts). Shorter suffixes are
-looked at too, since what followed those may differ.
+The longest suffix of a sequence that also occurs earlier in it is looked up, and what followed there is drafted (prompt lookup;
+SAM-Decoding, 2411.10666, uses an automaton; SuffixDecoding, 2411.04975, builds trees by counts). Shorter suffixes are looked up too,
+since other tokens may have followed them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from headstart.inference.sources.best_first import grow
 from headstart.inference.sources.proposer import Candidates, Proposer
 
 DOUBT = 4.0
-"""How many observations against what was seen each different continuation counts as, after a match of one token; after L, 1/L of it.
+"""Weight of the possibility of an unseen continuation, per distinct continuation, after a match of one token; after L tokens, 1/L of it.
 
-Fitted, with `NEWEST`, to answers of 7B models, library code and sampled text: 0.3 of what followed one token once followed it again,
+Fitted, with `NEWEST_BONUS`, to answers of 7B models, library code and sampled text: 0.3 of what followed one token once followed it again,
 0.44 after two tokens, 0.6 after four, 0.8 after twelve.
 """
-NEWEST = 0.5
-"""How many observations more the newest continuation counts as: of several it is two to four times as likely."""
-CONTEXTS = 3
-"""How many suffixes are asked, longest first. A fourth changes nothing measurable."""
-WIDEST = 8
-"""How many continuations of one suffix are looked at, newest first, so that a proposal costs the same in every text."""
+NEWEST_BONUS = 0.5
+"""Extra observations that the newest continuation counts as: of several it is two to four times as likely."""
+MAX_SUFFIXES = 3
+"""How many suffixes are looked up, longest first. A fourth changes nothing measurable."""
+MAX_CONTINUATIONS = 8
+"""Continuations of one suffix that are considered, newest first, so that a proposal costs the same in every sequence."""
 
 Match = tuple[int, int]
 """A state of the automaton (0: the empty string, nothing matches) and the length of that of its strings which matched."""
@@ -37,7 +37,7 @@ class Automaton:
 
     A state stands for some strings that have ended at the same places so far. `next` holds what followed them, newest last; `link`
     leads to the longest of their suffixes that ended at more places; state 0 is the empty string. Adding a token costs amortised
-    constant time, apart from copying a state's continuations when its strings part.
+    constant time, apart from copying a state's continuations when it is cloned.
 
     A token is counted only after the longest suffix that it had followed before: the place where the automaton's own walk ends, so
     that counts cost nothing. Shorter suffixes then count what longer ones could not tell, which is what they are asked for
@@ -54,12 +54,12 @@ class Automaton:
         self.repeats: list[dict[int, int] | None] = [None]
         """How often a continuation was counted after the first time; None: never."""
         self.last = 0
-        """The state of the whole text."""
+        """The state of the whole string."""
         for token in tokens:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """The text goes on with that token."""
+        """Append a token."""
         new, state = self._state(self.length[self.last] + 1, 0, {}, 0, None), self.last
         self.last = new
         while state >= 0 and token not in self.next[state]:
@@ -71,16 +71,16 @@ class Automaton:
         self._count(state, token)
         known = self.next[state][token]
         if self.length[known] > self.length[state] + 1:
-            known = self._part(state, token, known)
+            known = self._clone(state, token, known)
         self.link[new] = known
 
-    def begin(self) -> None:
-        """Another text begins. A mark that is no token stands before it, so that it shares no state with what was there."""
+    def separate(self) -> None:
+        """Begin another sequence. A separator that is no token precedes it, so that no string spans two sequences."""
         self.last = 0
         self.add(-len(self.link))
 
     def match(self) -> Match:
-        """The longest suffix of the text that also ended earlier."""
+        """The longest suffix that also occurs earlier."""
         state = max(self.link[self.last], 0)
         return state, self.length[state]
 
@@ -106,54 +106,54 @@ class Automaton:
         repeats[token] = repeats.get(token, 0) + 1
         self.next[state][token] = self.next[state].pop(token)
 
-    def _part(self, state: int, token: int, known: int) -> int:
-        """The shorter strings of ``known`` have now ended at one place more than the longer: they get a state of their own."""
+    def _clone(self, state: int, token: int, known: int) -> int:
+        """Split ``known``: its shorter strings now end at one more position than the longer ones, so they get a state of their own."""
         repeats = self.repeats[known]
-        part = self._state(
+        clone = self._state(
             self.length[state] + 1, self.link[known], dict(self.next[known]), self.totals[known], None if repeats is None else dict(repeats)
         )
-        self.link[known] = part
+        self.link[known] = clone
         while state >= 0 and self.next[state].get(token) == known:
-            self.next[state][token] = part
+            self.next[state][token] = clone
             state = self.link[state]
-        return part
+        return clone
 
 
-def following(text: Automaton, match: Match, least: float) -> Iterator[tuple[int, float, Match]]:
-    """What may come after a match: tokens, their chances, and the matches they make.
+def following(automaton: Automaton, match: Match, least: float) -> Iterator[tuple[int, float, Match]]:
+    """Possible next tokens after a match, their probabilities, and the matches they lead to.
 
-    A suffix of length L that was followed by n tokens, d of them different, says of one that was seen c times that its chance is
-    ``c / (n + DOUBT d / L)``, and leaves the rest to the next shorter suffix, as long as that rest is at least ``least``.
+    After a suffix of length L that was followed by n tokens, d of them distinct, one seen c times has probability
+    ``c / (n + DOUBT d / L)``; the remainder goes to the next shorter suffix, as long as it is at least ``least``.
     """
-    chances: dict[int, float] = {}
+    probs: dict[int, float] = {}
     longest: dict[int, Match] = {}
     state, length = match
-    left, asked = 1.0, 0
-    while state > 0 and asked < CONTEXTS and left >= least:
-        tokens, repeats = text.next[state], text.repeats[state]
+    remainder, suffixes = 1.0, 0
+    while state > 0 and suffixes < MAX_SUFFIXES and remainder >= least:
+        tokens, repeats = automaton.next[state], automaton.repeats[state]
         if tokens:
             doubt = DOUBT * len(tokens) / length
-            share = left / (text.totals[state] + NEWEST + doubt)
-            extra = NEWEST
-            for token in islice(reversed(tokens), WIDEST):
+            share = remainder / (automaton.totals[state] + NEWEST_BONUS + doubt)
+            extra = NEWEST_BONUS
+            for token in islice(reversed(tokens), MAX_CONTINUATIONS):
                 count = 1 + extra + (repeats.get(token, 0) if repeats else 0)
                 extra = 0.0
-                if token in chances:
-                    chances[token] += share * count
+                if token in probs:
+                    probs[token] += share * count
                 elif share * count >= least:
-                    chances[token] = share * count
+                    probs[token] = share * count
                     longest[token] = (tokens[token], length + 1)
-            left = share * doubt
-            asked += 1
-        state = text.link[state]
-        length = text.length[state]
-    return ((token, chance, longest[token]) for token, chance in chances.items())
+            remainder = share * doubt
+            suffixes += 1
+        state = automaton.link[state]
+        length = automaton.length[state]
+    return ((token, prob, longest[token]) for token, prob in probs.items())
 
 
 class SuffixProposer(Proposer):
-    """Continues each row as it went on earlier in its own text. ``longest``: of a longer prompt, only that many last tokens are known.
+    """Continues each sequence as it went on earlier. ``longest``: of a longer prompt only that many last tokens are indexed.
 
-    The automaton takes about half a kilobyte a token.
+    The automaton takes about half a kilobyte per token.
     """
 
     name = "suffix"
@@ -161,22 +161,22 @@ class SuffixProposer(Proposer):
     def __init__(self, longest: int = 65_536) -> None:
         require_count("longest", longest, of="suffix")
         self.longest = longest
-        self.texts: dict[int, Automaton] = {}
-        self.unread: dict[int, list[int]] = {}
-        """What the automaton of each row lacks: of rows for which nothing is proposed none is grown."""
+        self.automata: dict[int, Automaton] = {}
+        self.unindexed: dict[int, list[int]] = {}
+        """Tokens that each automaton lacks: it is not updated before a proposal is wanted."""
 
-    def open(self, row: int, tokens: list[int]) -> None:
-        self.texts[row], self.unread[row] = Automaton([]), tokens[-self.longest :]
+    def open(self, sequence: int, tokens: list[int]) -> None:
+        self.automata[sequence], self.unindexed[sequence] = Automaton([]), tokens[-self.longest :]
 
-    def extend(self, row: int, tokens: list[int]) -> None:
-        self.unread[row] += tokens
+    def extend(self, sequence: int, tokens: list[int]) -> None:
+        self.unindexed[sequence] += tokens
 
-    def catch_up(self, row: int) -> None:
-        for token in self.unread[row]:
-            self.texts[row].add(token)
-        self.unread[row] = []
+    def catch_up(self, sequence: int) -> None:
+        for token in self.unindexed[sequence]:
+            self.automata[sequence].add(token)
+        self.unindexed[sequence] = []
 
-    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
-        self.catch_up(row)
-        text = self.texts[row]
-        return grow(text.match(), partial(following, text), depth, nodes)
+    def propose(self, sequence: int, depths: int, nodes: int) -> Candidates:
+        self.catch_up(sequence)
+        automaton = self.automata[sequence]
+        return grow(automaton.match(), partial(following, automaton), depths, nodes)

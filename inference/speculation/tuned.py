@@ -1,4 +1,4 @@
-"""What `headstart tune` measured, beside the checkpoint: a file with an entry for each machine, dtype and backbone.
+"""Results of `headstart tune`, stored next to the checkpoint: a file with an entry for each machine, dtype and backbone.
 
 Heads from the hub keep theirs in the user's cache folder, since a snapshot is not ours to write to.
 """
@@ -15,32 +15,32 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.speculation.calibration import Calibration
-from headstart.inference.speculation.cost_model import CostsByLength
+from headstart.inference.engine.cost_model import CostModel
+from headstart.inference.sources.calibration import Calibration
 from headstart.support.errors import UserError
 from headstart.support.files import write_json
 
 FILE = "tuned.json"
-FORMAT = 2
+FORMAT = 3
 GREEDY, SAMPLED = "greedy", "sampled"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One entry: seconds of a pass by context, rows and nodes, and what scores are worth."""
+    """One entry: seconds of a pass by context, rows and nodes, and calibration tables."""
 
     curves: dict[str, Any]
-    calibration: dict[str, list[dict[str, Any]]]
-    """Of greedy and of sampled texts."""
+    calibration: dict[str, dict[str, list[dict[str, Any]]]]
+    """Tables by mode, greedy or sampled, and name of the source."""
     details: dict[str, Any]
-    """What else was measured, for people: drafting, versions."""
+    """Other results, for people: drafting times, versions."""
 
-    def costs(self) -> CostsByLength:
-        return CostsByLength.from_json(self.curves)
+    def cost_model(self) -> CostModel:
+        return CostModel.from_json(self.curves)
 
-    def chances(self) -> dict[bool, Calibration]:
-        """By whether texts are sampled."""
-        return {kind == SAMPLED: Calibration.from_json(tables) for kind, tables in self.calibration.items()}
+    def calibration_of(self, source: str, sampled: bool) -> Calibration:
+        """The tables of a source; empty ones if it was not measured."""
+        return Calibration.from_json(self.calibration[SAMPLED if sampled else GREEDY].get(source, []))
 
 
 def key(backbone: Backbone) -> str:
@@ -85,15 +85,17 @@ def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:
         return None
     try:
         tuned = Tuned(entry["curves"], entry["calibration"], entry["details"])
-        tuned.costs()
-        tuned.chances()
+        tuned.cost_model()
+        for tables in tuned.calibration.values():
+            for source in tables:
+                Calibration.from_json(tables[source])
         return tuned
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
 
 
 def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Path:
-    """Put the entry in, beside those of other machines; the file is replaced as a whole."""
+    """Add the entry to those of other machines; the file is replaced as a whole."""
     file = place(path, backbone)
     entries = _entries(file) if file.is_file() else {}
     entries[key(backbone)] = vars(tuned)
@@ -103,10 +105,10 @@ def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Pa
 
 def _entries(file: Path) -> dict[str, Any]:
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-        if held["format"] != FORMAT:
-            found = held["format"]
-            raise UserError(f"{file} is of format {found}; this version reads format {FORMAT}: delete it, and run headstart tune again")
-        return dict(held["entries"])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            version = content["format"]
+            raise UserError(f"{file} is of format {version}; this version reads format {FORMAT}: delete it, and run headstart tune again")
+        return dict(content["entries"])
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None

@@ -67,10 +67,10 @@ def marked(example: dict[str, Any]) -> str:
 
 
 def _example(prompt_T: Tensor, output: GenerateOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    assert output.runs is not None
+    assert output.accept_lengths is not None
     length = 1
     runs: list[int] = []
-    for run in output.runs[0]:
+    for run in output.accept_lengths[0]:
         if length + run > LONGEST:
             break
         length, runs = length + run, [*runs, run]

@@ -115,10 +115,10 @@ class InProcess:
         output = continue_texts(self.heads, prompts, how, seeds, **own)
         self.tally.wall += time.perf_counter() - start
         self.tally.add(output)
-        assert output.runs is not None
+        assert output.accept_lengths is not None
         width = max(map(len, prompts))
         rows = output.sequences[:, width:].tolist()
-        return [row[: 1 + sum(runs)] for row, runs in zip(rows, output.runs, strict=True)]
+        return [row[: 1 + sum(lengths)] for row, lengths in zip(rows, output.accept_lengths, strict=True)]
 
     def _said(self, one: Asked, prompt_T: Tensor, tokens: list[int]) -> Answer:
         ended = tokens[-1] in self.ends

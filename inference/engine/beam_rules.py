@@ -1,4 +1,4 @@
-"""What one call asks of beam search: transformers' settings, and its logits processors made to work on one beam at a time.
+"""The settings of one call's beam search, and its logits processors made to work on one beam at a time.
 
 Shape suffixes: R histories, T positions, V vocabulary.
 """
@@ -21,15 +21,15 @@ class BeamRules:
 
     beams: int
     returned: int
-    """How many of the best texts of a row are given back."""
+    """How many of a row's best sequences are returned."""
     length_penalty: float
     early_stopping: bool | str
     longest: int
-    """The length that ``early_stopping="never"`` thinks a text may yet reach."""
+    """The length that ``early_stopping="never"`` assumes a sequence may reach."""
     candidates: int
-    """How many continuations of all beams together are looked at in a step: so many that ``beams`` of them don't end."""
+    """How many continuations of all beams together a step considers: enough that ``beams`` of them don't end."""
     fill: int
-    """What stands behind the end of a text."""
+    """The padding after the end of a sequence."""
 
 
 def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
@@ -50,7 +50,7 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
 
 
 def beam_processors(processors: LogitsProcessorList, beams: int) -> LogitsProcessorList:
-    """The same processors for one beam at a time. Raises UserError for one that can't be had so."""
+    """The same processors for one beam at a time. Raises UserError for one that cannot."""
     return LogitsProcessorList(_for_one_beam(processor, beams) for processor in processors)
 
 
@@ -66,13 +66,13 @@ def _for_one_beam(processor: LogitsProcessor, beams: int) -> LogitsProcessor:
 
 
 class Allowed(known.PrefixConstrainedLogitsProcessor):
-    """Transformers' own, without its way out where all beams of a row are allowed nothing but what is ruled out otherwise."""
+    """transformers' own, without its exception where all beams of a row are allowed only tokens that are excluded otherwise."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         mask_RV = torch.full_like(scores, -torch.inf)
         for row, ids_T in enumerate(input_ids):
             tokens = self._prefix_allowed_tokens_fn(0, ids_T)
             if not len(tokens):
-                raise UserError("prefix_allowed_tokens_fn returned an empty list; let it allow some token, such as one that ends a text")
+                raise UserError("prefix_allowed_tokens_fn returned an empty list; let it allow some token, such as the one that ends it")
             mask_RV[row, tokens] = 0
         return scores + mask_RV

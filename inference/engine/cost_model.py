@@ -1,0 +1,156 @@
+"""Latency of a forward pass on this machine by batch size, tree size and context: from `headstart tune`, or timed while decoding.
+
+A curve is a table from `headstart tune`, or a line through the times seen so far; either is corrected by the times of real passes.
+Captured passes are faster than eager ones, so the two have costs of their own. Seconds throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.inference.engine.sizes import TREE_SIZES
+
+RECENT_TIMES = 9
+"""Times of one kind that are kept; their median counts, so that one slow pass changes nothing."""
+MIN_TIMES = 3
+"""Times of one size from which on their median counts instead of the fitted line."""
+DEFAULT_SLOPE = 0.03
+"""Cost of one more position, in passes, before two sizes have been timed."""
+DEFAULT_SECONDS = 1e-3
+"""Seconds of an autoregressive step before anything has been timed; only ratios count then."""
+MIN_CONTEXT = 256
+"""Contexts up to this many tokens cost alike."""
+Curves = dict[int, list[tuple[int, float]]]
+"""For each batch size, seconds of a pass by nodes, ascending."""
+
+
+class RecentTimes:
+    """The median of the last few times."""
+
+    def __init__(self) -> None:
+        self.times: deque[float] = deque(maxlen=RECENT_TIMES)
+        self.median = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.times.append(seconds)
+        self.median = statistics.median(self.times)
+
+    def __bool__(self) -> bool:
+        return bool(self.times)
+
+
+@dataclass
+class Costs:
+    """Times of a decoding step and its parts, at contexts of about one length."""
+
+    curves: Curves = field(default_factory=dict)
+    """From `headstart tune`, or from the costs at another length."""
+    passes: dict[tuple[int, int], RecentTimes] = field(default_factory=dict)
+    """By rows and nodes."""
+    parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
+    """Other parts of a step, by name and rows."""
+
+    def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
+        """A pass over that many nodes per row took so long, the work on the host included."""
+        self.passes.setdefault((rows, nodes), RecentTimes()).add(seconds)
+
+    def add(self, part: Hashable, rows: int, seconds: float) -> None:
+        """Another part of a step took so long."""
+        self.parts.setdefault((part, rows), RecentTimes()).add(seconds)
+
+    def part(self, part: Hashable, rows: int) -> float:
+        """0 until it has been timed."""
+        known = self.parts.get((part, rows))
+        return known.median if known else 0.0
+
+    def known(self) -> bool:
+        """True once a pass has been timed, here or beforehand: times of other sizes follow from it."""
+        return bool(self.curves or self.passes)
+
+    def of_pass(self, rows: int, nodes: int) -> float:
+        """Seconds of a pass over that many nodes per row; never more than a larger one is known to take."""
+        bound = min((recent.median for (r, n), recent in self.passes.items() if r == rows and n >= nodes), default=math.inf)
+        return min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
+
+    def _estimate(self, rows: int, nodes: int) -> float:
+        """The measured time of that size, or one that follows from the others."""
+        recent = self.passes.get((rows, nodes))
+        if recent and len(recent.times) >= MIN_TIMES:
+            return recent.median
+        if rows in self.curves:
+            return _on(self.curves[rows], nodes) * self._drift(rows)
+        return self._line(rows * nodes)
+
+    def _drift(self, rows: int) -> float:
+        """How much slower than its curve the machine is now."""
+        known = [(n, recent.median) for (r, n), recent in self.passes.items() if r == rows]
+        return statistics.median(s / _on(self.curves[rows], n) for n, s in known) if known else 1.0
+
+    def _line(self, positions: int) -> float:
+        """A line through all times by positions read, which is rows times nodes: they are what costs."""
+        points = [(r * n, recent.median) for (r, n), recent in self.passes.items()]
+        points = points or [(r * n, s) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS)]
+        mean_p, mean_s = statistics.fmean(p for p, _ in points), statistics.fmean(s for _, s in points)
+        spread = sum((p - mean_p) ** 2 for p, _ in points)
+        slope = DEFAULT_SLOPE * mean_s if not spread else max(sum((p - mean_p) * (s - mean_s) for p, s in points) / spread, 0.0)
+        return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # bounded: a line may fall below zero
+
+    def at_another_length(self) -> Costs:
+        """The estimate for contexts of another length: the same, until passes have been timed there."""
+        curves = dict(self.curves)
+        for rows in {rows for rows, _ in self.passes}:
+            nodes = {1, TREE_SIZES[-1], *(n for r, n in self.passes if r == rows)}
+            curves[rows] = [(n, self.of_pass(rows, n)) for n in sorted(nodes)]
+        costs = Costs(curves)
+        for (part, rows), recent in self.parts.items():
+            costs.add(part, rows, recent.median)
+        return costs
+
+
+class CostModel:
+    """Costs by context length, in buckets that double, since attention costs nodes times context; and by whether passes are captured."""
+
+    def __init__(self, measured: dict[int, Curves] | None = None) -> None:
+        """``measured``: by context, in tokens."""
+        self.measured = {_bucket(context): curves for context, curves in (measured or {}).items()}
+        self.timed: dict[bool, dict[int, Costs]] = {False: {}, True: {}}
+        """By whether passes are captured, and bucket."""
+
+    def at(self, context: int, captured: bool = False) -> Costs:
+        """Costs at that context length; at first those known of the nearest length."""
+        bucket, timed = _bucket(context), self.timed[captured]
+        if bucket not in timed:
+            nearest = min({**self.measured, **timed}, key=lambda other: (abs(other - bucket), other), default=None)
+            if nearest is None:
+                timed[bucket] = Costs()
+            else:
+                timed[bucket] = timed[nearest].at_another_length() if nearest in timed else Costs(dict(self.measured[nearest]))
+        return timed[bucket]
+
+    @staticmethod
+    def from_json(measured: dict[str, Any]) -> CostModel:
+        """``{context: {rows: [[nodes, seconds], ...]}}``."""
+        return CostModel({int(context): _curves(curves) for context, curves in measured.items()})
+
+
+def _curves(curves: dict[str, Any]) -> Curves:
+    return {int(rows): [(int(nodes), float(seconds)) for nodes, seconds in curve] for rows, curve in curves.items()}
+
+
+def _bucket(context: int) -> int:
+    return (max(context, MIN_CONTEXT) - 1).bit_length()
+
+
+def _on(curve: list[tuple[int, float]], nodes: int) -> float:
+    """Interpolated; beyond its end the curve goes on as straight as its last piece."""
+    if len(curve) == 1:
+        return curve[0][1]
+    i = min(max(bisect_left(curve, (nodes, 0.0)), 1), len(curve) - 1)
+    (low, before), (high, after) = curve[i - 1], curve[i]
+    return before + (after - before) * (nodes - low) / (high - low)

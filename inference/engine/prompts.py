@@ -1,0 +1,42 @@
+"""The prompts of one call: their prefill, and how many tokens each may still get.
+
+Shape suffixes: B batch, T positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.features import Features
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.request import Request
+
+
+class Prompts:
+    """The call's rows without their padding, right-padded; a prompt is known by the number of its row."""
+
+    def __init__(self, request: Request, reader: Reader) -> None:
+        self.request, self.reader = request, reader
+        T = request.ids_BT.shape[1]
+        pads_B = torch.tensor(request.pads_B, device=request.ids_BT.device)
+        index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
+        self.tokens_BT, self.lengths_B = request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
+        self.lengths: list[int] = self.lengths_B.tolist()
+
+    def tokens(self, number: int) -> list[int]:
+        """One prompt."""
+        return self.tokens_BT[number, : self.lengths[number]].tolist()
+
+    def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
+        """Read some prompts: their features, the cache to go on from, and the logits ``[B, 1, V]`` after each."""
+        lengths_B = self.lengths_B[numbers]
+        features, cache = self.reader.prompts(self.tokens_BT[numbers][:, : int(lengths_B.max())], lengths_B)
+        last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
+        return features, cache, self.reader.backbone.readout(last_BD)[:, None]
+
+    def remaining(self, number: int, written: int) -> int:
+        """Tokens that may follow the ``written`` ones, by the length limit and the positions the model has."""
+        limit = min(self.request.limit - self.request.pads_B[number], self.reader.backbone.max_positions or 1 << 31)
+        return limit - self.lengths[number] - written

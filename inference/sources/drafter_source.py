@@ -1,0 +1,250 @@
+"""A drafter as a source: it drafts level by level from the likeliest nodes of the level before, each level one captured step.
+
+Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.base import Drafter
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.sources.draft import Draft, DraftScoring
+from headstart.inference.sources.source import Accepted, Source
+
+MAX_PENDING = 8
+"""Steps whose features may wait until rows are next selected; then they are joined."""
+RETRY_BONUS = 0.002
+"""How much the acceptance rate of a depth rises each time it was not drafted: it is retried after some hundred passes."""
+MIN_SCORE = -1e9
+"""Nodes of a lower score are dropped: heads that have diverged give such."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes drafted at one depth; parents are indices into the level before."""
+
+    tokens_BW: Tensor
+    parents_BW: Tensor
+    scores_BW: Tensor
+    """The drafter's log probability of each, given its parent."""
+    totals_BW: Tensor
+    """Added up along the path."""
+
+
+class DrafterSource(Source):
+    """``state`` belongs to the drafter, a row of it to each row being decoded; features it has not read wait in ``pending``."""
+
+    def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
+        super().__init__(name, drafter.depth)
+        self.drafter, self.device = drafter, drafter.backbone.device
+        self.noise_depth = drafter.depth
+        unless = _not_capturable(drafter)
+        self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
+        self._step = capturer.capture(self._next_level, "draft levels", drafter, unless)
+        self._clear()
+
+    @property
+    def captured(self) -> bool:
+        """True once steps are captured: they are faster then, so their times are kept apart."""
+        return bool(self._step.captures_made)
+
+    @property
+    def calls(self) -> int:
+        """How many levels were drafted so far."""
+        return self._step.calls
+
+    @property
+    def own_cache(self) -> bool:
+        """False if it drafts on the backbone's cache."""
+        return type(self.drafter).prepare_draft is Drafter.prepare_draft
+
+    # The rows being decoded.
+
+    def _clear(self) -> None:
+        self.state: Any = None
+        self._hidden_BKD: Tensor | None = None
+        """Of a drafter that gives all depths at once, the current draft's."""
+        self._rows: list[int] | None = None
+        """The row of the state that belongs to each row being decoded; None: its own."""
+        self._pending: list[tuple[Features, list[int] | None]] = []
+        """Features that the state lacks, each with the row of them that belongs to each row being decoded."""
+
+    def start(self, sampled: bool) -> None:
+        super().start(sampled)
+        self._clear()
+
+    def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
+        if self.state is None and not self._pending:
+            self._pending = [(features, None)]
+            return
+        self.catch_up(0)
+        self.state = self.drafter.join(self.state, self._extended(None, features, 0))
+
+    def extend(self, accepted: Accepted) -> None:
+        self.append(accepted.features)
+
+    def append(self, features: Features) -> None:
+        """Features of each row's next tokens, rows right-padded."""
+        self._pending.append((features, None))
+
+    def select(self, rows: list[int]) -> None:
+        if not rows:
+            self._clear()
+            return
+        self._rows = _selected(self._rows, rows)
+        self._pending = [(features, _selected(old, rows)) for features, old in self._pending]
+        if len(self._pending) > MAX_PENDING:
+            self._pending = [(self._joined(), None)]
+
+    def catch_up(self, length: int) -> None:
+        """Bring the state up to date with the rows; ``length``: positions it must hold, drafted nodes included."""
+        if self._rows is not None and self.state is not None:
+            self.state = self.drafter.select(self.state, torch.tensor(self._rows, device=self.device))
+        if self._pending:
+            self.state = self._extended(self.state, self._joined(), length)
+        self._rows, self._pending = None, []
+
+    def _joined(self) -> Features:
+        parts = self._pending
+        return join_features([part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in parts])
+
+    def _extended(self, state: Any, features: Features, length: int) -> Any:
+        if state is None:
+            return self.drafter.reserve(self.drafter.begin(features), length)
+        return self._extend(self.drafter.reserve(state, length), features)
+
+    def prepare(self, longest: int, width: int, cache: RaggedCache | None) -> None:
+        """Before a draft behind at most ``longest`` tokens; without the backbone's cache the drafter needs its own."""
+        nodes = (self.depth + 1) * (width + 1)
+        self.catch_up(longest + nodes)
+        if cache is None:
+            self.state = self.drafter.reserve(self.state, longest + nodes)
+        else:
+            self.state = self.drafter.prepare_draft(self.state, cache, nodes)
+
+    # Drafting.
+
+    def draft(self, draft: Draft) -> None:
+        assert draft.cache is not None
+        with Stopwatch() as watch:
+            self.prepare(draft.cache.longest, draft.width, draft.cache)
+            self.grow(draft)
+        draft.seconds[self] = watch.seconds
+
+    def grow(self, draft: Draft) -> None:
+        """Draft level by level, as deep as pays, or as the tree's shape says."""
+        rows = len(draft.pools)
+        level, nodes = self.roots([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
+        limit = min((draft.shape and draft.shape.depth) or self.depth, self.depth, max(draft.remaining, default=0))
+        for depth in range(limit):
+            if draft.shape is None and depth and not self._pays(draft, nodes, depth):
+                return
+            with Stopwatch() as watch:
+                level = self.step(depth, level, draft.width, draft.scoring)
+                nodes = self._attach(draft, level, nodes, depth)
+            draft.depths[self] = depth + 1
+            if watch.valid:
+                draft.costs.add(self.part(depth), rows, watch.seconds)
+
+    def roots(self, roots: list[int]) -> Level:
+        """The roots, as the level before the first."""
+        roots_B1 = torch.tensor(roots, device=self.device)[:, None]
+        zeros_B1 = torch.zeros(roots_B1.shape, device=self.device)
+        return Level(roots_B1, torch.zeros_like(roots_B1), zeros_B1, zeros_B1)
+
+    def step(self, depth: int, before: Level, width: int, scoring: DraftScoring) -> Level:
+        """The ``width`` likeliest nodes of that depth."""
+        noise_BV = scoring.at(depth, self.drafter.vocabulary)
+        held, inputs = (self.state, self._hidden_BKD, depth), (before, width, noise_BV, scoring.temperature_1, scoring.filters)
+        level, self.state, self._hidden_BKD = self._step(held, *inputs)
+        return level
+
+    def part(self, depth: int) -> tuple[str, int, bool]:
+        """The name under which the costs of that depth are kept."""
+        return self.name, depth, self.captured
+
+    def _next_level(
+        self,
+        held: tuple[Any, Tensor | None, int],
+        before: Level,
+        width: int,
+        noise_BV: Tensor | None,
+        temperature_1: Tensor | None,
+        filters: Any,
+    ) -> tuple[Level, Any, Tensor | None]:
+        state, hidden_BKD, depth = held
+        if not self.drafter.all_depths_at_once:
+            hidden, state = self.drafter.step(state, before.tokens_BW, before.parents_BW, depth)
+        else:
+            if not depth:
+                hidden_BKD, state = self.drafter.step(state, before.tokens_BW, before.parents_BW, 0)
+            assert hidden_BKD is not None
+            hidden = hidden_BKD[:, depth : depth + 1]
+        logits_BWV = self.drafter.readout(hidden, depth, before.tokens_BW).float()
+        if noise_BV is not None and temperature_1 is not None:
+            logits_BWV = logits_BWV / temperature_1
+            if filters is not None:
+                logits_BWV = filters(logits_BWV.flatten(0, 1)).view(logits_BWV.shape)
+            logits_BWV = logits_BWV + noise_BV[:, None]
+        return self._best(before, logits_BWV, width), state, hidden_BKD
+
+    def _best(self, before: Level, logits_BWV: Tensor, width: int) -> Level:
+        scores_BWV = logits_BWV.log_softmax(-1).expand(-1, before.tokens_BW.shape[1], -1)
+        B, W, V = scores_BWV.shape
+        totals_BM = (scores_BWV + before.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)   # heads that have diverged
+        best = totals_BM.topk(min(width, int(W * V)))
+        parents_BW, drafted_BW = best.indices // V, best.indices % V
+        scores_BW = scores_BWV.flatten(1).gather(1, best.indices)
+        vocabulary = self.drafter.vocabulary
+        tokens_BW = drafted_BW if vocabulary is None else vocabulary[drafted_BW]
+        return Level(tokens_BW, parents_BW, scores_BW, best.values)
+
+    def _attach(self, draft: Draft, level: Level, above: list[list[int]], depth: int) -> list[list[int]]:
+        """Add the level to the pools; the nodes' numbers there (-1: none, since the row may not write so much)."""
+        rows = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
+        attached = []
+        for pool, remaining, parent_nodes, (tokens, parents, scores) in zip(draft.pools, draft.remaining, above, rows, strict=True):
+            nodes = []
+            for token, parent, score in zip(tokens, parents, scores, strict=True):
+                node = parent_nodes[parent]
+                if node < 0 or depth >= remaining or not score > MIN_SCORE:
+                    nodes.append(-1)
+                else:
+                    nodes.append(pool.add(self, node, token, score, self.prob(draft, depth, score)))
+            attached.append(nodes)
+        return attached
+
+    def _pays(self, draft: Draft, nodes: list[list[int]], depth: int) -> bool:
+        """Is a depth worth drafting: the tokens it may bring, at the recent rate, against what the depth and one more node cost?"""
+        if not draft.rate:
+            return True
+        mass = 0.0
+        for pool, own in zip(draft.pools, nodes, strict=True):
+            probs = pool.path_probs()
+            mass += min(sum(probs[node] for node in set(own) if node >= 0), 1.0)
+        acceptance = self.learned.acceptance
+        if mass * acceptance[depth] > draft.rate * (draft.costs.part(self.part(depth), len(draft.pools)) + draft.node_seconds):
+            return True
+        acceptance[depth] += RETRY_BONUS * (1 - acceptance[depth])
+        return False
+
+
+def _not_capturable(drafter: Drafter) -> str | None:
+    """Why the drafter's steps are not captured; None if they are."""
+    if not drafter.capturable:
+        return f"{type(drafter).__name__} is not capturable"
+    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would miss what training changes
+        return "its weights are being trained"
+    return None if drafter.backbone.device.type == "cpu" else "draft steps are captured on the CPU only"
+
+
+def _selected(before: list[int] | None, rows: list[int]) -> list[int]:
+    return list(rows) if before is None else [before[row] for row in rows]

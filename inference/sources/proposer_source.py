@@ -1,0 +1,54 @@
+"""A proposer as a source: it knows each sequence's tokens and drafts on the host."""
+
+from __future__ import annotations
+
+from headstart.heads.backbone.features import Features
+from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.tree import Pool
+from headstart.inference.sources.draft import Draft
+from headstart.inference.sources.proposer import Candidates, Proposer
+from headstart.inference.sources.source import Accepted, Source
+
+MAX_PROPOSER_DEPTH = 12
+"""Depths that proposers may draft."""
+MAX_PROPOSED_NODES = 24
+"""Nodes that a proposer may propose for a row."""
+
+
+class ProposerSource(Source):
+    """Sequences are known by their numbers, so that rows may come and go."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        super().__init__(proposer.name, MAX_PROPOSER_DEPTH)
+        self.proposer, self.observe_top_k = proposer, proposer.observe_top_k
+
+    def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
+        for sequence, prompt in zip(sequences, tokens, strict=True):
+            self.proposer.open(sequence, prompt)
+
+    def extend(self, accepted: Accepted) -> None:
+        for sequence, tokens in zip(accepted.sequences, accepted.tokens, strict=True):
+            self.proposer.extend(sequence, tokens)
+
+    def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
+        self.proposer.observe(tokens, top_tokens, logprobs)
+
+    def draft(self, draft: Draft) -> None:
+        for sequence in draft.sequences:
+            self.proposer.catch_up(sequence)
+        with Stopwatch() as watch:
+            for pool, remaining, sequence in zip(draft.pools, draft.remaining, draft.sequences, strict=True):
+                if remaining > 0:
+                    self._attach(draft, pool, self.proposer.propose(sequence, min(remaining, self.depth), MAX_PROPOSED_NODES))
+        draft.seconds[self] = watch.seconds
+
+    def _attach(self, draft: Draft, pool: Pool, proposed: Candidates) -> None:
+        nodes: list[int] = []
+        for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
+            node = nodes[parent] if parent >= 0 else 0
+            nodes.append(pool.add(self, node, token, score, self.prob(draft, pool.levels[node], score)))
+
+    def propose_after(self, slot: int, tokens: list[int], depths: int) -> Candidates:
+        """What may follow those tokens, prompt and all; what was known of that slot is over."""
+        self.proposer.open(slot, tokens)
+        return self.proposer.propose(slot, depths, MAX_PROPOSED_NODES)

@@ -1,0 +1,151 @@
+"""Sources: drafters and proposers in the loop, their states between drafts, their costs by depth, and which passes are timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import backbone, left_padded, prompts, random_drafter, say
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.stopwatch import void_running
+from headstart.inference.engine.cost_model import Costs
+from headstart.inference.engine.tree import Pool, TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.draft import Draft
+from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.speculation.speculation import Speculation
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+
+
+def source_of(drafter: Drafter) -> DrafterSource:
+    return DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
+
+
+def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels are captured as they are first drafted, long after the forward pass; only the passes in which that happens are left out."""
+    of, timed, passes = SpeculativeModel(backbone("llama"), proposers=[SuffixProposer()], capture="off"), [], []
+    observe, time = Speculation.observe, Speculation.time
+
+    def noted(speculation: Speculation, *given: Any) -> None:
+        passes.append(len(passes))
+        if passes[-1] in (2, 5):
+            void_running()
+        observe(speculation, *given)
+
+    monkeypatch.setattr(Speculation, "observe", noted)
+    monkeypatch.setattr(Speculation, "time", lambda *given: timed.append(passes[-1]) or time(*given))
+    say(of, {"input_ids": prompts((9,))[0][None]}, **OPTIONS)
+    assert timed == [number for number in passes if number not in (2, 5)] and len(timed) > 4
+
+
+def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    costs = Costs()
+    costs.add_pass(1, 1, 5e-3)
+    for depth in range(3):
+        costs.add(source.part(depth), 1, 5e-4)   # a tenth of a token
+    monkeypatch.setattr(costs, "add", lambda *given: None)   # whatever it takes on this machine
+    source.learned.acceptance[:] = [0.01, 0.2, 0.2]
+    source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
+    source.prepare(6, 8, None)
+
+    def depths() -> int:
+        draft = Draft([Pool(3)], [9], costs=costs, rate=200.0)
+        source.grow(draft)
+        return draft.depths[source]
+
+    drafted = [depths() for _ in range(400)]
+    assert drafted[0] == 1 and min(drafted) == 1 and max(drafted) > 1
+    assert drafted.index(max(drafted)) > 20, "little by little"
+
+
+def test_costs_are_kept_for_each_depth() -> None:
+    """The first step of a head that gives all depths at once costs more than those after it."""
+    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
+    source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
+    source.prepare(6, 4, None)
+    source.grow(Draft([Pool(3)], [9], costs=costs, shape=TreeShape(12, 4)))
+    assert all(costs.part(source.part(depth), 1) > 0 for depth in range(3)) and len(costs.parts) == 3
+
+
+class AllAtOnce(Drafter):
+    """Reads the root, and gives the hidden states of all depths in one step."""
+
+    all_depths_at_once = True
+
+    def __init__(self, on: Backbone) -> None:
+        super().__init__(on, DrafterConfig(depth=4))
+        self.steps: list[list[int]] = []
+
+    def begin(self, features: Features, state: Any = None) -> Tensor:
+        return features.hidden_BTD[:, -1]
+
+    def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        assert not depth
+        self.steps.append(tokens_BN.flatten().tolist())
+        shift_BD = self.backbone.embed(tokens_BN[:, 0])
+        return torch.stack([state + (k + 1) * shift_BD for k in range(self.depth)], 1), state
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return self.backbone.readout(hidden)
+
+
+def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() -> None:
+    on = backbone("llama")
+    drafter = AllAtOnce(on)
+    source, features = source_of(drafter), on.read(torch.arange(1, 6)[None])
+    source.join([0], [[]], features)
+    source.prepare(6, 3, None)
+    draft = Draft([Pool(7)], [9], shape=TreeShape(99, 3))
+    source.grow(draft)
+    assert drafter.steps == [[7]] and draft.depths[source] == 4
+    pool = draft.pools[0]
+    for depth in range(4):
+        logits = on.readout(features.hidden_BTD[0, -1] + (depth + 1) * on.embed(torch.tensor(7)))
+        best = set(logits.topk(3).indices.tolist())
+        assert {token for token, level in zip(pool.tokens, pool.levels, strict=True) if level == depth + 1} <= best
+    rows, options = left_padded(prompts((9, 3))), OPTIONS
+    truth = say(SpeculativeModel(on), rows, **options).sequences
+    assert torch.equal(say(SpeculativeModel(on, drafter), rows, tree=TreeShape(10, 3), **options).sequences, truth)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
+    """Rows are joined, selected and written to between drafts: each drafts as it does when decoded by itself."""
+    on = backbone("llama")
+    drafter = random_drafter(kind, on)
+    read = on.read(torch.randint(1, 61, (2, 30), generator=torch.Generator().manual_seed(0)), taps=drafter.taps)
+
+    def part(rows: list[int], first: int, end: int) -> Features:
+        index_BT = torch.arange(first, end).expand(len(rows), -1)
+        return read.rows(torch.tensor(rows)).gather(index_BT, torch.ones_like(index_BT, dtype=torch.bool))
+
+    def drafted(source: DrafterSource, rows: int) -> list[list[int]]:
+        source.prepare(30, 3, None)
+        draft = Draft([Pool(5) for _ in range(rows)], [9] * rows, shape=TreeShape(40, 3))
+        source.grow(draft)
+        return [pool.tokens for pool in draft.pools]
+
+    both = source_of(drafter)
+    both.join([0], [[]], part([0], 0, 6))
+    both.append(part([0], 6, 8))
+    both.join([1], [[]], part([1], 0, 8))
+    for step in range(8, 20):   # more than may wait
+        both.append(part([0, 1], step, step + 1))
+    both.select([1, 0, 1])
+    both.append(part([1, 0, 1], 20, 22))
+    both.select([2, 1])
+    for tokens, row in zip(drafted(both, 2), (1, 0), strict=True):
+        alone = source_of(drafter)
+        alone.join([0], [[]], part([row], 0, 22))
+        assert drafted(alone, 1) == [tokens]
+    both.select([])
+    assert both.state is None
