@@ -29,6 +29,7 @@ from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.step import TrainStep
 from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
+from tests.block_head import BlockHead
 
 LASTING = ("torch itself", "backbone weights", "drafter weights", "optimiser state", "average")
 
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[list[str], Size]] = {
     "expected": (["objective.depth_weights=expected"], Size(4, 100)),
     "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], Size(4, 96)),
     "eager": (["backbone.attention=eager"], Size(2, 120)),
+    "anchors": (["drafter={kind: tests.block_head}"], Size(4, 120)),
 }
 
 
@@ -134,6 +136,15 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
         assert together.phases["learning"][part] == one.phases["learning"][part] + two.phases["learning"][part]
     activations = [taken.phases["learning"]["drafter activations"] for taken in (one, two, together)]
     assert activations[2] == activations[0] > activations[1]
+
+
+def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk=16"]), {}
+    for share in (0.1, 0.4):
+        monkeypatch.setattr(BlockHead, "anchor_share", share)
+        phases = Memory(recipe, draw(recipe, False), False, False).step(Size(4, 2000)).phases
+        objective[share] = phases["learning"]["objective"]
+    assert 2.5 < objective[0.4] / objective[0.1] < 4.5
 
 
 def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
@@ -246,7 +257,7 @@ MISTAKES = {
     "memory of nan": (["--memory", "nan"], "--memory is a number"),
     "too many gpus": (["--gpus", "5", "--memory", "80"], "train.batch_size=4 leaves some of 5 GPUs"),
     "no such drafter": (["drafter.kind=meduso"], "did you mean 'medusa'"),
-    "no such argument": (["drafter.dept=3"], "did you mean depth"),
+    "no such argument": (["drafter.dept=3"], "did you mean drafter.depth?"),
     "no such backbone": (["backbone.path=./gone"], "no configuration of backbone './gone'"),
     "no such data": (["data.train=gone.jsonl"], "no data file gone.jsonl"),
     "over the context": (["data.max_length=129"], "data.max_length=129 is longer than the backbone's context of 128"),

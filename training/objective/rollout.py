@@ -66,10 +66,11 @@ def rollout(loss: FusedLoss, features: Features, anchors: SampledAnchors) -> tup
     parents_M = features.tokens_BT[row_M, anchors.at.position_M + 1]
     root_M1, drafted, hidden = torch.zeros_like(parents_M[:, None]), [], []
     for k in range(drafter.trained_depth):
-        # A step writes next to the keys of the one before, which that one's gradients still need.
-        before = state if k == 0 else map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
-        hidden_M1D, state = drafter.step(before, parents_M[:, None], root_M1, k)
-        hidden.append(hidden_M1D[:, 0])
+        if k == 0 or not drafter.all_depths_at_once:
+            # A step writes next to the keys of the one before, which that one's gradients still need.
+            before = state if k == 0 else map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
+            stepped_MND, state = drafter.step(before, parents_M[:, None], root_M1, k)
+        hidden.append(stepped_MND[:, k if drafter.all_depths_at_once else 0])
         if k + 1 < drafter.trained_depth:
             parents_M = sample_tokens(loss, hidden[-1], k, parents_M, anchors.key_M)
             drafted.append(parents_M)

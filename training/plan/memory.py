@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
@@ -37,6 +38,7 @@ from headstart.support.nest import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
+from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
@@ -155,7 +157,7 @@ class Memory:
             for name, alone in self.recipe.per_drafter().items():
                 drafter = self.sketch.drafters[name]
                 live.again()
-                learning = _learn(alone, drafter, features, teacher, live)
+                learning = _learn(alone, drafter, features, fake_anchors(drafter, size), teacher, live)
                 own = trained(drafter)
                 held = waiting + (own if self.holds else 0)
                 found.append(learning | {"gradients": learning.get("gradients", 0) + held})
@@ -180,16 +182,25 @@ class Memory:
         return Features(tokens_BT, likeliest, states, batch.loss_mask_BT, batch.document_BT), TopKTeacher(torch.ones(backbone.vocab))
 
 
-def _learn(recipe: Recipe, drafter: Drafter, features: Features, teacher: Teacher, live: Live) -> Parts:
+def fake_anchors(drafter: Drafter, size: Size) -> SampledAnchors | None:
+    """As many anchors as a step of this drafter draws on average; None if it drafts from every position."""
+    if drafter.anchor_share == 1:
+        return None
+    zeros_M = torch.zeros(max(1, round(drafter.anchor_share * size.learned)), dtype=torch.int64)
+    counts_MK = torch.ones(len(zeros_M), drafter.trained_depth, dtype=torch.bool)
+    return SampledAnchors(Anchors(zeros_M, zeros_M), drafter.anchor_share, zeros_M, zeros_M, zeros_M, counts_MK)
+
+
+def _learn(recipe: Recipe, drafter: Drafter, features: Features, anchors: SampledAnchors | None, teacher: Teacher, live: Live) -> Parts:
     """One drafter's forward, objective and backward: what training's `TrainStep` is made of."""
     precision = torch_dtype(recipe.train.precision)
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     try:
         live.part = "drafter activations"
         with nullcontext() if precision is None else torch.autocast("cpu", precision):
-            hidden = drafter(features)
+            hidden = drafter(features, None if anchors is None else anchors.at)
             live.part = "objective"
-            loss = objective(FusedLoss(recipe.objective, teacher, drafter), features, hidden).loss
+            loss = objective(FusedLoss(recipe.objective, teacher, drafter), features, hidden, anchors).loss
         del hidden
         live.part = "drafter activations"
         loss.backward()

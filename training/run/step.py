@@ -12,7 +12,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.training.features.on_policy import FeaturesWithCache
 from headstart.training.features.source import Teacher
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
@@ -32,9 +32,12 @@ class TrainStep(nn.Module):
         self.drafter, self.teacher, self.settings = drafter, teacher, settings
 
     def forward(self, features: Features, step_key: StepKey) -> Sums:
-        """All randomness derives from ``step_key`` and the text."""
-        loss = FusedLoss(self.settings, self.teacher, self.drafter)
-        sums = objective(loss, features, self.drafter(features))
+        """Drafts from every position, or from anchors drawn by ``step_key`` and the text if the drafter trains at a share of them."""
+        loss, drafter, anchors = FusedLoss(self.settings, self.teacher, self.drafter), self.drafter, None
+        if drafter.anchor_share < 1:
+            anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
+        hidden = drafter(features, None if anchors is None else anchors.at)
+        sums = objective(loss, features, hidden, anchors)
         if not self.settings.on_policy:
             return sums
         assert isinstance(features, FeaturesWithCache)
