@@ -27,7 +27,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
-from headstart.training.features.source import Live
+from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import Sums, objective
@@ -66,7 +66,7 @@ def test_all_positions_as_anchors_are_the_dense_loss(
     torch.manual_seed(2)
     kind = Feature if "features" in terms else TinyDrafter
     drafter, features = kind(backbone, 3, vocabulary).double(), batch(backbone)
-    settings = Objective(terms=terms, depth_weights=weights, depth_decay=0.6, chunk=7)
+    settings = Objective(terms=terms, depth_weights=weights, depth_decay=0.6, chunk_size=7)
     expected, found = (run(way, settings, backbone, drafter, features) for way in (dense, at_anchors(1.0)))
     assert expected[0] > 0 and len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
@@ -100,13 +100,13 @@ def test_a_step_drafts_from_anchors_alone_wherever_documents_lie(backbone: Backb
     masks = [torch.rand(length, generator=generator) < 0.8 for length in LENGTHS]
     samples = [Sample(torch.randint(1, V, (len(mask),), generator=generator), mask) for mask in masks]
     drafter, drafted = block_head(backbone), []
-    step = TrainStep(backbone, drafter, Objective(depth_weights=weights, chunk=7))
+    step = TrainStep(backbone, drafter, Objective(depth_weights=weights, chunk_size=7))
     drafter.register_forward_hook(lambda module, args, output: drafted.append((len(args[1].row_M), len(output[0]))))
     alone = [[i] for i in range(len(LENGTHS))]
     found = []
     for cut in ([ROWS], [alone], [[row] for row in ROWS], [[row] for row in reversed(alone)]):
         drafter.zero_grad()
-        parts = [step(Live(backbone, ()).read(collate(samples, rows)), KEY) for rows in cut]
+        parts = [step(LiveFeatures(backbone, ()).read(collate(samples, rows)), KEY) for rows in cut]
         sum(part.loss for part in parts).backward()
         sums = [torch.stack(part).sum(0).detach().double() for part in zip(*parts, strict=True)]
         found.append([*sums, *(weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None)])
@@ -138,7 +138,7 @@ def test_a_run_at_anchors_learns_and_no_cut_of_a_step_shows(tmp_path: Path, monk
     recipe = str(make_recipe(tmp_path, objective=settings, train=train, data={"eval_rows": 0}))
     kind = "drafter={kind: tests.block_head}"
     assert main([recipe, kind, f"save.dir={tmp_path}/whole"]) == 0
-    assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk=7"]) == 0
+    assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
     said = tmp_path / "said"
     assert Forked(2, [recipe, kind, f"save.dir={tmp_path}/two"], said).wait() == 0, said.read_text()[-3000:]
     whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))

@@ -11,147 +11,23 @@ import torch
 from families import build as build_model
 from small_run import make_recipe
 from test_hybrid import CONFIGS
-from torch.profiler import ProfilerActivity, profile
 
 from headstart.cli.main import main
-from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.methods import methods
+from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
 from headstart.training.data.data import Splits
-from headstart.training.data.packing import Batch
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.anchors import StepKey
 from headstart.training.plan.fake_model import draw
 from headstart.training.plan.memory import Memory, Size
 from headstart.training.plan.memory_counter import Live as Counted
 from headstart.training.plan.plan import disk, largest, read_data
-from headstart.training.recipe.recipe import Recipe, load_recipe
-from headstart.training.run.step import TrainStep
-from headstart.training.run.trainer import build
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
-from tests.block_head import BlockHead
-
-LASTING = ("torch itself", "backbone weights", "drafter weights", "optimiser state", "average")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_recipe(tmp_path_factory.mktemp("small"))
-
-
-def allocated(work: Any) -> int:
-    """The most bytes that torch's own allocator had given out at a time while ``work`` ran, by its own record."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = work()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    del kept
-    return most
-
-
-def real_step(recipe: Recipe, size: Size) -> dict[str, int]:
-    """What a real step takes beside the lasting, by phase."""
-    backbone = load_backbone(recipe.backbone.path, attention=recipe.backbone.attention)
-    drafter = build(recipe, backbone)
-    tokens_BT = torch.randint(0, backbone.vocab, (size.rows, size.length))
-    document_BT = torch.zeros_like(tokens_BT)
-    members: tuple[tuple[int, ...], ...] = ((0,),) * size.rows
-    if recipe.data.packing:
-        document_BT[:, -1] = 1
-        members = ((0, 1),) * size.rows
-    batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), document_BT, members)
-    source, step = LiveFeatures(backbone, drafter.taps), TrainStep(backbone, drafter, recipe.objective)
-    bf16 = recipe.train.precision == "bf16"
-
-    def learn() -> None:
-        features = source.read(batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = step(features, StepKey(0, 0)).loss
-        del features
-        loss.backward()
-
-    reading = allocated(lambda: source.read(batch))
-    learn()   # what torch sets up once is none of a step's
-    drafter.zero_grad()
-    return {"reading": reading, "step": allocated(learn)}
-
-
-CASES: dict[str, tuple[list[str], Size]] = {
-    "medusa": (["drafter.depth=3"], Size(4, 96)),
-    "eagle3": (["drafter.kind=eagle3", "drafter.depth=3"], Size(4, 96)),
-    "many rows": (["drafter.kind=eagle3", "drafter.depth=2"], Size(24, 20)),
-    "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab_size=50"], Size(2, 120)),
-    "packed": (["drafter.kind=eagle3", "data.packing=true"], Size(3, 120)),
-    "bf16": (["drafter.kind=eagle3", "train.precision=bf16"], Size(4, 96)),
-    "small chunks": (["objective.chunk_size=16", "objective.terms={ce: 0.1, tv: 0.9}"], Size(4, 100)),
-    "expected": (["objective.depth_weights=expected"], Size(4, 100)),
-    "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], Size(4, 96)),
-    "eager": (["backbone.attention=eager"], Size(2, 120)),
-    "anchors": (["drafter={kind: tests.block_head}"], Size(4, 120)),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
-    overrides, size = CASES[name]
-    recipe = load_recipe(small, overrides)
-    phases = Memory(recipe, draw(recipe, False), False, False).step(size).phases
-    measured = real_step(recipe, size)
-    planned = {phase: sum(count for part, count in parts.items() if part not in LASTING) for phase, parts in phases.items()}
-    assert 0.7 <= measured["reading"] / planned["reading"] <= 1.5, (measured, planned)
-    assert 0.7 <= measured["step"] / max(planned["reading"], planned["learning"]) <= 1.5, (measured, planned)
-
-
-def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Path) -> None:
-    overrides = ["drafter.kind=eagle3", "train.ema_decay=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
-    recipe = load_recipe(small, overrides)
-    parts = Memory(recipe, draw(recipe, False), False, False).lasting()
-    run = prepare(recipe)
-    weights = [weight for weight in run.drafter.parameters() if weight.requires_grad]
-    trained = 4 * sum(weight.numel() for weight in weights)
-    matrices = 4 * sum(w.numel() for w in weights if w.ndim == 2 and run.backbone.vocab not in w.shape)
-    assert parts["backbone weights"] >= 4 * sum(weight.numel() for weight in run.backbone.model.parameters())
-    assert parts["backbone weights"] < 1.02 * 4 * sum(weight.numel() for weight in run.backbone.model.parameters())
-    assert parts["drafter weights"] == parts["average"] == trained
-    assert parts["optimiser state"] == 2 * trained - matrices
-    run.log.close()
-
-
-@pytest.mark.parametrize("kind", methods())
-def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
-    for accelerator in (False, True):
-        recipe = load_recipe(small, [f"drafter={{kind: {kind}}}"])
-        taken = Memory(recipe, draw(recipe, accelerator), accelerator, True).step(Size(2, 32))
-        assert taken.phases["learning"]["drafter activations"] > 0 and taken.phases["learning"]["objective"] > 0
-
-
-def test_several_heads_learn_one_after_another(small: Path) -> None:
-    alone = [load_recipe(small, [f"drafter={{kind: {kind}, depth: 2}}"]) for kind in ("eagle3", "medusa")]
-    both = load_recipe(small, ["drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}"])
-    one, two, together = (Memory(recipe, draw(recipe, False), False, False).step(Size(4, 60)) for recipe in (*alone, both))
-    for part in ("drafter weights", "optimiser state"):
-        assert together.phases["learning"][part] == one.phases["learning"][part] + two.phases["learning"][part]
-    activations = [taken.phases["learning"]["drafter activations"] for taken in (one, two, together)]
-    assert activations[2] == activations[0] > activations[1]
-
-
-def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk=16"]), {}
-    for share in (0.1, 0.4):
-        monkeypatch.setattr(BlockHead, "anchor_share", share)
-        phases = Memory(recipe, draw(recipe, False), False, False).step(Size(4, 2000)).phases
-        objective[share] = phases["learning"]["objective"]
-    assert 2.5 < objective[0.4] / objective[0.1] < 4.5
-
-
-def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
-    recipe = load_recipe(small, ["drafter.kind=eagle3"])
-    memory = Memory(recipe, draw(recipe, False), False, False)
-    most = [memory.step(size).most for size in (Size(2, 32), Size(4, 32), Size(4, 64), Size(4, 64, 0.5))]
-    assert most[0] < most[1] < most[2] > most[3]
 
 
 @pytest.mark.parametrize("limit,expected", [(1050, 10), (149, 0), (150, 1), (10**9, 500), (1149, 10), (5050, 50), (49, 0)])

@@ -10,8 +10,9 @@ import torch
 from by_the_book import MIXED_TERMS, WHOLE_TERMS, mixture, smooth_l1
 from torch import Tensor
 
-from headstart.training.objective.terms import TERMS, DraftProbs, SoftTarget, compare, gradient, mix, regression, soft_target
-from headstart.training.recipe.recipe import Objective
+from headstart.training.objective.terms import FEATURES, TERMS, DraftProbs, SoftTarget, compare, gradient, mix, regression, soft_target
+from headstart.training.recipe import training as recipe
+from headstart.training.recipe.training import Objective
 
 C, V = 6, 23
 VOCABULARY = torch.tensor([0, 1, 4, 5, 9, 11, 12, 20])
@@ -57,6 +58,7 @@ def test_value_and_gradient_are_those_of_the_formula(terms: dict[str, float], vo
 
 def test_every_term_is_covered() -> None:
     assert {name for terms in WHOLE_TERMS for name in terms} == set(TERMS)
+    assert {*TERMS, FEATURES} == set(recipe.TERMS), "what a recipe may name"
 
 
 @VOCABULARIES

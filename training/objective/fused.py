@@ -23,7 +23,7 @@ from headstart.heads.layers.chunking import chunk_policy
 from headstart.training.features.source import Teacher
 from headstart.training.objective.loss_rows import LossRows
 from headstart.training.objective.terms import FEATURES, SoftTarget, compare, gradient, mix, regression, soft_target
-from headstart.training.recipe.recipe import Objective
+from headstart.training.recipe.training import Objective
 
 CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
 """Chunks on a CPU: as many logits as its caches hold (2 MB in fp32), but enough rows to keep its matrix products efficient."""

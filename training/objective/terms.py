@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from headstart.training.recipe.recipe import Objective  # that reads TERMS
+from headstart.training.recipe.training import Objective
 
 MIN_ALPHA = 1e-6
 """Below this acceptance rate -log alpha is replaced by its tangent, so that the gradient stays finite."""
@@ -111,7 +110,7 @@ def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-Term = Callable[[SoftTarget, DraftProbs, Tensor, "Objective"], Tensor]
+Term = Callable[[SoftTarget, DraftProbs, Tensor, Objective], Tensor]
 """Adds the gradient of ``weight_C`` times the term, and returns the term's unweighted value at each position, ``[C]``."""
 
 
@@ -176,8 +175,6 @@ TERMS: dict[str, Term] = {
 """Terms that compare distributions."""
 FEATURES = "features"
 """The term that compares hidden states: `regression`."""
-NAMES = (*TERMS, FEATURES)
-"""Every term a recipe may name."""
 
 
 def mix(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objective) -> Tensor:

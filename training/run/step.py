@@ -16,7 +16,7 @@ from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
-from headstart.training.recipe.recipe import Objective
+from headstart.training.recipe.training import Objective
 
 
 class TrainStep(nn.Module):
