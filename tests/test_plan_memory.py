@@ -131,7 +131,7 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
 
 
 def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk=16"]), {}
+    recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk_size=16"]), {}
     for share in (0.1, 0.4):
         monkeypatch.setattr(BlockHead, "anchor_share", share)
         phases = Memory(recipe, draw(recipe, False), False, False).step(Size(4, 2000)).phases
