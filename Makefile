@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-LAUNCH := $(BIN)/accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
+LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 
 .PHONY: install demo test lint
 
@@ -25,8 +25,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
 demo: $(INSTALLED)
 	rm -rf out/demo
-	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
-	OMP_NUM_THREADS=1 $(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
+	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml save.dir=out/demo/eagle3
+	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl \
 	  --propose suffix recycling --also-fixed-tree --nodes 12 --width 4 --sampled-nodes 24 --sampled-width 8 \
 	  --temperature 0 1 --max-new-tokens 44 --dtype fp32 --threads 2 \

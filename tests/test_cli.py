@@ -14,8 +14,8 @@ from chat_templates import CHATML, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
+from headstart.cli import decoding
 from headstart.cli.main import main
-from headstart.cli.main import main as cli
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
@@ -272,7 +272,7 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "generate", interrupt)
+    monkeypatch.setattr(decoding, "generate", interrupt)
     assert main(["generate", "hi"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -292,9 +292,9 @@ def test_help_loads_no_library():
 
 def test_a_closed_pipe_is_quiet():
     code = (
-        "import sys; from headstart import cli\n"
+        "import sys; from headstart.cli import decoding, main\n"
         "def broken(given):\n    print('unwritten', end=''); raise BrokenPipeError\n"
-        "cli.bench = broken; sys.exit(cli.main(['bench', '--heads', 'a', '--prompts', 'b']))"
+        "decoding.bench = broken; sys.exit(main.main(['bench', '--heads', 'a', '--prompts', 'b']))"
     )
     done = python("-c", code)
     assert (done.returncode, done.stderr) == (141, "")

@@ -71,10 +71,10 @@ def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    """Five sequences a step: the shares are three and two. And what accelerate would start alone really is two."""
+    """Five sequences a step: three in one process, two in the other."""
     recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
-    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     done = run(recipe, f"save.dir={tmp_path}/two", "train.micro_batch=1", launcher=launcher)
     assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr[-3000:]
     one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))

@@ -29,7 +29,7 @@ def starting(word: str) -> list[str]:
 def test_headstart_commands_parse(line: str) -> None:
     words = shlex.split(line.partition("<")[0])[1:]
     given = _parser().parse_args(words)
-    assert given.command.__name__ == words[0]
+    assert given.command.name == words[0]
 
 
 @pytest.mark.parametrize("line", starting("accelerate"))

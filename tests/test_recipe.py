@@ -2,6 +2,8 @@
 import ast
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,8 +86,7 @@ def test_defaults_and_the_least_recipe(write):
         ("save.dir=out/a=b", "save.dir", "out/a=b"),
         ("train.betas=[0, 0.99]", "train.betas", (0.0, 0.99)),
         ("drafter.depth=3", "drafter", {"kind": "medusa", "depth": 3}),
-        ("drafter.taps=[1, 2]", "drafter", {"kind": "medusa", "depth": 4, "taps": [1, 2]}),
-        ("drafter.scale=1e-3", "drafter", {"kind": "medusa", "depth": 4, "scale": 1e-3}),
+        ("drafter={kind: eagle3, taps: [1, 2]}", "drafter", {"kind": "eagle3", "taps": [1, 2]}),
         ("objective.terms={kl: 1, ce: .1}", "objective.terms", {"kl": 1.0, "ce": 0.1}),
         ("objective={depth_decay: 1}", "objective.depth_decay", 1.0),
         ("backbone.path=other/model", "backbone.path", "other/model"),
@@ -131,6 +132,12 @@ def test_later_overrides_win(write):
         ("drafter=medusa", "drafter is a section with keys of its own; got 'medusa'"),
         ("drafter={depth: 3}", "missing key drafter.kind"),
         ("drafter.kind=3", "drafter.kind is text; got 3"),
+        ("drafter.kind=medusaa", "unknown drafter 'medusaa'; did you mean 'medusa'?"),
+        ("drafter.kind=no.such.module", "no module 'no.such.module' for the drafter"),
+        ("drafter.layer=2", "unknown key drafter.layer; did you mean drafter.layers?"),
+        ("drafter.depth=0", "drafter.depth is a whole number of at least 1; got 0"),
+        ("drafter={kind: eagle3, taps: [1, x]}", "drafter.taps[1] is a whole number; got 'x'"),
+        ("drafter={kind: tests.dying, dept: 2}", "unknown key drafter.dept; did you mean drafter.depth?"),
         ("save={every: 3}", "missing key save.dir"),
         ("objective.terms={kll: 1}", "objective.terms knows kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; got 'kll'"),
         ("objective.terms={kl: 0}", "objective.terms needs a weight above 0"),
@@ -215,6 +222,11 @@ def test_written_out_it_reads_back_equal(write, path):
         recipe = load_recipe(path, overrides)
         assert load_recipe(write(to_yaml(recipe))) == recipe
     assert to_dict(recipe)["train"]["betas"] == [0.9, 0.95]
+
+
+def test_sections_are_read_without_torch():
+    code = "import sys, headstart.training.recipe.recipe; assert not {'torch', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_every_field_is_documented():

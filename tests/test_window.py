@@ -253,6 +253,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--draft-sink", "1"]) == 0
     (row,) = json.loads((tmp_path / "report.json").read_text())["results"]
     assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": False} and row["identical"]
+    assert main([*command, "--draft-sink", "1"]) == 2
+    assert "--draft-sink 1 goes with --draft-window N" in capsys.readouterr().err
     command[2] = str(tmp_path / "medusa")
     assert main([*command, "--draft-window", "4"]) == 2
     assert "Medusa has no KV cache" in capsys.readouterr().err

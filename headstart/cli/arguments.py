@@ -1,4 +1,4 @@
-"""What the subcommands of inference take on the command line. Imports no library, so that ``--help`` is quick."""
+"""Command-line arguments of all subcommands. Imports no library, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -26,77 +26,140 @@ BENCH_EXAMPLE = """examples:
 TUNE_EXAMPLE = """examples:
   headstart tune --heads out/eagle3 --prompts prompts.jsonl
   headstart tune --backbone Qwen/Qwen3-0.6B --batch-size 1 8 --contexts 512 4096"""
+TRAIN_EXAMPLE = """examples:
+  headstart train recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  accelerate launch train_heads.py recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  torchrun --nproc-per-node 2 train_heads.py recipes/quickstart/eagle3.yaml"""
+CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
+REGENERATE_EXAMPLE = """examples:
+  headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1"""
+PLAN_EXAMPLE = """examples:
+  headstart plan recipes/quickstart/eagle3.yaml
+  headstart plan recipes/qwen3-8b/eagle3.yaml train.micro_batch=4 --gpus 8 --memory 80 --no-calibration"""
+INSPECT_EXAMPLE = """examples:
+  headstart inspect recipes/quickstart/eagle3.yaml --row 3
+  headstart inspect out/quickstart/eagle3 --json heads.json"""
+SCHEMA_EXAMPLE = """in a clone:
+  headstart schema --out recipes/schema.json --tables docs/recipe.md"""
 PROPOSERS = ("suffix", "recycling", "history")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    """One prompt continued."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to continue or answer (default: read the standard input)")
+    """Arguments of ``headstart generate``."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue or question to answer (default: standard input)")
     parser.add_argument("--file", metavar="F", help="read the prompt from this file")
-    parser.add_argument("--echo", action="store_true", help="write the prompt too")
-    parser.add_argument("--stop", action="append", metavar="STRING", help="stop once this is written; may be repeated")
+    parser.add_argument("--echo", action="store_true", help="print the prompt too")
+    parser.add_argument("--stop", action="append", metavar="STRING", help="stop at this text; may be repeated")
     _add_style(parser)
     _add_one_text(parser)
     _add_shared(parser)
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    """A conversation; there is a chat template or none of this works, so no style to choose."""
-    parser.add_argument("--system", metavar="TEXT", help="what the backbone is told before the first question")
+    """Arguments of ``headstart chat``, which always uses the chat template."""
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     _add_one_text(parser)
     _add_shared(parser)
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    """Heads measured."""
+    """Arguments of ``headstart bench``."""
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help="heads to measure: folders or hub ids")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
-    parser.add_argument("--skip-long", action="store_true", help="leave out prompts that do not fit the context (default: refuse them)")
-    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="how much of a plain text is the prompt (64)")
-    parser.add_argument("--temperature", type=number(0), action="extend", nargs="+", metavar="T", help="may be many; 0: greedy (default)")
+    parser.add_argument("--skip-long", action="store_true", help="skip prompts that do not fit the context (default: an error)")
+    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
+    parser.add_argument("--temperature", type=number(0), action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
     parser.add_argument(
-        "--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="texts decoded together; may be many (1)"
+        "--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
     )
     parser.add_argument("--seed", type=count(0), default=0, metavar="S", help="seed of the first prompt (0)")
     parser.add_argument("--sampled-nodes", type=count(1), metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=count(1), metavar="W", help="--width above temperature 0 (default: the same)")
-    beside = "measure heads also alone, in trees of a fixed size (--nodes, --width and so on are then of these)"
+    beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
     parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots there, one page without links")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
     _add_style(parser)
     _add_shared(parser)
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
-    """This machine measured."""
+    """Arguments of ``headstart tune``."""
     parser.add_argument("--heads", metavar="DIR", help="the heads to tune for (default: proposers that need none)")
-    sets = "prompts to learn from what drafts are worth: as for bench (default: measure times only)"
+    sets = "prompts to measure acceptance rates on, as for bench (default: measure latency only)"
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), default=16, metavar="N", help="the first N prompts of each file only (16)")
-    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="how much of a plain text is the prompt (64)")
-    parser.add_argument("--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="rows decoded together (1 4)")
+    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
+    parser.add_argument("--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="sequences decoded together (1 4)")
     parser.add_argument("--contexts", type=count(1), action="extend", nargs="+", metavar="T", help="tokens before the tree (256 1024)")
     parser.add_argument("--max-nodes", type=count(2), default=256, metavar="N", help="nodes of the largest tree measured (256)")
     _add_style(parser)
     _add_proposers(parser)
     _add_limits(parser)
     _add_model(parser)
-    parser.add_argument("--max-new-tokens", type=count(2), default=64, metavar="N", help="how much to write after each prompt (64)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there too")
+    parser.add_argument("--max-new-tokens", type=count(2), default=64, metavar="N", help="tokens to generate after each prompt (64)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements as JSON too")
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart train`` and ``train_heads.py``."""
+    _add_recipe(parser, "YAML file: the only configuration")
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart cache``."""
+    _add_recipe(parser, "training recipe")
+    parser.add_argument("--estimate", action="store_true", help="print the size of the cache and write nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
+
+
+def add_regenerate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart regenerate``."""
+    _add_recipe(parser, "recipe whose data.train is answered")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart plan``."""
+    _add_recipe(parser, "training recipe")
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--no-calibration", action="store_true", help="skip timing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON too")
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart inspect``."""
+    parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart schema``."""
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the schema there")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
+
+
+def _add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help=about)
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
 
 
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: autoregressive decoding)")
     parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
     parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K likeliest tokens (0: from all)")
-    parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help="sample from the likeliest, of chance P")
-    parser.add_argument("--seed", type=count(0), metavar="S", help="seed of the sampling (default: drawn, and told)")
+    parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K most probable tokens (0: from all)")
+    about = "nucleus sampling: from the most probable tokens that reach P together"
+    parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
+    parser.add_argument("--seed", type=count(0), metavar="S", help="seed of the sampling (default: random, printed)")
 
 
 def _add_style(parser: argparse.ArgumentParser) -> None:
@@ -106,28 +169,28 @@ def _add_style(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_proposers(parser: argparse.ArgumentParser) -> None:
-    about = f"draft from the text itself too: any of {', '.join(PROPOSERS)}"
+    about = f"draft with n-gram proposers too: any of {', '.join(PROPOSERS)}"
     parser.add_argument("--propose", action="extend", nargs="+", choices=PROPOSERS, metavar="NAME", help=about)
     parser.add_argument("--draft-model", metavar="MODEL", help="draft with this smaller model of the same vocabulary too")
     parser.add_argument("--early-exit", type=count(1), metavar="E", help="draft with the backbone's first E layers too")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    about = "let the heads look at the last N positions alone, and at the first few: bounds their memory (default: at all)"
+    about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
     parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
-    parser.add_argument("--draft-sink", type=count(0), default=4, metavar="N", help="how many first positions are seen beside a window (4)")
-    parser.add_argument("--draft-offload", action="store_true", help="keep the heads' keys and values in host memory between drafts")
+    parser.add_argument("--draft-sink", type=count(0), metavar="N", help="sink tokens kept beside --draft-window (4)")
+    parser.add_argument("--draft-offload", action="store_true", help="keep the heads' KV cache in host memory between drafts")
 
 
 def _add_shared(parser: argparse.ArgumentParser) -> None:
     _add_proposers(parser)
     _add_limits(parser)
     _add_model(parser)
-    parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="how much to write (128)")
-    parser.add_argument("--nodes", type=count(1), metavar="N", help="size of a candidate tree, its root included (default: what pays)")
-    parser.add_argument("--width", type=count(1), metavar="W", help="how many nodes of a depth are followed (8)")
-    parser.add_argument("--depth", type=count(1), metavar="K", help="how many tokens ahead (default: all that the heads draft)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
+    parser.add_argument("--nodes", type=count(1), metavar="N", help="size of the candidate tree, root included (default: adaptive)")
+    parser.add_argument("--width", type=count(1), metavar="W", help="beam width: nodes expanded per draft level (8)")
+    parser.add_argument("--depth", type=count(1), metavar="K", help="draft length in tokens (default: the heads' own)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +205,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def count(least: int) -> Callable[[str], int]:
-    """Reads a whole number of at least ``least``."""
+    """A parser of whole numbers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -153,7 +216,7 @@ def count(least: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """Reads a number from ``least`` (``above``: greater than it) to ``most``."""
+    """A parser of numbers from ``least`` (``above``: greater than it) to ``most``."""
 
     def read(text: str) -> float:
         try:

@@ -65,10 +65,12 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
     """The heads at ``path`` with the proposers asked for; None: proposers alone, or autoregressive decoding."""
+    if args.draft_sink is not None and args.draft_window is None:
+        raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
     proposers = proposers_of(backbone, tokenizer, args)
     heads = load(path, backbone, tokenizer=tokenizer, allow_finetuned=args.allow_finetuned, proposers=proposers, capture=args.capture)
     if args.draft_window is not None or args.draft_offload:
-        heads.limit(window=args.draft_window, sink=args.draft_sink, offload=args.draft_offload)
+        heads.limit(window=args.draft_window, sink=4 if args.draft_sink is None else args.draft_sink, offload=args.draft_offload)
     return heads
 
 

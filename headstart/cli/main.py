@@ -1,47 +1,65 @@
-"""The command ``headstart``: its subcommands, and what becomes of errors.
+"""The command ``headstart``: its subcommands, and the exit status of errors.
 
-To add a subcommand: a function here that imports its module and runs it (its docstring is the help), a function that adds its
-arguments (in an `arguments` module that imports no library), and a line in `_parser`. Modules are imported once a subcommand runs,
-since torch and transformers take seconds, for which ``--help`` need not wait.
+To add a subcommand: a function of its name in a module of this folder that takes the parsed arguments and returns the exit status,
+a function that adds the arguments, and a line in `COMMANDS`. A command's module is imported when it runs: torch and transformers
+take seconds to import, for which ``--help`` need not wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headstart import __version__
-from headstart.cli.arguments import (
-    BENCH_EXAMPLE,
-    CHAT_EXAMPLE,
-    GENERATE_EXAMPLE,
-    TUNE_EXAMPLE,
-    add_bench,
-    add_chat,
-    add_generate,
-    add_tune,
-)
-from headstart.cli.preparing import (
-    CACHE_EXAMPLE,
-    INSPECT_EXAMPLE,
-    PLAN_EXAMPLE,
-    REGENERATE_EXAMPLE,
-    add_cache,
-    add_inspect,
-    add_plan,
-    add_regenerate,
-)
+from headstart.cli import arguments
 from headstart.support.errors import UserError
 
 
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the function ``name`` in ``headstart/cli/<module>.py``."""
+
+    name: str
+    module: str
+    about: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    example: str
+
+    def __call__(self, args: argparse.Namespace) -> int:
+        status: int = getattr(importlib.import_module(f"headstart.cli.{self.module}"), self.name)(args)
+        return status
+
+
+COMMANDS = (
+    Command("train", "train", "Train heads by a recipe", arguments.add_train, arguments.TRAIN_EXAMPLE),
+    Command("generate", "decoding", "Continue one prompt, printing tokens as they are accepted", arguments.add_generate,
+            arguments.GENERATE_EXAMPLE),
+    Command("chat", "decoding", "Chat with the backbone", arguments.add_chat, arguments.CHAT_EXAMPLE),
+    Command("bench", "decoding", "Measure heads against autoregressive decoding and transformers' generate", arguments.add_bench,
+            arguments.BENCH_EXAMPLE),
+    Command("tune", "decoding", "Measure step latency on this machine, so that tree sizes fit it from the first token on",
+            arguments.add_tune, arguments.TUNE_EXAMPLE),
+    Command("cache", "preparing", "Cache target hidden states for training", arguments.add_cache, arguments.CACHE_EXAMPLE),
+    Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own", arguments.add_regenerate,
+            arguments.REGENERATE_EXAMPLE),
+    Command("plan", "preparing", "Estimate memory, disk and time of a training run, and what fits", arguments.add_plan,
+            arguments.PLAN_EXAMPLE),
+    Command("inspect", "preparing", "Show a training sample and dataset statistics, or the contents of a checkpoint",
+            arguments.add_inspect, arguments.INSPECT_EXAMPLE),
+    Command("schema", "preparing", "Print the JSON schema of recipes, for editors", arguments.add_schema, arguments.SCHEMA_EXAMPLE),
+)  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 (tokens differ that must not), 2 (the user's mistake), 130 (interrupted), 141 (nobody reads on)."""
+    """The exit status: 0, 1 (tokens that should be identical differ), 2 (user error), 130 (interrupted), 141 (broken pipe)."""
     try:
-        given = _parser().parse_args(argv)
-        status: int = given.command(given)
+        args = _parser().parse_args(argv)
+        status: int = args.command(args)
         sys.stdout.flush()
         return status
     except UserError as error:
@@ -51,64 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # what is still unwritten goes nowhere, quietly
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # output not yet written is discarded quietly
         return 141
-
-
-def generate(given: argparse.Namespace) -> int:
-    """Continue one prompt, writing as tokens are accepted."""
-    from headstart.cli import decoding as commands
-
-    return commands.generate(given)
-
-
-def chat(given: argparse.Namespace) -> int:
-    """Talk with the backbone, turn by turn."""
-    from headstart.cli import decoding as commands
-
-    return commands.chat(given)
-
-
-def bench(given: argparse.Namespace) -> int:
-    """Measure heads against plain decoding and transformers' own generate."""
-    from headstart.cli import decoding as commands
-
-    return commands.bench(given)
-
-
-def tune(given: argparse.Namespace) -> int:
-    """Measure this machine, so that trees are as large as pays from the first token on."""
-    from headstart.cli import decoding as commands
-
-    return commands.tune(given)
-
-
-def cache(given: argparse.Namespace) -> int:
-    """Write what the backbone knows of every training sample to disk, so that training need not run it."""
-    from headstart.cli import preparing as commands
-
-    return commands.cache(given)
-
-
-def regenerate(given: argparse.Namespace) -> int:
-    """Let the backbone itself answer a dataset's prompts, so that heads learn from what it says."""
-    from headstart.cli import preparing as commands
-
-    return commands.regenerate(given)
-
-
-def plan(given: argparse.Namespace) -> int:
-    """Say what training by a recipe will need, and what fits, before anything is loaded or trained."""
-    from headstart.cli import preparing as commands
-
-    return commands.plan(given)
-
-
-def inspect(given: argparse.Namespace) -> int:
-    """Show a training sample and the data in numbers; or what trained heads are."""
-    from headstart.cli import preparing as commands
-
-    return commands.inspect(given)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,26 +80,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="headstart", description="Decode with lookahead heads: the backbone's own text, several tokens per pass.")
+    parser = _Parser(prog="headstart", description="Train lookahead heads on a frozen language model, and decode losslessly with them.")
     parser.add_argument("--version", action="version", version=f"headstart {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_generate(_add_command(commands, "generate", generate, GENERATE_EXAMPLE))
-    add_chat(_add_command(commands, "chat", chat, CHAT_EXAMPLE))
-    add_bench(_add_command(commands, "bench", bench, BENCH_EXAMPLE))
-    add_tune(_add_command(commands, "tune", tune, TUNE_EXAMPLE))
-    add_cache(_add_command(commands, "cache", cache, CACHE_EXAMPLE))
-    add_regenerate(_add_command(commands, "regenerate", regenerate, REGENERATE_EXAMPLE))
-    add_plan(_add_command(commands, "plan", plan, PLAN_EXAMPLE))
-    add_inspect(_add_command(commands, "inspect", inspect, INSPECT_EXAMPLE))
+    subparsers: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+    style = argparse.RawDescriptionHelpFormatter
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name, help=command.about, description=command.about, epilog=command.example, formatter_class=style, allow_abbrev=False
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command)
     return parser
-
-
-def _add_command(commands: Any, name: str, command: Callable[[argparse.Namespace], int], example: str) -> argparse.ArgumentParser:
-    about = (command.__doc__ or "").rstrip(".")
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.set_defaults(command=command)
-    return parser
-
-

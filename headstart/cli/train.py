@@ -1,4 +1,4 @@
-"""The command that trains: ``accelerate launch train_heads.py RECIPE [section.key=value ...]``."""
+"""Training: ``headstart train RECIPE [section.key=value ...]``, and ``train_heads.py`` for launchers that want a script."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ import sys
 import time
 from collections.abc import Sequence
 
+from headstart.cli.arguments import TRAIN_EXAMPLE, add_train
 from headstart.support.errors import UserError
-from headstart.training.processes import processes_missing, start_processes
-
-EXAMPLE = "example: accelerate launch train_heads.py recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train by a recipe; the exit status: 0 done, 2 the user's mistake, 128 + signal if told to stop (saved, resumable)."""
-    parser = argparse.ArgumentParser(prog="train_heads.py", description="Train lookahead heads on a frozen language model.", epilog=EXAMPLE)
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file: the only configuration")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace what the recipe says")
-    given = parser.parse_args(argv)
-    if processes := processes_missing():
-        return start_processes(processes, [given.recipe, *given.overrides])
+    """Run ``train_heads.py``; the exit status is that of `train`."""
+    parser = argparse.ArgumentParser(prog="train_heads.py", description="Train heads by a recipe.", epilog=TRAIN_EXAMPLE)
+    add_train(parser)
+    return train(parser.parse_args(argv))
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train by a recipe; the exit status: 0 done, 2 user error, 128 + signal if stopped (saved, resumable)."""
     try:
-        return _train(given.recipe, given.overrides)
+        return _train(args.recipe, args.overrides)
     except UserError as error:
-        return _complain(error)
+        return _report(error)
     except KeyboardInterrupt:   # while loading, or the second one while training
         return 130
 
 
 def _train(path: str, overrides: Sequence[str]) -> int:
-    # What takes seconds to import, only now: --help and the parent of several processes do without.
-    import torch
+    import torch  # takes seconds to import, for which --help need not wait
 
     from headstart.training.loop import train
     from headstart.training.recipe.recipe import load_recipe
@@ -52,9 +50,9 @@ def _train(path: str, overrides: Sequence[str]) -> int:
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
 
 
-def _complain(error: UserError) -> int:
+def _report(error: UserError) -> int:
     rank = int(os.environ.get("RANK", "0"))
     if rank:
-        time.sleep(15)   # what every process found is said by the first, whose end also ends the others
+        time.sleep(15)   # the first process reports an error that all have; its exit ends the others
     print(f"error: {error}" if rank == 0 else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
     return 2

@@ -121,17 +121,15 @@ remember() { printf '%s\n' "$notes" > "$out/done/.$name" && mv "$out/done/.$name
 
 leave_after() { if [[ $last == "$1" ]]; then echo "stopped after $1, as told; without --until the same command goes on"; exit 0; fi; }
 
-headstart() { "$python" -m headstart.cli.main "$@"; }
+headstart() { "$python" -m headstart.cli "$@"; }
 
 train() {
-  if ((processes == 1)); then   # what is wrong is then said in one line; `accelerate launch` would add a report of its own
+  if ((processes == 1)); then   # an error is then one line; torchrun would add a report of its own
     "$python" "$root/train_heads.py" "$@"
     return
   fi
-  local kind=--cpu
-  if [[ $gpu == True ]]; then kind=--multi_gpu; fi
-  "$python" -m accelerate.commands.launch "$kind" --num_processes "$processes" --num_machines 1 --mixed_precision no --dynamo_backend no \
-    "$root/train_heads.py" "$@"
+  if [[ $gpu != True ]]; then export ACCELERATE_USE_CPU=true; fi
+  "$python" -m torch.distributed.run --nproc-per-node "$processes" "$root/train_heads.py" "$@"
 }
 
 settings=("backbone.path=$model" "save.dir=$out/heads")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.support.config import Model, parse
 from headstart.support.errors import UserError
+from headstart.training.recipe.drafter import require_arguments
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
@@ -62,10 +63,12 @@ def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
     for key in SHARED_KEYS:
         if key in entry.get("train", {}):
             raise UserError(f"heads.{name}.train.{key} is the same for all heads, which share the backbone's forward pass; set train.{key}")
+    drafter = {key: value for key, value in entry.items() if key not in OWN_SECTIONS}
+    require_arguments(drafter, f"heads.{name}")
     sections = {
         **dict(recipe),
         "heads": {},
-        "drafter": {key: value for key, value in entry.items() if key not in OWN_SECTIONS},
+        "drafter": drafter,
         "save": recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)}),
     }
     try:

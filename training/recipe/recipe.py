@@ -14,6 +14,7 @@ from pydantic import NonNegativeInt, model_validator
 from headstart.support.config import RuleError, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.training.recipe import multi
+from headstart.training.recipe.drafter import require_arguments
 from headstart.training.recipe.sections import Backbone, Cache, Data, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
 from headstart.training.recipe.yaml_text import dump_yaml, override, read_yaml
@@ -55,16 +56,14 @@ class Recipe(StrictModel):
     def _check(self) -> Self:
         if self.drafter and self.heads:
             raise RuleError("heads", "stand in place of drafter, not beside it; leave one out", list(self.heads))
-        if not self.heads:
+        if self.heads:
+            self.per_drafter()
+        else:
             self._check_drafter()
-        self.per_drafter()
         return self
 
     def _check_drafter(self) -> None:
-        if "kind" not in self.drafter:
-            raise UserError("missing key drafter.kind: the drafter to train, as in drafter.kind=eagle3 (or several, as heads)")
-        if not isinstance(self.drafter["kind"], str):
-            raise RuleError("drafter.kind", "is text", self.drafter["kind"])
+        require_arguments(self.drafter, "drafter")
         if self.objective.on_policy and self.cache.dir is not None:
             rule = f"needs the backbone, which does not run with cache.dir={self.cache.dir!r}; set either to 0 or null"
             raise RuleError("objective.on_policy", rule, self.objective.on_policy)

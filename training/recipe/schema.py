@@ -1,0 +1,107 @@
+"""The recipe models as a JSON schema for editors, and as the tables of docs/recipe.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from headstart.heads.methods import find_drafter, methods
+from headstart.support.config import describe
+from headstart.support.errors import UserError
+from headstart.training.recipe.multi import SHARED_KEYS
+from headstart.training.recipe.recipe import Recipe
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file; ``drafter`` and ``heads`` know the arguments of every kind that ships."""
+    schema = Recipe.model_json_schema()
+    definitions = schema["$defs"]
+    for kind in methods():
+        definitions[f"drafter-{kind}"] = _drafter(kind, {})
+        own = {"name": {"type": "string"}, "objective": {"$ref": "#/$defs/Objective"}, "train": {"$ref": "#/$defs/OwnTrain"}}
+        definitions[f"head-{kind}"] = _drafter(kind, own)
+    train = definitions["Train"]
+    definitions["OwnTrain"] = {**train, "properties": {k: v for k, v in train["properties"].items() if k not in SHARED_KEYS}}
+    entry = _one_of("head")
+    listed = {"type": "array", "items": entry}
+    schema["properties"]["drafter"] = {**_described(schema, "drafter"), **_one_of("drafter")}
+    schema["properties"]["heads"] = {**_described(schema, "heads"), "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
+    return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [{"required": ["drafter"]}, {"required": ["heads"]}]}
+
+
+def _drafter(kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = find_drafter(kind).Config.model_json_schema()
+    properties = {"kind": {"const": kind}, **arguments["properties"], **own}
+    required = ["kind", *arguments.get("required", [])]
+    return {"type": "object", "title": kind, "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _one_of(prefix: str) -> dict[str, Any]:
+    dotted = {"type": "object", "title": "a module of your own", "properties": {"kind": {"pattern": r"\."}}, "required": ["kind"]}
+    return {"oneOf": [*({"$ref": f"#/$defs/{prefix}-{kind}"} for kind in methods()), dotted]}
+
+
+def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {"description": schema["properties"][key]["description"]}
+
+
+def with_tables(page: str) -> str:
+    """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
+
+    NAME is ``recipe``, one of its sections, or ``drafter.KIND``. Raises UserError for any other.
+    """
+    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
+
+
+def _table(name: str) -> str:
+    if name == "recipe":
+        return _rows("", Recipe)
+    section, _, kind = name.partition(".")
+    if section == "drafter" and kind in methods():
+        return _rows("drafter.", find_drafter(kind).Config)
+    model = Recipe.model_fields[name].annotation if name in Recipe.model_fields else None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise UserError(f"no table {name!r}; there are recipe, its sections, and drafter.KIND")
+    return _rows(f"{name}.", model)
+
+
+def _rows(prefix: str, model: type[BaseModel]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        lines.append(f"| `{prefix}{name}` | {_escaped(_values(field))} | {_default(field)} | {_escaped(field.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(field: FieldInfo) -> str:
+    return describe(field.annotation, field.metadata)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return "required"
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, str):
+        return f"`{value}`"
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    """As a recipe would hold it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", "\\|").split())
