@@ -5,7 +5,7 @@ from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, T
 from headstart.support.chat import read_messages
 from headstart.support.errors import UserError
 from headstart.training.data.conversation import Chat, encode
-from headstart.training.data.data import Sample, tokenise
+from headstart.training.data.data import Sample, make_samples
 from headstart.training.recipe.recipe import Data
 
 
@@ -17,7 +17,7 @@ def learned(tokenizer, sample: Sample) -> list[str]:
 
 
 def samples_of(tokenizer, *conversations: list[dict], **data) -> list[Sample]:
-    return tokenise([{"messages": turns} for turns in conversations], tokenizer, Data(train="x", **data), source="x.jsonl")[0]
+    return make_samples([{"messages": turns} for turns in conversations], tokenizer, Data(train="x", **data), source="x.jsonl")[0]
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -40,6 +40,51 @@ def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_of
     assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # whole, with one <s> at most
 
 
+MARKED = {
+    "chatml": (CHATML, """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
+{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""),
+    "gemma": (GEMMA, """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}
+{%- generation %}{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}
+{%- else %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""),
+}  # fmt: skip
+"""A template, and the same with its assistant turns in ``generation`` blocks."""
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_generation_blocks_and_rendering_twice_give_the_same_loss_mask(name):
+    template, with_blocks = MARKED[name]
+    tokenizer = make_tokenizer(template)
+    (unmarked,) = samples_of(tokenizer, chat(*TURNS))
+    tokenizer.chat_template = with_blocks
+    (sample,) = samples_of(tokenizer, chat(*TURNS))
+    assert sample.tokens.equal(unmarked.tokens) and sample.loss_mask.equal(unmarked.loss_mask)
+    theirs = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True)
+    assert sample.tokens.tolist() == theirs["input_ids"] and sample.loss_mask.int().tolist() == theirs["assistant_masks"]
+
+
+def test_generation_blocks_decide_what_is_learned():
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = MARKED["chatml"][1].replace("m.content + '<|im_end|>' }}{% endgen", "m.content }}{% endgen").replace(
+        "{% endgeneration %}{{ '", "{% endgeneration %}{{ '<|im_end|>"
+    )
+    (sample,) = samples_of(tokenizer, chat(*TURNS))
+    assert learned(tokenizer, sample) == ["It is four.", "Six, ünder one condition."]
+    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))   # an opening answers nothing, whatever the template marks
+    assert learned(tokenizer, sample) == ["It is four.<|im_end|>"]
+
+
+def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per_turn():
+    tokenizer = make_tokenizer(QWEN3)
+    start, end = "{%- if m.role == 'assistant' and", "{{- text + '<|im_end|>\n' }}"
+    assert start in QWEN3 and end in QWEN3
+    opened = QWEN3.replace(start, "{%- generation %}" + start.replace("{%-", "{%"))
+    tokenizer.chat_template = opened.replace(end, end + "{% endgeneration %}")
+    assert len(samples_of(tokenizer, chat(*TURNS))) == 2
+
+
 def test_a_token_of_spaces_before_the_answer_is_the_prompts():
     for trim in (False, True):
         tokenizer = make_tokenizer(PLAIN.replace("assistant: ", "assistant:   ").replace("m.role + ': '", "m.role + ':   '"), trim)
@@ -53,13 +98,13 @@ def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
     tokenizer = make_tokenizer(QWEN3)
     turns = chat(*TURNS)
     turns[1]["reasoning_content"] = "Two."
-    samples, stats = tokenise([{"messages": turns}], tokenizer, Data(train="x"), source="x")
+    samples, stats = make_samples([{"messages": turns}], tokenizer, Data(train="x"), source="x")
     assert [learned(tokenizer, sample) for sample in samples] == [
         ["<think>\nTwo.\n</think>\n\nIt is four.<|im_end|>"],
         ["<think>\n\n</think>\n\nSix, ünder one condition.<|im_end|>"],
     ]
     assert "Two." not in tokenizer.decode(samples[1].tokens) and "It is four.<|im_end|>" in tokenizer.decode(samples[1].tokens)
-    assert stats.split == 1 and "1 rows split by turn" in str(stats)
+    assert stats.rows_split == 1 and "1 rows split by turn" in str(stats)
     assert len(samples_of(tokenizer, turns[:2])) == 1
 
 
@@ -84,7 +129,7 @@ def test_sharegpt_turns_are_the_same_conversation():
     tokenizer = make_tokenizer(CHATML)
     speaker = {"user": "human", "assistant": "gpt"}
     rows = [{"id": 7, "conversations": [{"from": speaker[role], "value": text} for role, text in TURNS]}]
-    ((sample,), _), (expected,) = tokenise(rows, tokenizer, Data(train="x"), source="x"), samples_of(tokenizer, chat(*TURNS))
+    ((sample,), _), (expected,) = make_samples(rows, tokenizer, Data(train="x"), source="x"), samples_of(tokenizer, chat(*TURNS))
     assert sample.tokens.equal(expected.tokens) and sample.loss_mask.equal(expected.loss_mask)
 
 
@@ -95,16 +140,16 @@ def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
     template = "{{ tools[0].name }}{% for m in messages %}{{ m.role + m.content + (m.extra or '') }}{% endfor %}"
     tokenizer = make_tokenizer(template)
     rows = [{"messages": [*chat(*TURNS[:1]), {"role": "assistant", "content": "a", "extra": "b"}], "tools": [{"name": "Add"}]}]
-    (sample,), _ = tokenise(rows, tokenizer, Data(train="x"), source="x")
+    (sample,), _ = make_samples(rows, tokenizer, Data(train="x"), source="x")
     assert tokenizer.decode(sample.tokens) == "AdduserWhat is two?assistantab"
 
 
 def test_plain_text_is_learned_whole_with_the_tokenizers_own_special_tokens():
     tokenizer = make_tokenizer()
-    (sample,), stats = tokenise([{"text": "It is four."}], tokenizer, Data(train="x"), source="x")
+    (sample,), stats = make_samples([{"text": "It is four."}], tokenizer, Data(train="x"), source="x")
     assert tokenizer.decode(sample.tokens) == "<s>It is four." and sample.loss_mask.all()
-    assert (stats.rows, stats.samples, stats.tokens, stats.learned) == (1, 1, len(sample.tokens), len(sample.tokens))
-    assert str(stats) == f"1 rows, 1 samples, {stats.tokens} tokens, {stats.tokens} to learn"
+    assert (stats.rows, stats.samples, stats.tokens, stats.label_tokens) == (1, 1, len(sample.tokens), len(sample.tokens))
+    assert str(stats) == f"1 rows, 1 samples, {stats.tokens} tokens, {stats.tokens} label tokens"
 
 
 def test_a_recipes_template_serves_a_tokenizer_without():
@@ -119,15 +164,15 @@ def test_rows_that_cannot_be_used_are_counted():
     tokenizer = make_tokenizer(GEMMA)
     good, twice, unanswered = chat(*TURNS), chat(TURNS[0], *TURNS), chat(TURNS[0])
     rows = [{"messages": turns} for turns in (good, twice, unanswered, good)]
-    samples, stats = tokenise(rows, tokenizer, Data(train="x"), source="x")
-    assert (len(samples), stats.refused, stats.no_assistant) == (2, 1, 1)
+    samples, stats = make_samples(rows, tokenizer, Data(train="x"), source="x")
+    assert (len(samples), stats.rows_refused, stats.rows_without_assistant) == (2, 1, 1)
     assert "1 rows refused by the chat template (roles must alternate)" in str(stats)
-    with pytest.raises(UserError, match=r"nothing to learn in x: .*1 rows refused by the chat template \(roles must alternate\)"):
-        tokenise(rows[1:2], tokenizer, Data(train="x"), source="x")
+    with pytest.raises(UserError, match=r"no label tokens in x: .*1 rows refused by the chat template \(roles must alternate\)"):
+        make_samples(rows[1:2], tokenizer, Data(train="x"), source="x")
 
 
 def test_no_assistant_turn_anywhere_is_refused():
-    with pytest.raises(UserError, match=r"no assistant turn to learn in any of the 2 rows of x.jsonl \(roles found: user, system\)"):
+    with pytest.raises(UserError, match=r"no assistant turn to train on in any of the 2 rows of x.jsonl \(roles found: user, system\)"):
         samples_of(make_tokenizer(CHATML), chat(TURNS[0]), chat(("system", "x"), TURNS[0]))
 
 
@@ -136,18 +181,18 @@ def test_long_samples():
     (whole,) = samples_of(tokenizer, chat(*TURNS))
     rows = [{"messages": chat(*TURNS)}]
     length = len(whole.tokens)
-    (cut,), stats = tokenise(rows, tokenizer, Data(train="x", max_length=length - 1), source="x")
-    assert cut.tokens.equal(whole.tokens[:-1]) and cut.loss_mask.equal(whole.loss_mask[:-1]) and stats.truncated == 1
-    assert not tokenise(rows, tokenizer, Data(train="x", max_length=length), source="x")[1].truncated
+    (cut,), stats = make_samples(rows, tokenizer, Data(train="x", max_length=length - 1), source="x")
+    assert cut.tokens.equal(whole.tokens[:-1]) and cut.loss_mask.equal(whole.loss_mask[:-1]) and stats.samples_truncated == 1
+    assert not make_samples(rows, tokenizer, Data(train="x", max_length=length), source="x")[1].samples_truncated
     with pytest.raises(UserError, match=f"row 1 has {length} tokens, over data.max_length={length - 1}"):
-        tokenise(rows, tokenizer, Data(train="x", max_length=length - 1, overlong="error"), source="x")
+        make_samples(rows, tokenizer, Data(train="x", max_length=length - 1, overlong="error"), source="x")
     short = {"messages": chat(("user", "a"), ("assistant", "b"))}
-    kept, stats = tokenise([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
-    assert len(kept) == 1 and stats.too_long == 1
-    with pytest.raises(UserError, match="nothing to learn in x: .*1 samples with nothing to learn"):
-        tokenise(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the answer is cut off altogether
+    kept, stats = make_samples([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
+    assert len(kept) == 1 and stats.samples_too_long == 1
+    with pytest.raises(UserError, match="no label tokens in x: .*1 samples without label tokens"):
+        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the answer is cut off altogether
     texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
-    assert tokenise(texts, make_tokenizer(), Data(train="x"), source="x")[1].nothing == 2
+    assert make_samples(texts, make_tokenizer(), Data(train="x"), source="x")[1].samples_empty == 2
 
 
 @pytest.mark.parametrize(
@@ -165,16 +210,16 @@ def test_long_samples():
 )
 def test_wrong_rows_are_named(row, data, message):
     with pytest.raises(UserError) as caught:
-        tokenise([row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
+        make_samples([row], make_tokenizer(CHATML), Data(train="x", **data), source="x")
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_column_of_another_name():
     tokenizer = make_tokenizer(CHATML)
     for row in ({"story": "It is four."}, {"story": chat(*TURNS)}):
-        assert tokenise([row], tokenizer, Data(train="x", column="story"), source="x")[0]
+        assert make_samples([row], tokenizer, Data(train="x", column="story"), source="x")[0]
     with pytest.raises(UserError, match="x, row 2 has no story; it has other"):
-        tokenise([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
+        make_samples([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
 
 
 def test_a_slow_tokenizer_is_refused(monkeypatch):
@@ -188,4 +233,4 @@ def test_the_mask_of_a_rendering_is_on_characters_and_tokens_alike():
     tokenizer = make_tokenizer(CHATML)
     (rendered,) = Chat(tokenizer).answers(chat(*TURNS), "x")
     tokens, learn = encode(tokenizer, rendered)
-    assert tokenizer.decode(tokens[learn]) == "".join(rendered.text[start:end] for start, end in rendered.learn)
+    assert tokenizer.decode(tokens[learn]) == "".join(rendered.text[start:end] for start, end in rendered.spans)

@@ -13,7 +13,7 @@ from chat_templates import CHATML, TURNS, chat, make_tokenizer
 from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
 from headstart.training.data.batch_sampler import epoch_order
-from headstart.training.data.data import Sample, hold_out, load_data, prompts, tokenise, vocabulary_by_frequency
+from headstart.training.data.data import Sample, hold_out, load_data, make_samples, prompts, vocabulary_by_frequency
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data, Eval
@@ -54,8 +54,8 @@ def test_conversations_survive_parquet(tmp_path):
     rows = [{"messages": chat(*TURNS)}, {"messages": [{"role": "user", "content": "Hi", "name": "x"}, *chat(TURNS[1])]}]
     tokenizer = make_tokenizer(CHATML)
     read = read_rows(write(tmp_path / "rows.parquet", rows))
-    there, _ = tokenise(read, tokenizer, Data(train="x"), source="x")
-    here, _ = tokenise(rows, tokenizer, Data(train="x"), source="x")
+    there, _ = make_samples(read, tokenizer, Data(train="x"), source="x")
+    here, _ = make_samples(rows, tokenizer, Data(train="x"), source="x")
     assert [s.tokens.tolist() for s in there] == [s.tokens.tolist() for s in here]
 
 
@@ -149,29 +149,29 @@ def test_what_a_recipe_names(tmp_path):
 def test_long_samples_are_cut_or_split_and_counted():
     rows = [{"text": " ".join(map(str, range(count)))} for count in (3, 40, 90)]
     tokenizer = make_tokenizer()
-    whole, _ = tokenise(rows, tokenizer, Data(train="x", overlong="error"), source="x")
+    whole, _ = make_samples(rows, tokenizer, Data(train="x", overlong="error"), source="x")
     lengths = [len(one.tokens) for one in whole]
     assert lengths[0] < 30 < lengths[1] < lengths[2]
-    cut, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30), source="x")
+    cut, stats = make_samples(rows, tokenizer, Data(train="x", max_length=30), source="x")
     lost = sum(max(length - 30, 0) for length in lengths)
-    assert [len(one.tokens) for one in cut] == [min(length, 30) for length in lengths] and stats.cut_off == lost > 0
+    assert [len(one.tokens) for one in cut] == [min(length, 30) for length in lengths] and stats.tokens_truncated == lost > 0
     assert f"2 samples truncated ({lost:,} tokens cut off)" in str(stats)
     for data in (Data(train="x", max_length=30, overlong="split"), Data(train="x", max_length=30, packing=True)):
-        pieces, stats = tokenise(rows, tokenizer, data, source="x")
+        pieces, stats = make_samples(rows, tokenizer, data, source="x")
         joined = torch.cat([piece.tokens for piece in pieces])
         assert joined.equal(torch.cat([one.tokens for one in whole])) and max(len(piece.tokens) for piece in pieces) <= 30
         counts = [-(-length // 30) for length in lengths]
-        assert (stats.cut, stats.pieces, stats.samples, stats.truncated) == (2, sum(counts[1:]), sum(counts), 0)
+        assert (stats.samples_split, stats.pieces, stats.samples, stats.samples_truncated) == (2, sum(counts[1:]), sum(counts), 0)
         assert f"2 samples cut into {sum(counts[1:])} pieces" in str(stats)
-    skipped, stats = tokenise(rows, tokenizer, Data(train="x", max_length=30, packing=True, overlong="skip"), source="x")
-    assert len(skipped) == 1 and stats.too_long == 2
+    skipped, stats = make_samples(rows, tokenizer, Data(train="x", max_length=30, packing=True, overlong="skip"), source="x")
+    assert len(skipped) == 1 and stats.samples_too_long == 2
 
 
 def test_pieces_with_nothing_to_learn_are_counted_and_prompts_are_never_pieces(tmp_path):
     talk = [{"messages": chat(("user", "word " * 60), ("assistant", "Four."))}] * 3
     tokenizer = make_tokenizer(CHATML)
-    pieces, stats = tokenise(talk[:1], tokenizer, Data(train="x", max_length=20, packing=True), source="x")
-    assert len(pieces) == 1 and stats.nothing == stats.pieces - 1 > 0 and pieces[0].loss_mask.any()
+    pieces, stats = make_samples(talk[:1], tokenizer, Data(train="x", max_length=20, packing=True), source="x")
+    assert len(pieces) == 1 and stats.samples_empty == stats.pieces - 1 > 0 and pieces[0].loss_mask.any()
     held = write(tmp_path / "held.jsonl", [{"text": "one two three four five six seven eight nine ten"}])
     train = write(tmp_path / "train.jsonl", ROWS)
     splits = load_data(Data(train=train, eval=held, eval_rows=1, max_length=8, packing=True), tokenizer, 64, progress=False)
@@ -219,6 +219,6 @@ def test_prompts():
 
 def test_a_prompt_of_a_conversation_is_what_the_template_asks_with():
     tokenizer = make_tokenizer(CHATML)
-    samples, _ = tokenise([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
+    samples, _ = make_samples([{"messages": chat(*TURNS)}], tokenizer, Data(train="x"), source="x")
     (prompt,) = prompts(samples, Eval(), 2048)
     assert prompt.tolist() == tokenizer.apply_chat_template(chat(*TURNS[:3]), add_generation_prompt=True, return_dict=False)

@@ -1,12 +1,13 @@
-"""A conversation as the text its chat template makes of it, and which characters of that text the assistant wrote.
+"""Conversations rendered by a chat template, and which characters of the text the assistant wrote (the loss mask).
 
-No template is known by name. For the assistant's turn i the template is asked for everything before the turn, opened for
-an answer, and for everything up to and including it: the turn is what the second has beyond the first. Its end-of-turn
-token belongs to it; line breaks the template puts after that token do not, since the model never writes them.
+A template with ``{% generation %}`` blocks marks them itself. For any other, the assistant's turn i is found by rendering the
+conversation twice: everything before the turn with the generation prompt, and everything up to and including it. The turn is what the
+second text has beyond the first. Its end-of-turn token belongs to it; line breaks that the template adds after that token do not, since
+the model never writes them.
 
-Some templates rewrite earlier turns (a reasoning model's thoughts are dropped once the user has spoken again), so what
-the model wrote at turn i is not part of the whole conversation. Such a conversation becomes one text a turn, each with
-its last turn learned: what the model sees and writes when it answers that turn.
+Some templates rewrite earlier turns (a reasoning model's thoughts are dropped once the user has spoken again), so what the model wrote
+at turn i is not in the full text. Such a conversation becomes one text per turn, with a loss on its last turn: what the model reads and
+writes when it answers that turn.
 """
 from __future__ import annotations
 
@@ -20,24 +21,27 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.support.chat import ASSISTANT, Message
 from headstart.support.errors import UserError
 
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 
 class TemplateRefusal(Exception):
-    """The chat template itself will not render a conversation (roles that do not alternate, say)."""
+    """The chat template raises an error for a conversation (for roles that do not alternate, say)."""
 
 
 @dataclass(frozen=True)
 class Rendered:
     text: str
-    learn: tuple[tuple[int, int], ...]
-    """Runs of characters to learn, ``text[start:end]``."""
+    spans: tuple[tuple[int, int], ...]
+    """Characters with a loss, ``text[start:end]``."""
 
 
 class Chat:
-    """A tokenizer's way of writing conversations; ``template`` (Jinja) instead of its own, if given."""
+    """Renders conversations by a tokenizer's chat template, or by ``template`` (Jinja) in its place."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         if template is None and tokenizer.chat_template is None:
@@ -51,7 +55,7 @@ class Chat:
         self.special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)")
 
     def render(self, messages: Sequence[Message], tools: Any = None, ask: bool = False) -> str:
-        """The template's text; with ``ask`` it ends where the assistant's answer begins."""
+        """The template's text, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, chat_template=self.template, tokenize=False, add_generation_prompt=ask
@@ -61,28 +65,40 @@ class Chat:
         assert isinstance(text, str)
         return text
 
-    def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
-        """Everything learned, whoever said it."""
-        text = self.render(messages, tools)
-        return Rendered(text, ((0, len(text)),))
-
     def answers(self, messages: Sequence[Message], where: str, tools: Any = None) -> list[Rendered]:
-        """The assistant's turns learned: one text, or one a turn (see above), or none without such a turn.
+        """The conversation with a loss on the assistant's turns: one text, or one per turn (see above), or none without such a turn.
 
-        A turn that opens the conversation answers nothing and is not learned; what follows the last one is left out.
+        A turn that opens the conversation answers nothing and has no loss; what follows the last one is left out.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i > 0]
         if not turns:
             return []
         full = self.render(messages[: turns[-1] + 1], tools)
-        spans = [self._span(messages, i, full, tools) for i in turns]
-        found = tuple(span for span in spans if span is not None)
-        if len(found) == len(turns):
-            return [Rendered(full, found)]
-        return [self._alone(messages, i, where, tools) for i in turns]
+        spans = self._marked(messages, turns, full, tools)
+        if spans is None:
+            spans = [span for i in turns if (span := self._span(messages, i, full, tools)) is not None]
+            if len(spans) < len(turns):
+                return [self._last_turn(messages, i, where, tools) for i in turns]
+        return [Rendered(full, tuple(spans))]
 
-    def _alone(self, messages: Sequence[Message], i: int, where: str, tools: Any) -> Rendered:
-        """The conversation up to turn i, of which turn i is learned."""
+    def _marked(self, messages: Sequence[Message], turns: list[int], full: str, tools: Any) -> list[tuple[int, int]] | None:
+        """The template's own ``{% generation %}`` spans; None where it has none, or where they would include what they should not.
+
+        That is an opening turn, and earlier turns that the template rewrites.
+        """
+        template = self.tokenizer.get_chat_template(self.template, tools)
+        if not GENERATION.search(template) or messages[0]["role"] == ASSISTANT:
+            return None
+        if not all(self._stable(self.render(messages[: i + 1], tools), full) for i in turns[:-1]):
+            return None
+        _, indices = render_jinja_template(
+            conversations=[list(messages[: turns[-1] + 1])], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )  # fmt: skip
+        return list(indices[0]) or None
+
+    def _last_turn(self, messages: Sequence[Message], i: int, where: str, tools: Any) -> Rendered:
+        """The conversation up to turn i, with a loss on turn i alone."""
         text = self.render(messages[: i + 1], tools)
         span = self._span(messages, i, text, tools)
         if span is None:
@@ -93,7 +109,7 @@ class Chat:
         return Rendered(text, (span,))
 
     def _span(self, messages: Sequence[Message], i: int, full: str, tools: Any) -> tuple[int, int] | None:
-        """Turn i within the full text; None where that does not begin with the turn as it was written at its time."""
+        """Where turn i stands in the full text; None if the full text does not begin with the conversation up to that turn."""
         start = len(before := self.render(messages[:i], tools, ask=True))
         after = self.render(messages[: i + 1], tools)
         end = self._stable(after, full)
@@ -104,9 +120,9 @@ class Chat:
         return start, start + len(turn) if closed else end   # with no closing token, the line break is what ends the turn
 
     def _stable(self, after: str, full: str) -> int:
-        """How much of ``after`` stands in the full text too; 0 where they differ in more than what closes a text.
+        """Length of the prefix that ``after`` shares with the full text; 0 if they differ in more than a closing special token.
 
-        Some templates write one more special token at the very end, wherever that is.
+        Some templates write one more special token at the very end.
         """
         if full.startswith(after):
             return len(after)
@@ -116,7 +132,7 @@ class Chat:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tensor, Tensor]:
-    """Token ids and which of them to learn: those that begin inside a run."""
+    """Token ids and their loss mask: tokens that begin inside a span."""
     if not tokenizer.is_fast:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this backbone'} is a slow one, which cannot say which characters a token"
@@ -125,16 +141,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tens
     # The template has already written the special tokens: adding them again would double the first.
     encoding = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = torch.tensor([_first(rendered.text, start, end) for start, end in encoding["offset_mapping"]], dtype=torch.int64)
-    learn = torch.zeros(len(starts), dtype=torch.bool)
-    for start, end in rendered.learn:
-        learn |= (start <= starts) & (starts < end)
-    return torch.tensor(encoding["input_ids"], dtype=torch.int64), learn
+    loss_mask = torch.zeros(len(starts), dtype=torch.bool)
+    for start, end in rendered.spans:
+        loss_mask |= (start <= starts) & (starts < end)
+    return torch.tensor(encoding["input_ids"], dtype=torch.int64), loss_mask
 
 
 def _first(text: str, start: int, end: int) -> int:
-    """Where a token begins, spaces in front not counted, so that the first word after ``Assistant: `` is the answer's.
+    """Where a token begins, not counting leading spaces: the first word after ``Assistant: `` belongs to the answer.
 
-    Some tokenizers leave those spaces out of the offsets anyway, and a token of spaces alone empty, at its own end.
+    Some tokenizers leave those spaces out of the offsets already, and give a token of spaces alone an empty range at its end.
     """
     if start == end:
         return start - 1

@@ -1,4 +1,4 @@
-"""Training data: rows -> samples of tokens with what to learn; and the prompts that evaluation decodes.
+"""Training data: rows -> samples (tokens with a loss mask); and the prompts that evaluation decodes.
 
 Shape suffixes: T positions.
 """
@@ -22,7 +22,7 @@ from headstart.training.recipe.recipe import Data, Eval
 
 COLUMNS = ("messages", "conversations", "text")
 MIN_TOKENS = 4
-"""Fewer tokens teach next to nothing: the third of a sample is the first that is drafted at all, the fourth by depth 1."""
+"""Samples with fewer tokens are dropped: the third token of a sample is the first that a drafter predicts."""
 
 
 @dataclass(frozen=True)
@@ -30,50 +30,50 @@ class Sample:
     tokens: Tensor
     """int64 [T]."""
     loss_mask: Tensor
-    """bool [T]: which of them are to be drafted."""
+    """bool [T]: the label tokens."""
 
 
 @dataclass
 class Stats:
-    """What became of the rows."""
+    """Counts of what became of the rows."""
 
     rows: int = 0
     samples: int = 0
     tokens: int = 0
-    learned: int = 0
-    no_assistant: int = 0
-    """Rows without an assistant's turn that answers something."""
-    refused: int = 0
-    """Rows the chat template would not render."""
+    label_tokens: int = 0
+    rows_without_assistant: int = 0
+    """Rows without an assistant turn that answers something."""
+    rows_refused: int = 0
+    """Rows that the chat template does not render."""
     refusal: str = ""
-    """What it said to the first of them."""
-    split: int = 0
-    """Rows that became one sample a turn, because the template rewrites earlier turns."""
-    truncated: int = 0
-    cut_off: int = 0
-    """Tokens that truncating lost."""
-    cut: int = 0
+    """The template's error for the first of them."""
+    rows_split: int = 0
+    """Rows that became one sample per turn, because the template rewrites earlier turns."""
+    samples_truncated: int = 0
+    tokens_truncated: int = 0
+    """Tokens lost by truncation."""
+    samples_split: int = 0
     """Samples cut into pieces under ``data.overlong=split``."""
     pieces: int = 0
-    """How many pieces."""
-    too_long: int = 0
+    """Number of those pieces."""
+    samples_too_long: int = 0
     """Samples skipped under ``data.overlong=skip``."""
-    nothing: int = 0
-    """Samples dropped for having too few tokens, or none to learn."""
+    samples_empty: int = 0
+    """Samples dropped for having too few tokens, or no label tokens."""
     roles: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        said = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.learned:,} to learn"]
+        totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
         notes = {
-            "rows without an assistant turn": self.no_assistant,
-            f"rows refused by the chat template ({self.refusal})": self.refused,
-            "rows split by turn": self.split,
-            f"samples truncated ({self.cut_off:,} tokens cut off)": self.truncated,
-            f"samples cut into {self.pieces:,} pieces": self.cut,
-            "samples too long": self.too_long,
-            "samples with nothing to learn": self.nothing,
+            "rows without an assistant turn": self.rows_without_assistant,
+            f"rows refused by the chat template ({self.refusal})": self.rows_refused,
+            "rows split by turn": self.rows_split,
+            f"samples truncated ({self.tokens_truncated:,} tokens cut off)": self.samples_truncated,
+            f"samples cut into {self.pieces:,} pieces": self.samples_split,
+            "samples too long": self.samples_too_long,
+            "samples without label tokens": self.samples_empty,
         }
-        return ", ".join(said + [f"{count:,} {what}" for what, count in notes.items() if count])
+        return ", ".join(totals + [f"{count:,} {what}" for what, count in notes.items() if count])
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Splits:
 
 
 def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, progress: bool = True) -> Splits:
-    """Read and tokenise what a recipe names; ``context`` is how many positions the backbone has."""
+    """Read and tokenise the data of a recipe, for a backbone of ``context`` positions."""
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
     rows = read_rows(data.train, split=data.split, subset=data.subset, limit=data.limit)
@@ -94,9 +94,9 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
         source, held = data.eval, read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
     elif data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.train)
-    train, stats = tokenise(rows, tokenizer, data, source=data.train, progress=progress)
-    asked = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # a later piece is no prompt
-    return Splits(train, tokenise(held, tokenizer, asked, source=source, progress=False)[0] if held else [], stats)
+    train, stats = make_samples(rows, tokenizer, data, source=data.train, progress=progress)
+    held_out = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # a later piece is no prompt
+    return Splits(train, make_samples(held, tokenizer, held_out, source=source, progress=False)[0] if held else [], stats)
 
 
 def require_vocabulary(splits: Splits, vocab: int) -> None:
@@ -114,11 +114,11 @@ def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[
     return [row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]
 
 
-def tokenise(
+def make_samples(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, progress: bool = False
 ) -> tuple[list[Sample], Stats]:
-    """Samples of all rows, in order, and what became of the rows; an error when nothing is left to learn."""
-    column = _column(rows[0], data, source)
+    """Samples of all rows, in order, with counts. Raises UserError if no label token is left."""
+    column = data_column(rows[0], data, source)
     read = _reader(rows[0][column], tokenizer, data)
     samples, stats = [], Stats(rows=len(rows))
     for number, row in enumerate(tqdm(rows, desc="tokenising", unit="row", disable=not progress), 1):
@@ -126,34 +126,34 @@ def tokenise(
         if row.get(column) is None:
             raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
         try:
-            found = read(row, column, where, stats)
+            row_samples = read(row, column, where, stats)
         except TemplateRefusal as refusal:
-            stats.refused, stats.refusal = stats.refused + 1, stats.refusal or str(refusal)
+            stats.rows_refused, stats.refusal = stats.rows_refused + 1, stats.refusal or str(refusal)
             continue
-        stats.split += len(found) > 1
-        samples += [fitting for sample in found for fitting in _fit(sample, data, where, stats)]
+        stats.rows_split += len(row_samples) > 1
+        samples += [fitting for sample in row_samples for fitting in _fit(sample, data, where, stats)]
     if not samples:
         raise _nothing_left(stats, source)
     stats.samples, stats.tokens = len(samples), sum(len(sample.tokens) for sample in samples)
-    stats.learned = sum(int(sample.loss_mask.sum()) for sample in samples)
+    stats.label_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     return samples, stats
 
 
-def _column(row: Row, data: Data, source: str) -> str:
-    """The column that holds what to learn from."""
-    wanted = (data.column,) if data.column else COLUMNS if data.format == "auto" else (data.format,)
-    for column in wanted:
+def data_column(row: Row, data: Data, source: str) -> str:
+    """The column to train on. Raises UserError if the row has none."""
+    candidates = (data.column,) if data.column else COLUMNS if data.format == "auto" else (data.format,)
+    for column in candidates:
         if row.get(column) is not None:
             return column
     choose = "set data.column to one it has" if data.column else "name yours with data.column"
-    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {' or '.join(wanted)}; {choose}")
+    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {' or '.join(candidates)}; {choose}")
 
 
 Reader = Callable[[Row, str, str, Stats], list[Sample]]
 
 
 def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reader:
-    """How to make samples of a row (column, where it stands, what to count in); by the recipe's format or the first value."""
+    """The function that makes samples of a row, chosen by the recipe's format or by the first value."""
     if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
         return lambda row, column, where, stats: _text(row[column], tokenizer, where)
     chat = Chat(tokenizer, data.chat_template)
@@ -165,7 +165,7 @@ def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reade
             return [_whole(ids)]
         rendered = chat.answers(messages, where, tools)
         stats.roles.update(message["role"] for message in messages)
-        stats.no_assistant += not rendered
+        stats.rows_without_assistant += not rendered
         return [Sample(*encode(tokenizer, one)) for one in rendered]
 
     return read
@@ -182,38 +182,38 @@ def _whole(ids: list[int]) -> Sample:
 
 
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
-    """The sample as it goes into training: as it is, cut, in pieces, or not at all."""
+    """The sample as ``data.overlong`` has it: unchanged, truncated, in pieces, or dropped."""
     length, most = len(sample.tokens), data.max_length
     if length > most and data.overlong == "error":
         raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.overlong=truncate")
     if length > most and data.overlong == "skip":
-        stats.too_long += 1
+        stats.samples_too_long += 1
         return []
     count = -(-length // most) if data.splits_long else 1
-    # TokenTextStream of one size, not whole windows and a rest: none is too short to learn from.
+    # Pieces of equal length: with full ones and a remainder, the remainder could be too short.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
-    kept = [Sample(tokens[:most].clone(), learn[:most].clone()) for tokens, learn in pieces]
+    kept = [Sample(tokens[:most].clone(), loss_mask[:most].clone()) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
-    stats.nothing += count - len(kept)
+    stats.samples_empty += count - len(kept)
     if length > most and kept and count == 1:
-        stats.truncated, stats.cut_off = stats.truncated + 1, stats.cut_off + length - most
+        stats.samples_truncated, stats.tokens_truncated = stats.samples_truncated + 1, stats.tokens_truncated + length - most
     if count > 1:
-        stats.cut, stats.pieces = stats.cut + 1, stats.pieces + count
+        stats.samples_split, stats.pieces = stats.samples_split + 1, stats.pieces + count
     return kept
 
 
 def _nothing_left(stats: Stats, source: str) -> UserError:
-    if stats.no_assistant == stats.rows:
+    if stats.rows_without_assistant == stats.rows:
         roles = ", ".join(stats.roles) or "none"
         return UserError(
-            f"no assistant turn to learn in any of the {stats.rows} rows of {source} (roles found: {roles});"
-            " data.loss_on=all learns every token"
+            f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles});"
+            " data.loss_on=all trains on every token"
         )
-    return UserError(f"nothing to learn in {source}: {stats}")
+    return UserError(f"no label tokens in {source}: {stats}")
 
 
 def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:
-    """The ``size`` tokens of the backbone's vocabulary that are learned most often, ascending; equals by lower id."""
+    """The ``size`` most frequent label tokens, ascending; ties go to the lower id."""
     if not 1 <= size <= vocab:
         raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
     counts = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
@@ -223,23 +223,23 @@ def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) ->
 
 
 def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
-    """Up to ``settings.prompts`` prompts (int64 [T]) that leave room in the context for what is to be written.
+    """Up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
 
-    Of a conversation, everything up to its last answer; of plain text, the first ``prompt_tokens`` (half of a shorter one).
+    Of a conversation, everything up to its last answer; of plain text, its beginning (`prompt_length`).
     """
-    room = context - settings.max_new_tokens
-    asked = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= room]
-    if samples and not asked:
+    longest = context - settings.max_new_tokens
+    fitting = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= longest]
+    if samples and not fitting:
         raise UserError(
             f"no held-out prompt leaves eval.max_new_tokens={settings.max_new_tokens} of the backbone's context of {context};"
             " lower eval.max_new_tokens, eval.prompt_tokens or data.max_length"
         )
-    return asked[: settings.prompts]
+    return fitting[: settings.prompts]
 
 
 def _prompt(sample: Sample, prompt_tokens: int) -> Tensor:
     if sample.loss_mask.all():
         return sample.tokens[: prompt_length(len(sample.tokens), prompt_tokens)]
-    learned = sample.loss_mask.nonzero().flatten().tolist()
-    start = next(i for i in range(learned[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
+    labels = sample.loss_mask.nonzero().flatten().tolist()
+    start = next(i for i in range(labels[-1], -1, -1) if i == 0 or not sample.loss_mask[i - 1])
     return sample.tokens[:start]

@@ -110,7 +110,7 @@ def numbers(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     counts = torch.histogram(lengths, torch.tensor(edges, dtype=torch.float64).clamp(min=0) if longest >= BARS else BARS).hist
     found: dict[str, Any] = asdict(splits.stats) | {
         "roles": dict(splits.stats.roles),
-        "share": splits.stats.learned / splits.stats.tokens,
+        "share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
         "percentiles": {str(q): int(lengths.quantile(q / 100, interpolation="nearest")) for q in PERCENTILES},
         "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],

@@ -127,7 +127,7 @@ def micro_batch(recipe: Recipe, splits: Splits | None, rows: int) -> Size:
     if splits is None:
         return Size(rows, recipe.data.max_length)
     if recipe.data.packing:
-        return Size(rows, recipe.data.max_length, splits.stats.learned / splits.stats.tokens)
+        return Size(rows, recipe.data.max_length, splits.stats.label_tokens / splits.stats.tokens)
     longest = sorted(splits.train, key=lambda sample: -len(sample.tokens))[:rows]
     length = len(longest[0].tokens)
     learned = max(int(sample.loss_mask[2:].sum()) for sample in longest)
@@ -193,7 +193,7 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
     feed, stats = BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window), splits.stats
     read = round(feed.steps * recipe.train.batch_size * stats.tokens / feed.rows)
     return {
-        "samples": stats.samples, "tokens": stats.tokens, "learned": stats.learned, "rows": feed.rows, "steps": feed.steps,
+        "samples": stats.samples, "tokens": stats.tokens, "learned": stats.label_tokens, "rows": feed.rows, "steps": feed.steps,
         "trained_on": read, "said": str(stats),
     }  # fmt: skip
 

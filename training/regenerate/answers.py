@@ -16,7 +16,7 @@ from typing import Any
 from headstart.support.chat import ASSISTANT, Message, read_messages
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.training.data.data import _column
+from headstart.training.data.data import data_column
 from headstart.training.data.rows import Row
 from headstart.training.recipe.recipe import Data
 
@@ -140,7 +140,7 @@ def _with_ids(message: Message, replaced: Message) -> Message:
 
 def read_asked(rows: Sequence[Row], data: Data, source: str) -> list[Asked]:
     """Every row as it is asked. Raises UserError that names the row for one that is neither a conversation nor a text."""
-    column = _column(rows[0], data, source)
+    column = data_column(rows[0], data, source)
     plain = data.format == "text" or (data.format == "auto" and isinstance(rows[0][column], str))
     asked: list[Asked] = []
     equals: Counter[str] = Counter()
