@@ -1,4 +1,4 @@
-"""What a user did wrong, in one line."""
+"""The user's mistakes, reported in one line."""
 
 
 class UserError(ValueError):

@@ -1,4 +1,4 @@
-"""The rows of a .jsonl file (or a text's lines), compressed or not, each with its line number for the complaint about it."""
+"""Rows of a .jsonl file, or lines of a text, compressed or not, with their line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank, without its end. Raises UserError if the file can't be read."""
+    """Number and text of each line that is not blank, without its end. Raises UserError if the file cannot be read."""
     try:
         opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
         with opened as lines:

@@ -1,40 +1,40 @@
-"""Text from tokens that come one at a time."""
+"""Text from tokens that arrive one at a time."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"
-"""What the beginning of a character decodes to whose other bytes are still to come."""
+INCOMPLETE = "\ufffd"
+"""Decoded from the first bytes of a character whose other bytes are still to come."""
 
 
 class TokenTextStream:
-    """What each token adds to the text; a character of several tokens comes with the last of them.
+    """The text that each token adds; a character of several tokens comes with the last of them.
 
-    A few tokens before the new one are decoded with it, since many tokenizers write a token's space only behind another token.
+    The last few tokens are decoded together with the new one, since many tokenizers write a token's leading space only after another token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = False) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.told: list[int] = []
-        """Tokens whose text has been given, the last few."""
-        self.held: list[int] = []
-        """Tokens whose text has not been given."""
+        self.emitted: list[int] = []
+        """The last tokens whose text was returned."""
+        self.pending: list[int] = []
+        """Tokens whose text was not returned yet."""
 
     def add(self, token: int) -> str:
-        """What is certain now."""
-        self.held.append(token)
-        text = self._decode(self.told + self.held)
-        return "" if text.endswith(UNFINISHED) else self._tell(text)
+        """The text that is certain now."""
+        self.pending.append(token)
+        text = self._decode(self.emitted + self.pending)
+        return "" if text.endswith(INCOMPLETE) else self._emit(text)
 
     def end(self) -> str:
-        """What was held back."""
-        return self._tell(self._decode(self.told + self.held)) if self.held else ""
+        """The text that was held back."""
+        return self._emit(self._decode(self.emitted + self.pending)) if self.pending else ""
 
-    def _tell(self, text: str) -> str:
-        new = text[len(self._decode(self.told)) :]
+    def _emit(self, text: str) -> str:
+        new = text[len(self._decode(self.emitted)) :]
         if new:
-            self.told, self.held = self.held, []
+            self.emitted, self.pending = self.pending, []
         return new
 
     def _decode(self, tokens: list[int]) -> str:
@@ -43,8 +43,8 @@ class TokenTextStream:
         return text
 
 
-def cut(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text of each token, special ones included; put together they are the text of all."""
-    pieces = TokenTextStream(tokenizer)
-    found = [pieces.add(token) for token in tokens]
-    return [*found[:-1], found[-1] + pieces.end()] if found else []
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """The text of each token, special ones included; joined, they are the text of all."""
+    stream = TokenTextStream(tokenizer)
+    texts = [stream.add(token) for token in tokens]
+    return [*texts[:-1], texts[-1] + stream.end()] if texts else []

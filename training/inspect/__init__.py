@@ -1,1 +1,1 @@
-"""What a recipe or a checkpoint holds, shown."""
+"""``headstart inspect``: what a recipe or a checkpoint holds."""

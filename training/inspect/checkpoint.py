@@ -1,62 +1,68 @@
-"""What trained heads are, without loading them or their backbone: the card, the tensors' shapes, what was measured for them."""
+"""Trained heads, inspected without loading them or their backbone: metadata, shapes of the tensors, machines they were tuned for."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from headstart.heads.checkpoint import read_metadata
 from headstart.inference.speculation.tuned import FILE as TUNED
+from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.units import gigabytes
 
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+FLOATS = ("F64", "F32", "F16", "BF16")
+PROVENANCE = ("steps", "tokens", "tau", "command", "commit", "versions", "chat_template")
 
 
-def describe(what: str) -> tuple[dict[str, Any], list[str]]:
-    """Of a folder or hub id, as JSON holds it and as lines. Raises UserError for heads that are not there or are damaged."""
-    folder, card = read_metadata(what)
-    file = folder / card["weights"]["file"]
+def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]:
+    """The report on a folder or hub id, and what to print. Raises UserError for heads that are missing or damaged."""
+    folder, metadata = read_metadata(path)
+    file = folder / metadata["weights"]["file"]
     if not file.is_file():
-        raise UserError(f"{what} lacks its weights {file.name}; train or fetch the heads again")
-    intact = file_hash(file) == card["weights"]["sha256"]
+        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
+    matches = file_hash(file) == metadata["weights"]["sha256"]
     tensors = _tensors(file)
-    trained = card["provenance"]
-    found = {
-        "kind": card["kind"],
-        "arguments": card["arguments"],
-        "backbone": card["backbone"],
-        "contract": {key: value for key, value in card["contract"].items() if key != "weights"},
+    report = {
+        "kind": metadata["kind"],
+        "arguments": metadata["arguments"],
+        "backbone": metadata["backbone"],
+        "contract": {key: value for key, value in metadata["contract"].items() if key != "weights"},
         "tensors": tensors,
-        "parameters": sum(tensor["count"] for tensor in tensors if tensor["dtype"] in ("F64", "F32", "F16", "BF16")),
+        "parameters": sum(tensor["elements"] for tensor in tensors if tensor["dtype"] in FLOATS),
         "file": file.name,
         "bytes": file.stat().st_size,
-        "intact": intact,
-        "provenance": {key: trained.get(key) for key in ("steps", "tokens", "tau", "command", "commit", "versions", "chat_template")},
-        "resumable": sorted(int(path.name.removeprefix("step-")) for path in (folder / "state").glob("step-*")),
-        "tuned": _tuned(folder / TUNED),
+        "weights_match_hash": matches,
+        "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
+        "resumable_steps": sorted(int(path.name.removeprefix("step-")) for path in (folder / "state").glob("step-*")),
+        "tuned_for": _tuned(folder / TUNED),
     }
-    return found, _lines(what, found)
+    return report, _screen(path, report)
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
+    """Name, shape, dtype and size of each, from the header alone."""
     try:
         with safe_open(file, "pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (a file is no mapping)
-            shapes = {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (a file is no mapping)
+            shapes = {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is damaged ({error}); train or fetch the heads again") from None
-    found = []
-    for name, (shape, dtype) in shapes.items():
-        count = 1
-        for side in shape:
-            count *= side
-        found.append({"name": name, "shape": list(shape), "dtype": dtype, "count": count, "bytes": count * BITS.get(dtype, 8) // 8})
-    return found
+    return [
+        {
+            "name": name, "shape": list(shape), "dtype": dtype, "elements": math.prod(shape),
+            "bytes": math.prod(shape) * BITS.get(dtype, 8) // 8,
+        }
+        for name, (shape, dtype) in shapes.items()
+    ]  # fmt: skip
 
 
 def _tuned(file: Path) -> list[str]:
@@ -69,23 +75,29 @@ def _tuned(file: Path) -> list[str]:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
 
 
-def _lines(what: str, found: dict[str, Any]) -> list[str]:
-    made, contract = found["provenance"], found["contract"]
-    said = ", ".join(f"{name}={value}" for name, value in found["arguments"].items())
-    width = max((len(tensor["name"]) for tensor in found["tensors"]), default=0)
-    rows = [f"  {one['name']:<{width}}  {one['dtype']:<4}  {' x '.join(map(str, one['shape'])) or '1'}" for one in found["tensors"]]
-    trained = [f"{made[key]:,} {key}" for key in ("steps", "tokens") if made[key] is not None]
-    trained += [f"tau {made['tau']:.3f}"] if made["tau"] is not None else []
-    state = f"weights {'are those of the card' if found['intact'] else 'are NOT those of the card: train or fetch the heads again'}"
-    return [
-        f"heads     {what}: {found['kind']} ({said})",
-        f"size      {found['parameters']:,} parameters, {gigabytes(found['bytes'])} in {found['file']}; {state}",
-        *rows,
-        f"backbone  {found['backbone'] or 'not named'}: {', '.join(f'{key} {value}' for key, value in contract.items())}",
-        f"template  {made['chat_template'] or 'none'}",
-        f"trained   {', '.join(trained) or 'not said'}",
-        *([f"command   {made['command']}"] if made["command"] else []),
-        *([f"versions  {', '.join(f'{name} {number}' for name, number in made['versions'].items())}"] if made["versions"] else []),
-        *([f"resumes   from step {', '.join(map(str, found['resumable']))}"] if found["resumable"] else []),
-        *(f"tuned     {machine}" for machine in found["tuned"]),
+def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
+    provenance, contract = report["provenance"], report["contract"]
+    arguments = ", ".join(f"{name}={value}" for name, value in report["arguments"].items())
+    trained = [f"{provenance[key]:,} {key}" for key in ("steps", "tokens") if provenance[key] is not None]
+    trained += [f"mean acceptance length (tau) {provenance['tau']:.3f}"] if provenance["tau"] is not None else []
+    state = "the weights match their hash" if report["weights_match_hash"] else "the weights do NOT match their hash: train or fetch them again"
+    tensors = Table.grid(padding=(0, 2), pad_edge=True)
+    for tensor in report["tensors"]:
+        tensors.add_row(tensor["name"], tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "1")
+    rows = [
+        ("backbone", f"{report['backbone'] or 'not named'}: {', '.join(f'{key} {value}' for key, value in contract.items())}"),
+        ("template", provenance["chat_template"] or "none"),
+        ("trained", ", ".join(trained) or "unknown"),
+        *([("command", provenance["command"])] if provenance["command"] else []),
+        *([("versions", ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()))] if provenance["versions"] else []),
+        *([("resumes", f"from step {', '.join(map(str, report['resumable_steps']))}")] if report["resumable_steps"] else []),
+        *(("tuned", machine) for machine in report["tuned_for"]),
     ]
+    return [
+        labelled([
+            ("heads", f"{path}: {report['kind']} ({arguments})"),
+            ("size", f"{report['parameters']:,} parameters, {gigabytes(report['bytes'])} in {report['file']}; {state}"),
+        ]),
+        tensors,
+        labelled(rows),
+    ]  # fmt: skip

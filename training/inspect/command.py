@@ -1,0 +1,33 @@
+"""``headstart inspect``: a recipe or trained heads, whichever is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from headstart.heads.checkpoint import METADATA
+from headstart.support.errors import UserError
+from headstart.training.inspect.checkpoint import inspect_checkpoint
+from headstart.training.inspect.recipe import inspect_recipe
+from headstart.training.recipe.recipe import load_recipe
+
+
+def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
+    """The report for ``--json``, and what to print; ``marks``: mark label tokens by brackets in place of colours.
+
+    Raises UserError for a target that is neither a recipe nor trained heads.
+    """
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return inspect_recipe(load_recipe(target, overrides), row, marks)
+    if path.is_dir() and not (path / METADATA).is_file():
+        raise UserError(
+            f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "
+            "training has saved heads in (save.dir)"
+        )
+    if overrides:
+        raise UserError(f"{target} is taken for trained heads, which take no overrides ({overrides[0]}); a recipe ends in .yaml")
+    return inspect_checkpoint(target)

@@ -1,0 +1,163 @@
+"""A recipe, inspected: a sample with its loss mask, statistics of the data, and the hidden layers that the heads will read.
+
+The backbone's weights are not needed: its configuration says what can be tapped (`plan.fake_model`).
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.checkpoint import template_hash
+from headstart.support.console import labelled
+from headstart.support.errors import UserError
+from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.data import Sample, Splits, load_data, require_vocabulary
+from headstart.training.features.source import require_packable
+from headstart.training.inspect.sample import paint, read_tokens
+from headstart.training.plan.fake_model import FakeModels, draw
+from headstart.training.recipe.recipe import Recipe
+
+PERCENTILES = (0, 10, 50, 90, 99, 100)
+BINS, BAR_WIDTH = 8, 40
+"""Of the histogram of lengths; the width in characters."""
+
+
+def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
+    """The report and what to print. Raises UserError for data that training would refuse, and for a sample that does not exist."""
+    models = draw(recipe, accelerator=False)
+    require_packable(recipe, models.backbone)
+    where = recipe.backbone
+    tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
+    splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, progress=sys.stderr.isatty())
+    require_vocabulary(splits, models.backbone.vocab)
+    if not 0 <= row < len(splits.train):
+        raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
+    tokens = read_tokens(splits.train[row], tokenizer)
+    report = {
+        "row": row,
+        "sample": [asdict(token) for token in tokens],
+        "data": data_statistics(recipe, splits),
+        "contract": contract(recipe, models, tokenizer),
+        "vocabulary": vocabulary_coverage(recipe, models, splits.train),
+    }
+    return report, _screen(report, paint(tokens, marks))
+
+
+def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
+    """Counts of the training rows and samples, and the distribution of their lengths."""
+    lengths = torch.tensor([len(sample.tokens) for sample in splits.train], dtype=torch.float64)
+    longest = int(lengths.max())
+    edges = [round(i * longest / BINS) for i in range(BINS + 1)]
+    counts = torch.histogram(lengths, torch.tensor(edges, dtype=torch.float64).clamp(min=0) if longest >= BINS else BINS).hist
+    statistics: dict[str, Any] = asdict(splits.stats) | {
+        "roles": dict(splits.stats.roles),
+        "label_share": splits.stats.label_tokens / splits.stats.tokens,
+        "held_out": len(splits.eval),
+        "percentiles": {str(q): int(lengths.quantile(q / 100, interpolation="nearest")) for q in PERCENTILES},
+        "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
+        "summary": str(splits.stats),
+    }
+    if recipe.data.packing:
+        rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length).rows
+        statistics["packed"] = {"rows": rows, "fill": splits.stats.tokens / (rows * recipe.data.max_length)}
+    return statistics
+
+
+def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the heads will depend on, except the fingerprint of the weights, which are not loaded."""
+    backbone = models.backbone
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = recipe.data.chat_template
+    return {
+        "model_type": backbone.config.model_type,
+        "hidden_size": backbone.dim,
+        "num_hidden_layers": backbone.num_layers,
+        "vocab_size": backbone.vocab,
+        "tokenizer_size": len(tokenizer),
+        "context": backbone.max_positions,
+        "taps": {str(tap): layer_name(backbone, tap) for tap in models.taps},
+        "final_norm": norm_name(backbone),
+        "chat_template": template_hash(tokenizer),
+    }
+
+
+def layer_name(backbone: Backbone, tap: int) -> str:
+    """The module whose output a tap is: the residual stream after that many layers, 0 the embedding."""
+    return _name(backbone, backbone.embed if tap == 0 else backbone.layers[tap - 1])
+
+
+def norm_name(backbone: Backbone) -> str | None:
+    """The last norm; the final hidden state is its output."""
+    norms = [child for child in backbone.base.children() if "norm" in type(child).__name__.lower()]
+    return _name(backbone, norms[-1]) if norms else None
+
+
+def _name(backbone: Backbone, module: nn.Module) -> str:
+    name = next((name for name, other in backbone.model.named_modules() if other is module), "")
+    return f"{name} ({type(module).__name__})"
+
+
+def vocabulary_coverage(recipe: Recipe, models: FakeModels, samples: list[Sample]) -> dict[str, Any]:
+    """How many distinct label tokens there are, and the share of all label tokens in each draft vocabulary (the most frequent ones)."""
+    counts_V: Tensor = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=models.backbone.vocab)
+    sorted_V = counts_V.sort(descending=True).values
+    drafters = {
+        name or str(recipe.drafter["kind"]): {
+            "size": len(drafter.vocabulary),
+            "vocab_size": models.backbone.vocab,
+            "coverage": float(sorted_V[: len(drafter.vocabulary)].sum() / sorted_V.sum()),
+        }
+        for name, drafter in models.drafters.items()
+        if drafter.vocabulary is not None
+    }
+    return {"distinct_label_tokens": int((counts_V > 0).sum()), "drafters": drafters}
+
+
+def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableType]:
+    data, contract, vocabulary = report["data"], report["contract"], report["vocabulary"]
+    labels = sum(token["loss"] for token in report["sample"])
+    packed = [("packed", f"into {data['packed']['rows']:,} rows, {data['packed']['fill']:.1%} full")] if "packed" in data else []
+    return [
+        labelled([("sample", f"{report['row']}: {len(report['sample'])} tokens, {labels} of them label tokens")]),
+        sample,
+        "",
+        labelled([
+            ("data", f"{data['summary']} ({data['label_share']:.1%}); {data['held_out']:,} held out"),
+            ("lengths", ", ".join(f"{q} %: {length:,}" for q, length in data["percentiles"].items())),
+        ]),
+        _histogram(data["histogram"]),
+        labelled([
+            *packed,
+            ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),
+            *(
+                ("drafted", f"{name}: {one['size']:,} of {one['vocab_size']:,} tokens, {one['coverage']:.2%} of the label tokens")
+                for name, one in vocabulary["drafters"].items()
+            ),
+            ("backbone", f"{contract['model_type']}: {contract['num_hidden_layers']} layers of {contract['hidden_size']}, vocabulary "
+             f"{contract['vocab_size']:,} (tokenizer {contract['tokenizer_size']:,}), context {contract['context'] or 'unknown'}"),
+            *((f"tap {tap}", name) for tap, name in contract["taps"].items()),
+            ("norm", f"{contract['final_norm'] or 'unknown'}, whose output is the final hidden state"),
+            ("template", contract["chat_template"] or "none"),
+        ]),
+    ]  # fmt: skip
+
+
+def _histogram(bins: list[list[int]]) -> Table:
+    most = max(count for _, _, count in bins)
+    table = Table.grid(padding=(0, 1), pad_edge=True)
+    for justify in ("right", "center", "left", "left"):
+        table.add_column(justify=justify)   # type: ignore[arg-type]
+    for first, end, count in bins:
+        table.add_row(f"{first:,}", "-", f"{end:,}", f"{'#' * -(-BAR_WIDTH * count // most)} {count:,}")
+    return table

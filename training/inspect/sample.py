@@ -1,0 +1,43 @@
+"""A training sample on screen: its text, with the label tokens coloured or in brackets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from headstart.support.token_text import token_texts
+from headstart.training.data.data import Sample
+
+LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
+"""Styles."""
+BRACKETS = "⟦", "⟧"
+"""Around label tokens, where there are no colours."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    token: int
+    text: str
+    loss: bool
+    special: bool
+
+
+def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
+    """Every token with its text and whether it has a loss."""
+    tokens, special = sample.tokens.tolist(), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    texts, losses = token_texts(tokenizer, tokens), sample.loss_mask.tolist()
+    return [TokenText(token, text, loss, token in special) for token, text, loss in zip(tokens, texts, losses, strict=True)]
+
+
+def paint(tokens: list[TokenText], marks: bool) -> Text:
+    """Label tokens green, the context dim, special tokens reversed; with ``marks``, brackets around label tokens instead."""
+    painted, inside = Text(overflow="fold"), False
+    for token in tokens:
+        if marks:
+            painted.append(("" if token.loss == inside else BRACKETS[inside]) + token.text)
+            inside = token.loss
+        else:
+            painted.append(token.text, style=f"{LABEL if token.loss else CONTEXT}{f' {SPECIAL}' if token.special else ''}")
+    return painted.append(BRACKETS[1] if inside else "")
