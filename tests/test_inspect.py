@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from headstart.cli.main import main
 from headstart.heads.checkpoint import template_hash
 from headstart.heads.methods import build_drafter
-from headstart.training.inspect.inspection import layer_name, norm_name
+from headstart.training.inspect.recipe import layer_name, norm_name
 from headstart.training.recipe.yaml_text import dump_yaml
 
 ANSWER = "It is four."
@@ -55,7 +55,7 @@ def inspected(tmp_path: Path, what: Path, *arguments: str) -> dict[str, Any]:
 
 def test_a_sample_shows_what_is_learned(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, out = inspected(tmp_path, recipe), capsys.readouterr().out
-    learned = "".join(piece["text"] for piece in found["sample"] if piece["learn"])
+    learned = "".join(piece["text"] for piece in found["sample"] if piece["loss"])
     assert out.count(f"⟦{ANSWER}<|im_end|>⟧") == 2 and learned == 2 * f"{ANSWER}<|im_end|>" and "\x1b" not in out
     assert "<|im_start|>user\nWhat is two?<|im_end|>" in out
     special = {piece["text"] for piece in found["sample"] if piece["special"]}
@@ -72,7 +72,7 @@ def test_colours_at_a_terminal_alone(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     inspected(tmp_path, recipe)
     out = capsys.readouterr().out
-    assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[32m\x1b[7m<|im_end|>\x1b[0m" in out and "⟦" not in out
+    assert "\x1b[32m" in out and "\x1b[2m" in out and "\x1b[7;32m<|im_end|>\x1b[0m" in out and "⟦" not in out
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -82,14 +82,14 @@ def test_colours_at_a_terminal_alone(
 
 def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = inspected(tmp_path, recipe, "data.max_length=40")["data"], capsys.readouterr().out
-    assert (data["rows"], data["no_assistant"], data["held_out"]) == (9, 1, 2)
-    assert data["samples"] == 8 and data["truncated"] > 0 and data["cut_off"] > 0
-    assert data["share"] == pytest.approx(data["learned"] / data["tokens"]) and 0 < data["share"] < 1
+    assert (data["rows"], data["rows_without_assistant"], data["held_out"]) == (9, 1, 2)
+    assert data["samples"] == 8 and data["samples_truncated"] > 0 and data["tokens_truncated"] > 0
+    assert data["label_share"] == pytest.approx(data["label_tokens"] / data["tokens"]) and 0 < data["label_share"] < 1
     assert sum(count for _, _, count in data["histogram"]) == data["samples"]
     assert data["percentiles"]["100"] == 40 == data["histogram"][-1][1] and data["percentiles"]["0"] < 40
     assert "1 rows without an assistant turn" in out and "samples truncated" in out and "#" in out
     packed = inspected(tmp_path, recipe, "data.packing=true")["data"]["packed"]
-    assert packed["rows"] < 8 and 0 < packed["full"] <= 1
+    assert packed["rows"] < 8 and 0 < packed["fill"] <= 1
 
 
 def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,16 +98,16 @@ def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.C
     assert contract["taps"] == {
         "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
     }  # fmt: skip
-    assert contract["norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(make_tokenizer(CHATML))
+    assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(make_tokenizer(CHATML))
     assert contract["chat_template"] in out and "model.layers.1" in out
-    drafted = found["vocabulary"]["eagle3"]
-    learned = [piece["token"] for piece in found["sample"] if piece["learn"]]
+    drafted = found["vocabulary"]["drafters"]["eagle3"]
+    learned = [piece["token"] for piece in found["sample"] if piece["loss"]]
     different = set(learned)
-    assert found["vocabulary"]["different"] == len(different) and drafted["size"] == 8
+    assert found["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
     often = sorted(map(learned.count, different), reverse=True)   # each answer is the same
-    assert drafted["covered"] == pytest.approx(sum(often[:8]) / len(learned))
+    assert drafted["coverage"] == pytest.approx(sum(often[:8]) / len(learned))
     assert "8 of" in out
-    assert list(inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]) == ["different"]
+    assert not inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]["drafters"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -133,22 +133,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, out = inspected(tmp_path, trained), capsys.readouterr().out
-    assert (found["kind"], found["arguments"], found["intact"]) == ("medusa", {"depth": 2, "layers": 1}, True)
+    assert (found["kind"], found["arguments"], found["weights_match_hash"]) == ("medusa", {"depth": 2, "layers": 1}, True)
     drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
     assert {one["name"]: one["shape"] for one in found["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}
     assert {one["dtype"] for one in found["tensors"]} == {"F32"}
     assert found["parameters"] == sum(weight.numel() for weight in drafter.parameters())
     assert found["contract"]["vocab_size"] == VOCAB and found["contract"]["taps"] == [] and "weights" not in found["contract"]
-    assert found["resumable"] == [1200] and found["tuned"] == ["cpu x | float32 | y"]
-    for said in ("1,200 steps, 34,000 tokens, tau 2.500", "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
+    assert found["resumable_steps"] == [1200] and found["tuned_for"] == ["cpu x | float32 | y"]
+    steps = "1,200 steps, 34,000 tokens, mean acceptance length (tau) 2.500"
+    for said in (steps, "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
         assert said in out or said == "0.1.linear", said
 
 
-def test_weights_that_are_not_the_cards(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_do_not_match_their_hash(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(tmp_path / "heads")
-    card = tmp_path / "heads" / "headstart.json"
-    card.write_text(card.read_text().replace('"sha256": "', '"sha256": "0'))
-    assert inspected(tmp_path, tmp_path / "heads")["intact"] is False and "are NOT those of the card" in capsys.readouterr().out
+    metadata = tmp_path / "heads" / "headstart.json"
+    metadata.write_text(metadata.read_text().replace('"sha256": "', '"sha256": "0'))
+    assert inspected(tmp_path, tmp_path / "heads")["weights_match_hash"] is False and "do NOT match their hash" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def mistakes(recipe: Path, trained: Path, tmp_path_factory: pytest.TempPathFacto
         "no such recipe": (["gone.yaml"], "no recipe gone.yaml: there is no such file"),
         "no such folder": (["./gone"], "no heads at './gone'"),
         "a folder of neither": ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
-        "a changed checkpoint": ([str(trained), "train.lr=1"], "taken for trained heads, of which nothing can be replaced (train.lr=1)"),
+        "a changed checkpoint": ([str(trained), "train.lr=1"], "taken for trained heads, which take no overrides (train.lr=1)"),
         "damaged": ([str(broken)], "is damaged"),
         "no weights": ([str(lacking)], "lacks its weights"),
         "a recipe of something else": ([str(trained / "headstart.json")], "unknown key"),
@@ -201,4 +202,4 @@ def test_plain_text_and_characters_of_several_tokens(tmp_path: Path, capsys: pyt
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
     found = inspected(tmp_path, small)
     assert "".join(piece["text"] for piece in found["sample"]) == text and f"⟦{text}⟧" in capsys.readouterr().out
-    assert found["contract"]["chat_template"] is None and torch.tensor([piece["learn"] for piece in found["sample"]]).all()
+    assert found["contract"]["chat_template"] is None and torch.tensor([piece["loss"] for piece in found["sample"]]).all()

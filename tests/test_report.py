@@ -15,7 +15,7 @@ from headstart.inference.bench.report import page
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.report.charts import Axes, Series, above, histogram, lines, ticks
-from headstart.support.token_text import TokenTextStream, cut
+from headstart.support.token_text import TokenTextStream, token_texts
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,10 @@ def test_nothing_is_drawn_outside_its_axes():
 def test_pieces_make_up_the_text():
     tokenizer = make_tokenizer()
     tokens = tokenizer("What is two? Six, ünder one condition.\n\n  日本 two")["input_ids"]
-    found = cut(tokenizer, tokens)
+    found = token_texts(tokenizer, tokens)
     assert len(found) == len(tokens) and "".join(found) == tokenizer.decode(tokens) and "\ufffd" not in "".join(found)
-    assert found[0] == "<s>" and cut(tokenizer, []) == []
-    half = cut(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
+    assert found[0] == "<s>" and token_texts(tokenizer, []) == []
+    half = token_texts(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
     assert half[0] == "" and "\ufffd" in half[1]   # what never came whole
     pieces = TokenTextStream(tokenizer, skip_special_tokens=True)
     assert "".join(map(pieces.add, tokens)) + pieces.end() == tokenizer.decode(tokens, skip_special_tokens=True)

@@ -50,13 +50,15 @@ def plan(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
+    from headstart.support.console import stdout_console
     from headstart.support.files import require_writable, write_json
-    from headstart.training.inspect.inspection import inspect
+    from headstart.training.inspect.command import inspect
 
     require_writable("--json", args.json)
     quiet()
-    report, lines = inspect(args.what, args.overrides, args.row)
-    print("\n".join(lines))
+    console = stdout_console()
+    report, screen = inspect(args.what, args.overrides, args.row, marks=console.color_system is None)
+    console.print(*screen, sep="\n")
     write_json(args.json, report)
     return 0
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import SystemResult
-from headstart.support.token_text import cut
+from headstart.support.token_text import token_texts
 
 SAMPLES = 6
 """At most so many per system, the first of each task."""
@@ -36,7 +36,7 @@ def samples(
             "temperature": temperature,
             "task": task,
             "prompt": tokenizer.decode(prompts[i].ids_T, skip_special_tokens=True)[-300:],
-            "tokens": cut(tokenizer, one.sequences[i][0].tolist()[:TOKENS]),
+            "tokens": token_texts(tokenizer, one.sequences[i][0].tolist()[:TOKENS]),
             "accept_lengths": one.accept_lengths[i],
         }
         for one in results

@@ -78,9 +78,10 @@ def _tuned(file: Path) -> list[str]:
 def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
     provenance, contract = report["provenance"], report["contract"]
     arguments = ", ".join(f"{name}={value}" for name, value in report["arguments"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in (provenance["versions"] or {}).items())
     trained = [f"{provenance[key]:,} {key}" for key in ("steps", "tokens") if provenance[key] is not None]
     trained += [f"mean acceptance length (tau) {provenance['tau']:.3f}"] if provenance["tau"] is not None else []
-    state = "the weights match their hash" if report["weights_match_hash"] else "the weights do NOT match their hash: train or fetch them again"
+    state = "match their hash" if report["weights_match_hash"] else "do NOT match their hash: train or fetch them again"
     tensors = Table.grid(padding=(0, 2), pad_edge=True)
     for tensor in report["tensors"]:
         tensors.add_row(tensor["name"], tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "1")
@@ -89,14 +90,14 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         ("template", provenance["chat_template"] or "none"),
         ("trained", ", ".join(trained) or "unknown"),
         *([("command", provenance["command"])] if provenance["command"] else []),
-        *([("versions", ", ".join(f"{name} {number}" for name, number in provenance["versions"].items()))] if provenance["versions"] else []),
+        *([("versions", versions)] if versions else []),
         *([("resumes", f"from step {', '.join(map(str, report['resumable_steps']))}")] if report["resumable_steps"] else []),
         *(("tuned", machine) for machine in report["tuned_for"]),
     ]
     return [
         labelled([
             ("heads", f"{path}: {report['kind']} ({arguments})"),
-            ("size", f"{report['parameters']:,} parameters, {gigabytes(report['bytes'])} in {report['file']}; {state}"),
+            ("size", f"{report['parameters']:,} parameters, {gigabytes(report['bytes'])} in {report['file']}; the weights {state}"),
         ]),
         tensors,
         labelled(rows),

@@ -16,7 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.support.token_text import cut
+from headstart.support.token_text import token_texts
 from headstart.training.recipe.recipe import Eval
 from headstart.training.run.sharding import is_sharded
 
@@ -76,4 +76,4 @@ def _example(prompt_T: Tensor, output: GenerateOutput, tokenizer: PreTrainedToke
         length, runs = length + run, [*runs, run]
     written = output.sequences[0, len(prompt_T) :].tolist()[:length]
     prompt = tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:]
-    return {"prompt": prompt, "tokens": cut(tokenizer, written), "accept_lengths": runs}
+    return {"prompt": prompt, "tokens": token_texts(tokenizer, written), "accept_lengths": runs}
