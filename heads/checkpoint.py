@@ -3,6 +3,7 @@
     config.json             what engines read (each drafter's `config`)
     <file_name>             the weights, safetensors, under the names engines expect (each drafter's `tensors`)
     headstart.json          kind and arguments, the backbone's contract, a hash of the weights, where they come from
+    adapter/                a PEFT adapter, if the backbone carries one: heads trained together with it draft for the adapted backbone
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import construct_drafter, methods, require_weights
@@ -48,6 +50,10 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     backbone = drafter.backbone
     module = type(drafter).__module__
     # Renamed in the order in which the blocks end: the innermost first.
+    adapter = backbone.adapter
+    if adapter is not None:
+        with atomic(folder / ADAPTER, folder=True) as adapter_folder:
+            adapter.save(adapter_folder)
     with (
         atomic(folder / METADATA) as metadata_file,
         atomic(folder / "config.json") as config_file,
@@ -61,7 +67,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "kind": module.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
-            "contract": backbone.contract() | {"taps": list(drafter.taps)},
+            "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": adapter and adapter.digest()},
             "weights": {"file": drafter.file_name, "sha256": file_hash(file)},
             "provenance": extra,
         }
@@ -120,6 +126,7 @@ def load_drafter(
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
         raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
+    backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))

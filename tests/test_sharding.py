@@ -101,7 +101,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert planned.lasting()["backbone weights"] == 4 * sum(own.values()) + buffers
     layer = sum(wholes[name] for name in layers) // 6
-    assert planned.step(Size(2, 32)).moments["reading"]["gathered layer"] == 2 * 4 * layer
+    assert planned.step(Size(2, 32)).phases["reading"]["gathered layer"] == 2 * 4 * layer
 
 
 @pytest.mark.parametrize("change, said", [

@@ -80,8 +80,8 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
     [[total_tokens], [stops]], totals = _sum_over_processes(accelerator, [tokens[None], tokens.new_tensor([signal.received])], sums)
     results = []
-    for norm, ([loss], *depths) in zip(norms, totals, strict=True):
-        results.append(Result(loss / max(label_tokens.item(), 1), norm, depths))
+    for norm, ([loss], [lm_loss], *depths) in zip(norms, totals, strict=True):
+        results.append(Result(loss / max(label_tokens.item(), 1), norm, depths, lm_loss / max(label_tokens.item(), 1)))
     good = [_is_finite(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
     for trainer, finite in zip(run.trainers, good, strict=True):
         trainer.optimizer_step() if finite else trainer.skip_step()
@@ -89,12 +89,12 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
 
 
 def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tensor) -> list[Sums]:
-    """Forward and backward of all micro-batches; the backbone's features of each are computed once for all trainers."""
+    """Forward and backward of all micro-batches. A frozen backbone's features are computed once for all trainers."""
     totals: list[Sums] = []
     for i, batch in enumerate(batches):
-        features = run.source.read(batch)
+        inputs = batch if run.backbone.trainable else run.source.read(batch)
         seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random states need no saving
-        sums = [trainer.backward(features, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
+        sums = [trainer.backward(inputs, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
         totals = [Sums(*(a + b for a, b in zip(*pair, strict=True))) for pair in zip(totals, sums, strict=True)] if totals else sums
     return totals
 
@@ -103,11 +103,11 @@ def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
     """The counts, and of each trainer its sums, over all processes: one all-reduce."""
-    parts = counts + [part for each in sums for part in (each.loss[None], each.count_K, each.correct_K, each.alpha_K)]
+    parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], *each.per_depth)]
     reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]
-    return values[: len(counts)], [totals[i : i + 4] for i in range(0, len(totals), 4)]
+    return values[: len(counts)], [totals[i : i + 5] for i in range(0, len(totals), 5)]
 
 
 def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
@@ -177,7 +177,8 @@ def save(run: Run) -> None:
     progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
     for trainer in run.trainers:
-        if run.accelerator.is_main_process and not all_finite(tensors, f"{trainer.prefix}drafter/"):
+        finite = all(all_finite(tensors, f"{trainer.prefix}{part}/") for part in ("drafter", "adapter"))
+        if run.accelerator.is_main_process and not finite:
             raise _diverged(run, trainer, f"the weights{_of(trainer)} are no longer finite after step {run.done}")
     try:
         for trainer in run.trainers:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
+from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
@@ -24,7 +25,15 @@ from headstart.training.features.source import FeatureSource, require_packable
 from headstart.training.log.log import Log
 from headstart.training.log.trackers import require_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.run.checkpoint import State, find_state, read_state, require_same_recipe, unpack_drafter, without_prefix
+from headstart.training.run.checkpoint import (
+    State,
+    find_state,
+    read_state,
+    require_same_recipe,
+    unpack_adapter,
+    unpack_drafter,
+    without_prefix,
+)
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import fsdp_plugin, is_sharded, require_known, shard_layers
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
@@ -120,6 +129,11 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
         device=accelerator.device, place=place,
     )  # fmt: skip
     require_packable(recipe, backbone)
+    if (lora := section.lora) is not None:
+        if accelerator.is_fsdp2:
+            raise UserError("backbone.lora is trained data-parallel; launch without FSDP (accelerate launch --multi_gpu)")
+        set_seed(recipe.seed)
+        backbone.add_lora(lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
 
 
@@ -151,7 +165,8 @@ def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource,
     """A trainer, with the weights of the saved state if there is one. Each has an `Accelerator`, and so a gradient scaler, of its own."""
     if state is not None:
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
-    return build_trainer(name, recipe, _accelerator(recipe), drafter, source.teacher)
+        unpack_adapter(drafter.backbone.trainable, state.tensors)
+    return build_trainer(name, recipe, _accelerator(recipe), drafter, source)
 
 
 def _resume(run: Run, state: State) -> None:
@@ -175,7 +190,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
-        f"vocabulary {backbone.vocab:,}, {str(backbone.dtype).removeprefix('torch.')}, frozen"
+        f"vocabulary {backbone.vocab:,}, {dtype_name(backbone.dtype)}, {_trained_part(backbone)}"
         f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
@@ -186,6 +201,12 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
         f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
         f"output    {recipe.save.dir}",
     ))  # fmt: skip
+
+
+def _trained_part(backbone: Backbone) -> str:
+    if not backbone.trainable:
+        return "frozen"
+    return f"frozen but for an adapter of {sum(weight.numel() for weight in backbone.trainable.values()):,} parameters"
 
 
 def _described(trainer: DrafterTrainer) -> str:

@@ -5,25 +5,29 @@ The only code that knows model classes. Shape suffixes: B batch, T positions, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import grouped, tapped
+from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import quantization, quantizing
-from headstart.heads.backbone.recurrent import KIND, Branch, find_recurrent
+from headstart.heads.backbone.recurrent import KIND, find_recurrent
 from headstart.heads.backbone.rope import rope_switch
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 EMBEDDED = "embedded"
 """The name of the small backbone that ships with the project."""
@@ -31,9 +35,15 @@ KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
 
 class Backbone:
-    """``model`` frozen, with `embed`, `readout` and `read`. The model object is the caller's own and stays usable as it is."""
+    """A causal language model with `embed`, `readout` and `read`. The model object is the caller's own and stays usable as it is.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Its weights are frozen. A ``PeftModel`` brings an adapter, which decoding uses; with ``trainable`` the adapter's weights are trained.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False) -> None:
+        model, self.adapter = unwrap(model)
+        self.trainable: dict[str, nn.Parameter] = {}
+        """The adapter's weights by name, if they are to be trained; empty for a frozen backbone."""
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
@@ -53,8 +63,39 @@ class Backbone:
         self.windows = _windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a state instead of keys and values; None: there are none."""
-        self._post = _postprocessing(self)
-        _require_masks(self)
+        self._postprocess = find_postprocessing(self)
+        require_masks(self)
+        if trainable:
+            self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        if self.adapter is None:
+            raise UserError(f"{type(self.model).__name__} has no adapter to train; give a PeftModel, or set backbone.lora in the recipe")
+        self.trainable = self.adapter.parameters
+        for weight in self.trainable.values():
+            weight.requires_grad_(True)
+
+    def add_lora(self, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] = "all-linear") -> None:
+        """Attach a fresh LoRA adapter to the model, to be trained."""
+        assert self.adapter is None
+        self.adapter = new_adapter(self.model, rank, alpha, dropout, target_modules)
+        self.model.requires_grad_(False)
+        self._unfreeze()
+
+    def require_adapter(self, checkpoint: str, folder: Path, digest: str | None, allow_other: bool = False) -> None:
+        """Attach the adapter that heads were trained with, if it is not there yet. ``digest`` None: they were trained without one.
+
+        Raises UserError if the backbone carries another adapter (unless ``allow_other``), or for a damaged or missing one.
+        """
+        if digest is not None and self.adapter is None:
+            self.adapter = load_adapter(self.model, folder)
+            self.model.requires_grad_(False)
+            if self.adapter.digest() != digest:
+                raise UserError(f"the adapter in {folder} is changed (its hash is not the one in headstart.json); fetch the heads again")
+        present = None if self.adapter is None else self.adapter.digest()
+        if present != digest and not allow_other:
+            trained = "without an adapter on the backbone" if digest is None else f"with adapter {digest} on the backbone"
+            raise UserError(f"{checkpoint} was trained {trained}; this one carries {present or 'none'}: load the backbone anew for them")
 
     @property
     def name(self) -> str:
@@ -77,9 +118,8 @@ class Backbone:
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Final hidden states ``[..., D]`` -> logits ``[..., V]``, soft-capped or scaled as the family does."""
-        return _POSTPROCESS[self._post[0]](self.unembed(hidden), self._post[1])
+        return self._postprocess(self.unembed(hidden))
 
-    @torch.no_grad()
     def read(
         self,
         tokens_BT: Tensor,
@@ -88,7 +128,7 @@ class Backbone:
         attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
     ) -> Features:
-        """The features of the tokens; with a cache they continue it.
+        """The features of the tokens; with a cache they continue it. They carry gradients if the backbone is trainable and grad is enabled.
 
         ``attention_mask``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
         right end needs no mask, since nothing before it looks there. Recurrent layers follow no mask, but the tree that is read along
@@ -104,7 +144,9 @@ class Backbone:
         if attention_mask is not None:
             masks = {kind: _additive(allowed, self.dtype) for kind, allowed in attention_mask.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        with tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
+        differentiable = bool(self.trainable) and torch.is_grad_enabled()
+        dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
+        with torch.set_grad_enabled(differentiable), dropout, tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
             out = self.base(
                 input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
             )
@@ -220,53 +262,3 @@ def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | 
 def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
     return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
-
-
-def _require_masks(backbone: Backbone) -> None:
-    """Raise UserError unless a token reads the same beside many siblings as alone: the model follows 4-D masks and positions."""
-    N = min(24, backbone.max_positions or 24)
-    tokens = torch.arange(N, device=backbone.device)[None] % backbone.vocab
-    seen = torch.ones(N, N, dtype=torch.bool, device=backbone.device).tril()
-    seen[-1, 2:-1] = False
-    place = torch.arange(N, device=backbone.device)[None].clone()
-    place[0, -1] = 2
-    alone = backbone.read(tokens[:, [0, 1, N - 1]]).hidden_BTD[:, -1]
-    try:
-        with nullcontext() if backbone.recurrent is None else backbone.recurrent.along(Branch(None, seen[None], place)):
-            beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
-    except (TypeError, ValueError, RuntimeError):
-        beside = None
-    if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():
-        name = type(backbone.model).__name__
-        raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
-
-
-_POSTPROCESS = {
-    "none": lambda logits, value: logits,
-    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
-    "logit_scale": lambda logits, value: logits * value,
-    "logits_scaling": lambda logits, value: logits / value,
-    "logits_scaling (multiplied)": lambda logits, value: logits * value,
-    "lm_head_multiplier": lambda logits, value: logits * value,
-}
-
-
-@torch.no_grad()
-def _postprocessing(backbone: Backbone) -> tuple[str, float]:
-    """What the family does to its logits: the rule of its configuration that gives the model's own logits on two tokens."""
-    config = backbone.config.to_dict()
-    tokens = torch.arange(2, device=backbone.device)[None]
-    said = backbone.model(input_ids=tokens).logits
-    raw = backbone.unembed(backbone.base(input_ids=tokens).last_hidden_state)
-    errors = {}
-    for rule, apply in _POSTPROCESS.items():
-        value = config.get(rule.split(" ")[0])
-        if rule == "none" or value:
-            errors[rule, float(value or 1.0)] = (apply(raw, value).float() - said.float()).abs().max().item()
-    best = min(errors, key=lambda rule: errors[rule])
-    if errors[best] <= 2e-2 * said.abs().max().item():
-        return best
-    raise UserError(
-        f"{type(backbone.model).__name__} changes its logits in a way Headstart does not know (transformers {transformers.__version__}); "
-        f"known rules: {', '.join(_POSTPROCESS)}"
-    )

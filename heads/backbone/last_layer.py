@@ -1,4 +1,4 @@
-"""What a head's layer may start from: the backbone's last one, where its weights are those of a Llama layer by name."""
+"""The backbone's last decoder layer as initial weights of a drafter's layer, if it is a Llama layer by its parameter names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headstart.heads.backbone.adapter import base_parameters
 from headstart.heads.backbone.backbone import Backbone
 
 LAYER = {
@@ -19,22 +20,23 @@ QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 @torch.no_grad()
 def last_layer(backbone: Backbone) -> tuple[dict[str, Tensor], Tensor] | None:
-    """The weights of the last decoder layer by their names in it, and that of the final norm; None where they are called otherwise.
+    """The weights of the last decoder layer by their names in it, and that of the final norm; None if the names are others.
 
-    Queries and keys that have norms of their own (Qwen3) are left out: they are of other sizes. Of a backbone that is shared out over
-    processes, all have to ask.
+    Query and key projections with norms of their own (Qwen3) are left out: their sizes differ. With a sharded backbone all processes
+    have to call it.
     """
-    own = {name: weight for name, weight in backbone.layers[-1].named_parameters() if not name.endswith(".bias")}
+    parameters = base_parameters(backbone.layers[-1], backbone.adapter)
+    weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
     final = dict(backbone.base.named_parameters()).get(NORM)
-    normed = {*own} & QUERY_NORMS
-    if final is None or {*own} - normed != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
+    query_norms = {*weights} & QUERY_NORMS
+    if final is None or {*weights} - query_norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
-    left_out = {*normed, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if normed else normed
-    return {name: _numbers(weight) for name, weight in own.items() if name not in left_out}, final
+    left_out = {*query_norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if query_norms else query_norms
+    return {name: _plain(weight) for name, weight in weights.items() if name not in left_out}, final
 
 
-def _numbers(weight: Tensor) -> Tensor:
-    """Of a weight that may be shared out or quantized."""
+def _plain(weight: Tensor) -> Tensor:
+    """The values of a weight that may be sharded or quantized."""
     weight = weight.detach()
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return weight if type(weight) is Tensor else weight.dequantize()

@@ -26,6 +26,8 @@ class Result:
     grad_norm: float
     depths: list[list[float]]
     """Per depth: positions that count, agreeing top-1 tokens, summed acceptance rate (alpha)."""
+    lm_loss: float = 0.0
+    """Cross-entropy of a trainable backbone."""
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Meter:
     """That were taken."""
     skipped: int = 0
     loss: float = 0.0
+    lm_loss: float = 0.0
     grad_norm: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -51,6 +54,7 @@ class Meter:
             return
         norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # a step that the scaler skipped
         self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
+        self.lm_loss += result.lm_loss
         before = [self.count_K, self.correct_K, self.alpha_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
         both = zip(before, result.depths, strict=True)
         self.count_K, self.correct_K, self.alpha_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
@@ -63,7 +67,7 @@ class Meter:
             "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
             "grad_norm": self.grad_norm / self.steps if self.steps else None,
             "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-        } | ({"skipped": self.skipped} if self.skipped else {})
+        } | ({"lm_loss": self.lm_loss / self.steps} if self.lm_loss else {}) | ({"skipped": self.skipped} if self.skipped else {})
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

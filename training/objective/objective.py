@@ -44,6 +44,12 @@ class Sums(NamedTuple):
     """Of them, where the most likely token of draft and backbone agree."""
     alpha_K: Tensor
     """Over them, the sum of the expected acceptance rate ``sum_v min(p_v, q_v)``, p and q at temperature 1."""
+    lm_loss: Tensor
+    """Cross-entropy of a trainable backbone on the label tokens, part of ``loss``; 0 with a frozen one."""
+
+    @property
+    def per_depth(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count_K, self.correct_K, self.alpha_K
 
 
 def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors: SampledAnchors | None = None) -> Sums:
@@ -63,7 +69,7 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
         weights_MK = depths.expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
     weights_MK = weights_MK if anchors is None else weights_MK / anchors.share
     total, correct_K, alpha_K = loss.sum(rows.weighted(weights_MK), drafts)
-    return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K)
+    return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total))
 
 
 def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepKey) -> Tensor:

@@ -60,6 +60,8 @@ class Recipe(StrictModel):
             self.per_drafter()
         else:
             self._check_drafter()
+        if self.backbone.lora is not None:
+            self._check_lora()
         return self
 
     def _check_drafter(self) -> None:
@@ -67,6 +69,15 @@ class Recipe(StrictModel):
         if self.objective.on_policy and self.cache.dir is not None:
             rule = f"needs the backbone, which does not run with cache.dir={self.cache.dir!r}; set either to 0 or null"
             raise RuleError("objective.on_policy", rule, self.objective.on_policy)
+
+    def _check_lora(self) -> None:
+        for key, used, rule in (
+            ("heads", bool(self.heads), "would each need an adapter with backbone.lora; train one drafter, or set lora to null"),
+            ("cache.dir", self.cache.dir is not None, "keeps features, which change with backbone.lora; set either to null"),
+            ("objective.on_policy", bool(self.objective.on_policy), "needs a frozen backbone; set it to 0, or backbone.lora to null"),
+        ):
+            if used:
+                raise RuleError(key, rule, True)
 
     def per_drafter(self) -> dict[str, Recipe]:
         """By name, the recipe of each drafter as if it were trained alone; with ``drafter`` the whole recipe, under an empty name."""

@@ -5,12 +5,27 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel
 
 Text = Annotated[str, MinLen(1)]
+
+
+class Lora(StrictModel):
+    rank: PositiveInt = 32
+    """Rank of the adapter's matrices."""
+    alpha: PositiveFloat = 16.0
+    """The adapter's output is scaled by ``alpha / rank``."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """Dropout before the adapter, in training."""
+    target_modules: Text | list[Text] = "all-linear"
+    """Layers to adapt, as in PEFT: ``all-linear`` (but the output layer), a regular expression, or a list of module names."""
+    lr_ratio: PositiveFloat = 0.25
+    """Learning rate of the adapter as a fraction of ``train.lr``."""
+    lm_weight: NonNegativeFloat = 5.0
+    """Weight of the backbone's own next-token loss beside the heads' objective."""
 
 
 class Backbone(StrictModel):
@@ -25,8 +40,13 @@ class Backbone(StrictModel):
     shard: bool = False
     """Shard its layers over the processes (FSDP2), gathering each while it runs: for a model that does not fit one device."""
 
+    lora: Lora | None = None
+    """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.shard and self.lora is not None:
+            raise RuleError("shard", "cannot be combined with backbone.lora; set either back", True)
         if self.shard and self.dtype in ("int8", "int4"):
             raise RuleError("shard", f"needs weights of one dtype, which backbone.dtype={self.dtype} has not; set either back", True)
         return self

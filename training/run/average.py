@@ -6,7 +6,7 @@ weights are soon forgotten. It has the weights' dtype and is part of the state a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,16 +16,18 @@ from headstart.training.run.sharding import distribute_like, to_local
 
 
 class Average:
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self.module, self.decay = module, decay
-        self.weights = {name: weight.detach().clone() for name, weight in module.named_parameters() if weight.requires_grad}
+    """The average of ``trained``: named parameters, which stay the same objects during training."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.trained, self.decay = {name: weight for name, weight in trained.items() if weight.requires_grad}, decay
+        self.weights = {name: weight.detach().clone() for name, weight in self.trained.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Once after each optimiser step, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, average in self.weights.items():
-            to_local(average).lerp_(to_local(self.module.get_parameter(name)), share)
+            to_local(average).lerp_(to_local(self.trained[name]), share)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """The inverse of ``weights``; strict."""
@@ -36,7 +38,7 @@ class Average:
 
 @contextmanager
 def in_place_of_weights(average: Average | None) -> Iterator[None]:
-    """Inside the context the module has the averaged weights; without an average, nothing changes."""
+    """Inside the context the parameters have the averaged values; without an average, nothing changes."""
     _exchange(average)
     try:
         yield
@@ -47,5 +49,5 @@ def in_place_of_weights(average: Average | None) -> Iterator[None]:
 def _exchange(average: Average | None) -> None:
     if average is not None:
         for name, values in average.weights.items():
-            weight = average.module.get_parameter(name)
+            weight = average.trained[name]
             average.weights[name], weight.data = weight.data, values

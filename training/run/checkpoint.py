@@ -14,13 +14,14 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
@@ -91,11 +92,15 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
         raise UserError(f"{state.folder} was trained by another recipe: {changes}; restore it, or choose another save.dir")
 
 
-def pack(drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None) -> dict[str, Tensor]:
+def pack(
+    drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None, adapter: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Weights, average and optimiser moments under flat names, unsharded copies on the CPU."""
     tensors = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
-    for name, parameter in drafter.named_parameters():
+    adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
+    tensors |= adapted
+    for name, parameter in [*drafter.named_parameters(), *adapted.items()]:
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
     return {name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -106,13 +111,21 @@ def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
 
 
+def unpack_adapter(adapter: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Load the backbone's adapter."""
+    saved = without_prefix(tensors, "adapter/")
+    assert saved.keys() == adapter.keys()
+    for name, weight in adapter.items():
+        weight.detach().copy_(saved[name])
+
+
 def unpack_average(average: Average, tensors: dict[str, Tensor]) -> None:
     average.load(without_prefix(tensors, "average/"))
 
 
-def unpack_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Load the moments of every parameter; parameter groups and learning rates stay those of the recipe."""
-    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    names = {parameter: name for name, parameter in trained.items()}
     moments: dict[str, dict[str, Tensor]] = {}
     for flat, tensor in tensors.items():
         if flat.startswith("optimizer/"):

@@ -8,6 +8,7 @@ Shape suffixes: M, N sides of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], step
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer: they share its parameter groups and its state."""
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], train: Train) -> None:
+    def __init__(self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train) -> None:
         muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -69,8 +70,9 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
+        muon, adamw = self.parts
+        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        muon.state = adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -83,15 +85,21 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def build_optimizer(drafter: Drafter, train: Train) -> torch.optim.Optimizer:
-    """The optimizer that ``train.optimizer`` names. Weight decay applies to matrices only, not to norms and biases."""
+def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Parameter] = (), lr_ratio: float = 1.0) -> torch.optim.Optimizer:
+    """The optimizer that ``train.optimizer`` names. Weight decay applies to matrices only, not to norms and biases.
+
+    The backbone's ``adapter`` is always trained by AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
+    """
+    adapted = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
     hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
     if train.optimizer == "muon" and hidden:
-        return MuonAdamW([trained[name] for name in hidden], [p for name, p in trained.items() if name not in hidden], train)
+        others = [{"params": [p for name, p in trained.items() if name not in hidden]}, *adapted]
+        return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train)
     groups = [
         {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+        *adapted,
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, betas=(train.betas[0], train.betas[1]))

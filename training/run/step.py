@@ -1,19 +1,25 @@
-"""From the features of a batch to its summed loss: the drafter's forward, then the objective.
+"""From a batch to its summed loss: the drafter drafts, the objective compares it with the backbone.
 
-The training loop wraps this module for data parallelism and autocast. The backbone is no `nn.Module` and so no part of it: its
-weights are neither synchronised, nor saved, nor cast. It is read by a `FeatureSource`, outside of autocast.
+The module that the training loop wraps for data parallelism and autocast. A frozen backbone is not part of it (`Backbone` is no
+`nn.Module`): its features are computed once for all drafters, outside of autocast. A trainable one computes them inside, so that data
+parallelism sees its adapter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import nn
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.training.data.packing import Batch
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.features.source import Teacher
+from headstart.training.features.source import FeatureSource, Teacher
 from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.lm_loss import lm_loss
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
 from headstart.training.recipe.training import Objective
@@ -37,8 +43,30 @@ class TrainStep(nn.Module):
         if drafter.anchor_share < 1:
             anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
         hidden = drafter(features, None if anchors is None else anchors.at)
-        sums = objective(loss, features, hidden, anchors)
+        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())   # an adapter is not trained through the teacher
+        sums = objective(loss, targets, hidden, anchors)
         if not self.settings.on_policy:
             return sums
         assert isinstance(features, FeaturesWithCache)
         return sums._replace(loss=sums.loss + on_policy_loss(loss, features, step_key))
+
+
+class JointStep(nn.Module):
+    """`TrainStep` together with the backbone's adapter (Medusa-2, 2401.10774 section 2.2.2): takes a batch instead of its features.
+
+    The loss is the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the backbone's own
+    next-token cross-entropy. The heads' teacher is the adapted backbone, detached.
+    """
+
+    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lm_weight: float) -> None:
+        super().__init__()
+        self.source, self.backbone, self.lm_weight = source, drafter.backbone, lm_weight
+        self.heads = TrainStep(source.teacher, drafter, settings)
+        self.adapter = nn.ParameterList(self.backbone.trainable.values())
+
+    def forward(self, batch: Batch, step_key: StepKey) -> Sums:
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):   # in the backbone's own dtype, as when decoding
+            features = self.source.read(batch)
+            lm = lm_loss(self.backbone, features, self.heads.settings.chunk_size)
+        sums = self.heads(features, step_key)
+        return sums._replace(loss=sums.loss + self.lm_weight * lm, lm_loss=lm)

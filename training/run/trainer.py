@@ -23,7 +23,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
-from headstart.training.features.source import Teacher
+from headstart.training.data.packing import Batch
+from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.anchors import StepKey
 from headstart.training.objective.objective import Sums
@@ -33,7 +34,7 @@ from headstart.training.run.checkpoint import pack, unpack_average, unpack_optim
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.schedule import learning_rate
 from headstart.training.run.sharding import full_tensor, keep_gathered
-from headstart.training.run.step import TrainStep
+from headstart.training.run.step import JointStep, TrainStep
 
 
 @dataclass
@@ -69,6 +70,11 @@ class DrafterTrainer:
         return f"{self.name}/" if self.name else ""
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """All that is trained, by the names in the saved state: the drafter's parameters and the backbone's adapter."""
+        return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
+
+    @property
     def sharded(self) -> bool:
         return bool(self.accelerator.is_fsdp2)
 
@@ -77,23 +83,23 @@ class DrafterTrainer:
         self.step = step
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
         return rate
 
-    def backward(self, features: Features, scale: Tensor, seed: int, last: bool) -> Sums:
-        """Accumulate the gradients of a micro-batch; processes synchronise at the ``last`` one only."""
+    def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
+        """Accumulate the gradients of a micro-batch (a batch, if the backbone is trainable); processes synchronise at the ``last`` one."""
         set_seed(seed)
         autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # otherwise part of the wrapped module
         keep_gathered(self.module, not last)
         with nullcontext() if last else self.accelerator.no_sync(self.module):
             with autocast:
-                sums = self.module(features, StepKey(self.recipe.seed, self.step))
+                sums = self.module(inputs, StepKey(self.recipe.seed, self.step))
             self.accelerator.backward(sums.loss * scale)
         return Sums(*(part.detach() for part in sums))
 
     def clip_gradients(self) -> float:
         """Clip the gradient to ``train.max_grad_norm``; returns its norm before clipping."""
-        norm: Tensor = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.recipe.train.max_grad_norm)
+        norm: Tensor = self.accelerator.clip_grad_norm_(self.trained.values(), self.recipe.train.max_grad_norm)
         return full_tensor(norm).item()
 
     def is_finite(self, result: Result) -> bool:
@@ -144,7 +150,8 @@ class DrafterTrainer:
         """This drafter's tensors for the saved state, in the main process. If sharded, all processes have to call."""
         if not (self.sharded or self.accelerator.is_main_process):
             return {}
-        return {self.prefix + name: tensor for name, tensor in pack(self.drafter, self.optimizer, self.average).items()}
+        packed = pack(self.drafter, self.optimizer, self.average, self.drafter.backbone.trainable)
+        return {self.prefix + name: tensor for name, tensor in packed.items()}
 
     def progress(self) -> dict[str, Any]:
         """What is saved beside the tensors, as JSON."""
@@ -159,7 +166,7 @@ class DrafterTrainer:
     def restore(self, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Optimiser, average and statistics from a saved state; the weights were loaded before the module was wrapped."""
         tensors = without_prefix(tensors, self.prefix)
-        unpack_optimizer(self.drafter, self.optimizer, tensors)
+        unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
             unpack_average(self.average, tensors)
         self.tau, self.meter = progress["tau"], Meter(**progress["meter"])
@@ -181,8 +188,18 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     return drafter
 
 
-def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, teacher: Teacher) -> DrafterTrainer:
+def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, source: FeatureSource) -> DrafterTrainer:
     """The trainer of a drafter that already has its initial (or resumed) weights."""
-    module, optimizer = accelerator.prepare(TrainStep(teacher, drafter, recipe.objective), build_optimizer(drafter, recipe.train))
-    average = None if recipe.train.ema_decay is None else Average(drafter, recipe.train.ema_decay)
+    lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
+    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective)
+    if lora is not None:
+        step = JointStep(source, drafter, recipe.objective, lora.lm_weight)
+    optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
+    module, optimizer = accelerator.prepare(step, optimizer)
+    trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)
+    average = None if recipe.train.ema_decay is None else Average(trained, recipe.train.ema_decay)
     return DrafterTrainer(name, recipe, accelerator, drafter, module, optimizer, average)
+
+
+def _named_adapter(backbone: Backbone) -> dict[str, nn.Parameter]:
+    return {f"adapter/{name}": weight for name, weight in backbone.trainable.items()}
