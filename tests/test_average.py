@@ -27,7 +27,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_follows_the_weights_and_stands_in_for_them() -> None:
     layer = torch.nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
-    average, expected = Average(layer, 0.4), layer.weight.detach().clone()
+    average, expected = Average(dict(layer.named_parameters()), 0.4), layer.weight.detach().clone()
     for step in range(1, 9):
         layer.weight.data += torch.randn(2, 3)
         average.update(step)
