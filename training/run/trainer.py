@@ -33,7 +33,7 @@ from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.schedule import learning_rate
-from headstart.training.run.sharding import full_tensor, keep_gathered
+from headstart.training.run.sharding import full_tensor, is_sharded, keep_gathered
 from headstart.training.run.step import JointStep, TrainStep
 
 
@@ -126,7 +126,8 @@ class DrafterTrainer:
     def eval_weights(self) -> Iterator[Drafter]:
         """The drafter to evaluate and to save, with the averaged weights if there is an average. All processes have to enter.
 
-        A sharded drafter is gathered into an unsharded copy in the main process.
+        A sharded drafter is gathered into an unsharded copy in the main process; in every process if the backbone is sharded too, since
+        all of them evaluate then.
         """
         if self.sharded:
             yield self._gathered()
@@ -138,7 +139,7 @@ class DrafterTrainer:
     def _gathered(self) -> Drafter:
         tensors = {name: full_tensor(tensor) for name, tensor in self.drafter.tensors().items()}
         averaged = {name: full_tensor(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
-        if not self.accelerator.is_main_process:
+        if not (self.accelerator.is_main_process or is_sharded(self.drafter.backbone)):
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone, fresh=False)
         copy.load_tensors(tensors)
