@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headstart.heads.anchors import Anchors, gather_anchors
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.row_state import RowState
 from headstart.support.config import StrictModel
 from headstart.support.errors import UserError
 from headstart.support.nest import list_tensors, map_tensors
@@ -54,7 +55,7 @@ class Drafter(nn.Module, ABC):
     """`step` is called once per draft, with the roots, and returns hidden states ``[B, K, D]`` of all depths."""
     capturable: ClassVar[bool] = False
     """`begin` and `step` are functions of tensors alone: no host reads, no branching on values. They may then be traced once and
-    replayed. The state is a tensor, or a (nested) dataclass or tuple of tensors."""
+    replayed. The state is a `RowState`, a tensor, or a (nested) dataclass or tuple of tensors."""
     anchor_share: ClassVar[float] = 1.0
     """Share of the label positions that a training step drafts from; below 1, `forward` is always called with anchors."""
     file_name: ClassVar[str] = "model.safetensors"
@@ -155,14 +156,18 @@ class Drafter(nn.Module, ABC):
 
     def reserve(self, state: Any, length: int) -> Any:
         """The state with room for ``length`` positions per row, drafted nodes included; called before `begin` extends it."""
-        return state
+        return state.reserve(length) if isinstance(state, RowState) else state
 
     def select(self, state: Any, rows_B: Tensor) -> Any:
         """The state of the rows ``rows_B`` (int64), in that order; a row may be left out or come twice."""
+        if isinstance(state, RowState):
+            return state.select(rows_B)
         return map_tensors(lambda tensor: tensor[rows_B], state)
 
     def join(self, state: Any, other: Any) -> Any:
         """The state of the rows of both; neither has drafted nodes that are still needed."""
+        if isinstance(state, RowState):
+            return state.join(other)
         theirs = iter(list_tensors(other))
         return map_tensors(lambda mine: torch.cat([mine, next(theirs)]), state)
 

@@ -24,23 +24,23 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.last_layer import last_layer
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, llama_like
-from headstart.heads.layers.draft_cache import DraftCache, Ring
-from headstart.heads.layers.ragged import put
-from headstart.heads.layers.tree_mask import extend_ancestors, visible_slots
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.layers.tree_mask import extend_ancestors
 from headstart.support.errors import UserError
 
 
 @dataclass(frozen=True)
-class State:
-    """What an EAGLE-3 head knows of each row: its pairs, the state that waits for its next token, the drafted nodes."""
+class State(RowState):
+    """The keys of a row's pairs, the state that waits for its next token, and the nodes drafted last."""
 
-    store: DraftCache
+    cache: DraftCache
     pending_BD: Tensor
-    hidden_BND: Tensor | None = None
-    ancestors_BNM: Tensor | None = None
-    """Of the last depth's nodes among all nodes drafted so far."""
+    hidden_BND: Tensor | None = drafted()
+    ancestors_BNM: Tensor | None = drafted()
 
 
 class Eagle3(Drafter):
@@ -60,8 +60,6 @@ class Eagle3(Drafter):
     reads_hidden = False
     capturable = True
     recomputing = False
-    ring: Ring | None = None
-    offload = False
     d2t: Tensor
     t2d: Tensor
 
@@ -78,7 +76,7 @@ class Eagle3(Drafter):
         self.midlayer = PairLayer(self.layer_config)
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
         self.lm_head = nn.Linear(D, DV or backbone.vocab, bias=False)
-        self.rotary = Rotary(self.layer_config)
+        self.cached = CachedLayer(self.midlayer, Rotary(self.layer_config))
         if DV is not None:
             self.register_buffer("d2t", torch.zeros(DV, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(backbone.vocab, dtype=torch.bool))
@@ -116,10 +114,13 @@ class Eagle3(Drafter):
         rows = slice(None) if self.vocabulary is None else self.vocabulary.to(backbone.device)
         self.lm_head.weight.copy_(backbone.unembed.weight[rows])
 
-    def fuse(self, features: Features) -> Tensor:
-        """The tapped layers side by side, brought to one width: ``[B, T, D]``."""
+    def fuse(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
+        """The tapped layers side by side, brought to one width: ``[B, T, D]``; of the positions ``index_BT`` of each row alone."""
         assert features.taps is not None
-        return self.fc(torch.cat([features.taps[tap] for tap in self.taps], -1).to(self.fc.weight.dtype))
+        taps_BTX = torch.cat([features.taps[tap] for tap in self.taps], -1)
+        if index_BT is not None:
+            taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
+        return self.fc(taps_BTX.to(self.fc.weight.dtype))
 
     def forward_dense(self, features: Features) -> list[Tensor]:
         T = features.tokens_BT.shape[1]
@@ -129,18 +130,17 @@ class Eagle3(Drafter):
         state_BTD = self.fuse(features)
         blocks = divide(features.document_BT, (len(state_BTD), self.layer_config.num_attention_heads, T - 2), state_BTD.device)
         passes: list[tuple[Tensor, Tensor]] = []
-        out = []
+        states = []
         for k in range(self.trained_depth):
             Tk = max(T - 2 - k, 0)
-            next_BTD = embedded_BTD[:, k + 1 : k + 1 + Tk]
-            given = (next_BTD, state_BTD[:, :Tk], tuple(passes), self.rotary, blocks)
+            inputs = ((embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk]), tuple(passes), self.cached.rotary, blocks)
             if self.recomputing and torch.is_grad_enabled():
-                state_BTD, keys_values = checkpoint(self.midlayer.taught, *given, use_reentrant=False, preserve_rng_state=False)
+                state_BTD, keys_values = checkpoint(self.midlayer.forward_train, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                state_BTD, keys_values = self.midlayer.taught(*given)
+                state_BTD, keys_values = self.midlayer.forward_train(*inputs)
             passes.append(keys_values)
-            out.append(state_BTD)
-        return out
+            states.append(state_BTD)
+        return states
 
     def recompute(self) -> None:
         self.recomputing = True
@@ -149,67 +149,35 @@ class Eagle3(Drafter):
         return self.lm_head(self.norm(hidden))
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
-        self.ring, self.offload = None if window is None else Ring(window, sink), offload
-
-    def reserve(self, state: State, length: int) -> State:
-        return replace(state, store=state.store.reserve(length, self.rotary))
-
-    def select(self, state: State, rows_B: Tensor) -> State:
-        return State(state.store.select(rows_B), state.pending_BD[rows_B])
-
-    def join(self, state: State, other: State) -> State:
-        return State(state.store.join(other.store), torch.cat([state.pending_BD, other.pending_BD]))
+        self.cached.limit(window, sink, offload)
 
     def begin(self, features: Features, state: State | None = None) -> State:
+        """Pairs join a token to the state before it, so the last state waits for its token; a sequence's first token makes no pair."""
         counts_B = features.lengths_B
         last_B = (counts_B - 1).clamp(min=0)
-        if state is None:   # a text's first token follows no position: it makes no pair
-            store, tokens_BT, new_B = self._empty(features), features.tokens_BT[:, 1:], last_B
+        if state is None:
+            cache, tokens_BT, new_B, shift = self.cached.empty(features.tokens_BT), features.tokens_BT[:, 1:], last_B, 0
         else:
-            store, tokens_BT, new_B = state.store, features.tokens_BT, counts_B
-        T = tokens_BT.shape[1]
-        if store.ring is None or store.ring.slots >= T:
-            places_BT = torch.arange(T, device=last_B.device).expand(len(last_B), -1)
-            fused_BTD = self.fuse(features)
-            last_BD = fused_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
-            before_BTD = fused_BTD[:, :-1] if state is None else torch.cat([state.pending_BD[:, None], fused_BTD[:, :-1]], 1)
-        else:   # the keys of a pair depend on nothing but that pair
-            places_BT = store.ring.wanted(new_B)
-            tokens_BT = tokens_BT.gather(1, places_BT)
-            index_BT = torch.cat([places_BT - int(state is not None), last_B[:, None]], 1).clamp(min=0)
-            fused_BTD = self.fuse(features.gather(index_BT, index_BT >= 0))
-            before_BTD, last_BD = fused_BTD[:, :-1], fused_BTD[:, -1]
-            if state is not None:
-                before_BTD = torch.where((places_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
+            cache, tokens_BT, new_B, shift = state.cache, features.tokens_BT, counts_B, 1
+        offsets_BT = self.cached.kept_offsets(cache, tokens_BT.shape[1], new_B)
+        fused_BTD = self.fuse(features, torch.cat([offsets_BT - shift, last_B[:, None]], 1).clamp(min=0))
+        before_BTD, last_BD = fused_BTD[:, :-1], fused_BTD[:, -1]
         if state is not None:
+            before_BTD = torch.where((offsets_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
             last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
-        if T:
-            pair = self.midlayer.pair(self.backbone.embed(tokens_BT), before_BTD)
-            store = store.extend(*self.midlayer.keys_values(pair, store.positions(places_BT)), places_BT, new_B)
-        return State(store, last_BD)
-
-    def _empty(self, features: Features) -> DraftCache:
-        attn, like_B = self.midlayer.self_attn, features.hidden_BTD[:, 0, 0].to(self.fc.weight.dtype)
-        return DraftCache.empty(like_B, (attn.num_kv, features.tokens_BT.shape[1], attn.head_dim), self.rotary, self.ring, self.offload)
+        pairs_BTX = self.midlayer.inputs(self.backbone.embed(tokens_BT.gather(1, offsets_BT)), before_BTD)
+        return State(self.cached.extend(cache, pairs_BTX, offsets_BT, new_B), last_BD)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        N = tokens_BN.shape[1]
-        store = state.store.at_hand()
         ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
         if depth == 0:
-            before_BND = state.pending_BD[:, None].expand(-1, N, -1)
+            before_BND = state.pending_BD[:, None].expand(-1, tokens_BN.shape[1], -1)
         else:
             assert state.hidden_BND is not None
             before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
-        drafted = ancestors_BNM.shape[-1] - N
-        index_BN = store.ends_B[:, None] + torch.arange(N, device=tokens_BN.device) + drafted
-        rotation = store.positions(depth)
-        pair = self.midlayer.pair(self.backbone.embed(tokens_BN), before_BND)
-        for past, new in zip(store.past, self.midlayer.keys_values(pair, rotation), strict=True):
-            put(past, new, index_BN)
-        see_BNS = visible_slots(store.ends_B, ancestors_BNM, store.slots)
-        hidden_BND = self.midlayer.attend(pair, before_BND, rotation, store.past, see_BNS)
-        return hidden_BND, replace(state, store=store, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
+        pairs_BNX = self.midlayer.inputs(self.backbone.embed(tokens_BN), before_BND)
+        hidden_BND, cache = self.cached.attend_nodes(state.cache, pairs_BNX, before_BND, ancestors_BNM, depth)
+        return hidden_BND, replace(state, cache=cache, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 
     def engine_config(self) -> dict[str, Any]:
         """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""

@@ -16,7 +16,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.eagle3 import Eagle3, _taps
-from headstart.heads.layers.decoder_layer import EMBEDDED
+from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
 from headstart.heads.methods import build_drafter
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
@@ -110,7 +110,7 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     layer = drafter.midlayer
     for name in ("q_proj", "k_proj", "v_proj"):
         reads = getattr(layer.self_attn, name).weight
-        assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < EMBEDDED
+        assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < OTHER_STREAM_SCALE
     assert torch.equal(layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight)
     assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight) and torch.equal(drafter.norm.weight, on.base.norm.weight)
@@ -133,5 +133,5 @@ def test_rotation_is_the_same_in_bf16() -> None:
     """Trained in fp32, run in bf16: angles come from unrounded frequencies."""
     drafter, cpu = random_drafter("eagle3", backbone("llama")), torch.device("cpu")
     other = copy.deepcopy(drafter).to(torch.bfloat16)
-    for one, two in zip(drafter.rotary(3, 100, cpu), other.rotary(3, 100, cpu), strict=True):
+    for one, two in zip(drafter.cached.rotary(3, 100, cpu), other.cached.rotary(3, 100, cpu), strict=True):
         assert torch.equal(one, two.float())

@@ -50,8 +50,8 @@ def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
     out = []
     for k in range(drafter.trained_depth):
         n = max(length - 2 - k, 0)
-        state, rotation = state[:, :n], drafter.rotary(k, n, state.device)
-        pair = layer.pair(embedded[:, k + 1 : k + 1 + n], state)
+        state, rotation = state[:, :n], drafter.cached.rotary(k, n, state.device)
+        pair = layer.inputs(embedded[:, k + 1 : k + 1 + n], state)
         query = rotate(attn.split(attn.q_proj(pair), attn.num_heads), rotation)
         passes.append(tuple(x.repeat_interleave(attn.num_heads // attn.num_kv, 1) for x in layer.keys_values(pair, rotation)))
         (keys, values), *later = ((key[:, :, :n], value[:, :, :n]) for key, value in passes)

@@ -17,10 +17,10 @@ from test_contract import chain, part, ragged
 from torch import Tensor
 
 from headstart.cli.main import main
-from headstart.heads import eagle3
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
+from headstart.heads.layers import cached_layer
 from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
 from headstart.heads.layers.draft_cache import Ring
 from headstart.heads.layers.ragged import STEP
@@ -50,7 +50,7 @@ def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
         old_BS = (place_S >= sink) & (place_S < lengths_B[:, None] - window)
         return visible_slots(lengths_B, ancestors_BNM, slots) & ~old_BS[:, None]
 
-    monkeypatch.setattr(eagle3, "visible_slots", see)
+    monkeypatch.setattr(cached_layer, "visible_slots", see)
     return made()
 
 
@@ -127,17 +127,17 @@ def test_a_text_within_the_window_is_as_without() -> None:
 
 
 def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, pair = [], PairLayer.pair
+    pairs, pair = [], PairLayer.inputs
 
     def noted(layer: PairLayer, embedded: Tensor, state: Tensor) -> Tensor:
         pairs.append(state.shape[1])
         return pair(layer, embedded, state)
 
-    monkeypatch.setattr(PairLayer, "pair", noted)
+    monkeypatch.setattr(PairLayer, "inputs", noted)
     drafter = made(10, 4)
     features = read(backbone("llama"), texts(2, 200), drafter)
     state = drafter.begin(features)
-    assert pairs == [14] and state.store.keys_BGSC.shape[2] == STEP and state.store.lengths_B.tolist() == [199, 199]
+    assert pairs == [14] and state.cache.keys_BGSC.shape[2] == STEP and state.cache.lengths_B.tolist() == [199, 199]
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -167,7 +167,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
     step = Eagle3.step
 
     def noted(drafter: Eagle3, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> Any:
-        slots[int(state.store.lengths_B.max())] = state.store.keys_BGSC.shape[2]
+        slots[int(state.cache.lengths_B.max())] = state.cache.keys_BGSC.shape[2]
         return step(drafter, state, tokens_BN, parents_BN, depth)
 
     monkeypatch.setattr(Eagle3, "step", noted)
@@ -186,12 +186,12 @@ def test_room_taken_by_a_long_rest_is_given_back() -> None:
     features = read(backbone("llama"), texts(1, 250), drafter)
     state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, of which the store can't know
     state = drafter.begin(part(features, 5, 250), state)
-    assert drafter.reserve(state, 260).store.keys_BGSC.shape[2] == STEP
+    assert drafter.reserve(state, 260).cache.keys_BGSC.shape[2] == STEP
 
 
 def test_rotation_by_frequencies_is_the_tables() -> None:
     drafter = made()
-    table, frequencies = drafter.rotary.table(300, torch.device("cpu")), drafter.rotary.frequencies(torch.device("cpu"))
+    table, frequencies = drafter.cached.rotary.table(300, torch.device("cpu")), drafter.cached.rotary.frequencies(torch.device("cpu"))
     places = torch.tensor([[0, 1, 77], [299, 128, 3]])
     for one, other in zip(rotary_at(table, places), rotary_at(frequencies, places), strict=True):
         assert torch.equal(one, other)
@@ -217,12 +217,12 @@ def test_an_offloaded_store_drafts_on_a_copy() -> None:
     """The meta device stands for the one that drafts."""
     drafter = made(5)
     features = read(backbone("llama"), texts(2, 9), drafter)
-    store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).store
+    store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).cache
     elsewhere = replace(store, lengths_B=store.lengths_B.to("meta"))
-    copy = elsewhere.at_hand()
-    assert copy.keys_BGSC.device.type == copy.values_BGSC.device.type == "meta" and copy.at_hand() is copy
-    assert copy.kept().keys_BGSC is store.keys_BGSC and copy.kept().values_BGSC is store.values_BGSC and copy.kept().home is None
-    assert store.at_hand() is store
+    copy = elsewhere.on_device()
+    assert copy.keys_BGSC.device.type == copy.values_BGSC.device.type == "meta" and copy.on_device() is copy
+    assert copy.at_home().keys_BGSC is store.keys_BGSC and copy.at_home().values_BGSC is store.values_BGSC and copy.at_home().home is None
+    assert store.on_device() is store
 
 
 def test_what_cannot_be_limited_says_so() -> None:

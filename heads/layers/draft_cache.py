@@ -1,11 +1,11 @@
-"""What an EAGLE-type head keeps of its rows while it drafts: keys and values of their pairs, all of them or a bounded number.
+"""KV cache of a drafter's layer: the keys and values of all positions, or of a bounded number of them.
 
-Pair p of a row stands at position p, whatever slot it lies in. Without a `Ring` that is slot p, and room grows with the text. With
-one, the first pairs have slots of their own and the others share as many slots as the window is long (attention sinks, 2309.17453);
-which pairs a head looks at changes what it proposals, never what is written. Drafted nodes lie behind a row's pairs, and the next pairs
-overwrite them. The store may be at home in host memory: then a draft works on a copy, which is dropped after it.
+The entry of position p keeps that position whatever slot it lies in. Without a `Ring` that is slot p, and room grows with the sequence.
+With one, the first positions have slots of their own and the others share as many slots as the window is long (attention sinks,
+2309.17453); this changes what is drafted, never what is written. Drafted nodes lie behind a row's entries, and the next entries
+overwrite them. The cache may live in host memory: then a draft works on a copy, which is dropped after it.
 
-Shape suffixes: B batch, G heads of keys, S slots, T new pairs, C head width.
+Shape suffixes: B batch, G heads of keys, S slots, T new positions, C head width.
 """
 
 from __future__ import annotations
@@ -16,90 +16,97 @@ import torch
 from torch import Tensor
 
 from headstart.heads.layers.decoder_layer import Frequencies, Rotary, Rotation, rotary_at
-from headstart.heads.layers.ragged import grown, put, sized, whole_steps
+from headstart.heads.layers.ragged import grown, join_rows, put, select_rows, sized, whole_steps
+from headstart.heads.layers.row_state import RowState
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A row keeps its first ``sink`` pairs and its last ``window``."""
+    """A row keeps its first ``sink`` positions and its last ``window``."""
 
     window: int
     sink: int
 
     @property
     def slots(self) -> int:
-        """Pairs a row keeps at most."""
+        """The most positions a row keeps."""
         return self.window + self.sink
 
-    def wanted(self, counts_B: Tensor) -> Tensor:
-        """Of ``counts_B`` new pairs those that may be kept, by their places among the new ones: int64 ``[B, slots]``, some twice."""
+    def kept(self, counts_B: Tensor) -> Tensor:
+        """Indices among ``counts_B`` new positions of those that may be kept: int64 ``[B, slots]``, some twice."""
         first_S = torch.arange(self.sink, device=counts_B.device)
         last_BS = counts_B[:, None] - self.window + torch.arange(self.window, device=counts_B.device)
         return torch.cat([first_S.expand(len(counts_B), -1), last_BS], 1).clamp(min=0)
 
-    def slots_of(self, places_BT: Tensor, ends_B: Tensor) -> Tensor:
-        """Where pairs go once rows have ``ends_B`` of them. What is too old and what is padding go where drafted nodes will lie."""
+    def slots_of(self, positions_BT: Tensor, ends_B: Tensor) -> Tensor:
+        """Slots of positions once rows have ``ends_B`` of them. What is too old and what is padding go where drafted nodes will lie."""
         ends_B1 = ends_B[:, None]
-        outside_BT = ((places_BT >= self.sink) & (places_BT < ends_B1 - self.window)) | (places_BT >= ends_B1.clamp(min=self.slots))
-        ring_BT = torch.where(places_BT < self.sink, places_BT, self.sink + (places_BT - self.sink) % self.window)
-        return torch.where(outside_BT, self.slots, ring_BT)
+        old_BT = (positions_BT >= self.sink) & (positions_BT < ends_B1 - self.window)
+        padding_BT = positions_BT >= ends_B1.clamp(min=self.slots)
+        ring_BT = torch.where(positions_BT < self.sink, positions_BT, self.sink + (positions_BT - self.sink) % self.window)
+        return torch.where(old_BT | padding_BT, self.slots, ring_BT)
 
 
 @dataclass(frozen=True)
-class DraftCache:
+class DraftCache(RowState):
     """Keys and values of rows of different lengths."""
 
     keys_BGSC: Tensor
     values_BGSC: Tensor
     lengths_B: Tensor
-    """Pairs of each row, those included that are kept no longer."""
-    turns: Rotation | Frequencies
-    """Of the positions."""
+    """Positions of each row, including those that are no longer kept."""
+    rotation: Rotation | Frequencies
+    """Of all positions there is room for."""
+    rotary: Rotary
     ring: Ring | None = None
     home: tuple[Tensor, Tensor] | None = None
-    """During a draft: the keys and values that the others are a copy of."""
+    """During a draft: the keys and values in host memory that the others are a copy of."""
 
     @staticmethod
     def empty(like_B: Tensor, shape: tuple[int, int, int], rotary: Rotary, ring: Ring | None, offload: bool) -> DraftCache:
-        """For ``shape`` (G, T, C): rows with up to T pairs. ``like_B`` has the dtype, the device and the number of rows."""
+        """Room for ``shape`` (G, T, C): rows of up to T positions. ``like_B`` has the dtype, the device and the number of rows."""
         (G, T, C), device = shape, like_B.device
         slots = whole_steps(T if ring is None else min(T, ring.slots + 1))
         home = torch.device("cpu") if offload else device
         pinned = home != device and device.type == "cuda"
         keys, values = (like_B.new_zeros(len(like_B), G, slots, C, device=home, pin_memory=pinned) for _ in range(2))
         lengths_B = torch.zeros(len(like_B), dtype=torch.int64, device=device)
-        return DraftCache(keys, values, lengths_B, rotary.table(slots, device) if ring is None else rotary.frequencies(device), ring)
+        rotation = rotary.table(slots, device) if ring is None else rotary.frequencies(device)
+        return DraftCache(keys, values, lengths_B, rotation, rotary, ring)
 
     @property
     def ends_B(self) -> Tensor:
-        """The first slot of each row that no pair of it lies in."""
+        """The first slot of each row behind its entries."""
         return self.lengths_B if self.ring is None else self.lengths_B.clamp(max=self.ring.slots)
 
-    def reserve(self, length: int, rotary: Rotary) -> DraftCache:
+    def reserve(self, length: int) -> DraftCache:
         """With room for rows of ``length`` positions, drafted nodes included. A ring has the room it needs and not much more."""
-        kept = self.kept()
+        at_home = self.at_home()
         if self.ring is None:
-            if kept.slots >= length:
+            if at_home.slots >= length:
                 return self
-            keys, values = (grown(x, length) for x in kept.past)
-            return replace(kept, keys_BGSC=keys, values_BGSC=values, turns=rotary.table(keys.shape[2], self.lengths_B.device))
-        behind = length - int(self.lengths_B.max())   # more than the nodes if pairs are to come, as after a long rest
+            keys, values = (grown(store, length) for store in at_home.past)
+            rotation = self.rotary.table(keys.shape[2], self.lengths_B.device)
+            return replace(at_home, keys_BGSC=keys, values_BGSC=values, rotation=rotation)
+        behind = length - int(self.lengths_B.max())   # more than the nodes if entries are to come, as after drafting was off for long
         wanted = whole_steps(min(length, self.ring.slots + behind))
-        return self if wanted <= kept.slots <= 2 * wanted else kept._sized(wanted)
+        if wanted <= at_home.slots <= 2 * wanted:
+            return self
+        keys, values = (sized(store, wanted) for store in at_home.past)
+        return replace(at_home, keys_BGSC=keys, values_BGSC=values)
 
     def select(self, rows_B: Tensor) -> DraftCache:
-        """Those rows, in that order."""
-        kept = self.kept()
-        keys, values = (_pinned(x, x[rows_B.to(x.device)]) for x in kept.past)
-        return replace(kept, keys_BGSC=keys, values_BGSC=values, lengths_B=self.lengths_B[rows_B])
+        at_home = self.at_home()
+        keys, values = (select_rows(store, rows_B) for store in at_home.past)
+        return replace(at_home, keys_BGSC=keys, values_BGSC=values, lengths_B=self.lengths_B[rows_B])
 
     def join(self, other: DraftCache) -> DraftCache:
-        """The rows of both, the other's behind."""
         assert self.ring == other.ring
         longer = max(self, other, key=lambda one: one.slots)
-        one, two = (store.kept()._sized(longer.slots) for store in (self, other))
-        keys, values = (_pinned(mine, torch.cat([mine, theirs])) for mine, theirs in zip(one.past, two.past, strict=True))
-        return DraftCache(keys, values, torch.cat([self.lengths_B, other.lengths_B]), longer.turns, self.ring)
+        pairs = zip(self.at_home().past, other.at_home().past, strict=True)
+        keys, values = (join_rows(*pair) for pair in pairs)
+        lengths_B = torch.cat([self.lengths_B, other.lengths_B])
+        return DraftCache(keys, values, lengths_B, longer.rotation, self.rotary, self.ring)
 
     @property
     def past(self) -> tuple[Tensor, Tensor]:
@@ -108,40 +115,32 @@ class DraftCache:
 
     @property
     def slots(self) -> int:
-        """How many slots a row has."""
+        """Slots of a row."""
         return self.keys_BGSC.shape[2]
 
-    def positions(self, places_BT: Tensor | int) -> Rotation:
-        """The rotation at places counted from each row's end."""
-        return rotary_at(self.turns, self.lengths_B[:, None] + places_BT)
+    def rotation_at(self, offsets: Tensor | int) -> Rotation:
+        """The rotation at positions counted from each row's end; ``offsets`` is ``[B, T]`` or ``[T]``."""
+        return rotary_at(self.rotation, self.lengths_B[:, None] + offsets)
 
-    def extend(self, keys_BGTC: Tensor, values_BGTC: Tensor, places_BT: Tensor, counts_B: Tensor) -> DraftCache:
-        """With ``counts_B`` more pairs a row; given are those at these places behind its end, of which some may be padding."""
-        ends_B, slots_BT = self.lengths_B + counts_B, self.lengths_B[:, None] + places_BT
+    def extend(self, keys_BGTC: Tensor, values_BGTC: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> DraftCache:
+        """With ``counts_B`` more positions per row; the keys and values given are at ``offsets_BT`` behind its end, some padding."""
+        ends_B, slots_BT = self.lengths_B + counts_B, self.lengths_B[:, None] + offsets_BT
         if self.ring is not None:
             slots_BT = self.ring.slots_of(slots_BT, ends_B)
-        kept = self.kept()
-        home = kept.keys_BGSC.device
-        for past, new in zip(kept.past, (keys_BGTC, values_BGTC), strict=True):
-            put(past, new.to(home), slots_BT.to(home))
-        return replace(kept, lengths_B=ends_B)
+        at_home = self.at_home()
+        device = at_home.keys_BGSC.device
+        for store, new in zip(at_home.past, (keys_BGTC, values_BGTC), strict=True):
+            put(store, new.to(device), slots_BT.to(device))
+        return replace(at_home, lengths_B=ends_B)
 
-    def at_hand(self) -> DraftCache:
+    def on_device(self) -> DraftCache:
         """For a draft: on the device that drafts."""
         device = self.lengths_B.device
         if self.keys_BGSC.device == device:
             return self
-        keys, values = (x.to(device, non_blocking=True) for x in self.past)
+        keys, values = (store.to(device, non_blocking=True) for store in self.past)
         return replace(self, keys_BGSC=keys, values_BGSC=values, home=self.past)
 
-    def kept(self) -> DraftCache:
-        """After a draft: where it is at home."""
+    def at_home(self) -> DraftCache:
+        """After a draft: where it is kept."""
         return self if self.home is None else replace(self, keys_BGSC=self.home[0], values_BGSC=self.home[1], home=None)
-
-    def _sized(self, slots: int) -> DraftCache:
-        return replace(self, keys_BGSC=sized(self.keys_BGSC, slots), values_BGSC=sized(self.values_BGSC, slots))
-
-
-def _pinned(like: Tensor, made: Tensor) -> Tensor:
-    """In pinned memory if the other is, so that it moves to an accelerator at full speed."""
-    return made.pin_memory() if like.is_pinned() else made

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.layers.ragged import grown, put, whole_steps
+from headstart.heads.layers.ragged import grown, join_rows, move, put, select_rows, whole_steps
 from headstart.support.nest import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -61,7 +61,7 @@ class RaggedCache:
             source_BP = self.lengths_B[:, None] + path_BP
             target_BP = self.lengths_B[:, None] + torch.arange(longest, device=device)
             for store in (*self.keys, *self.values):
-                _move(store, source_BP, target_BP)
+                move(store, source_BP, target_BP)
         if self.states is not None:
             assert self.added is not None
             self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
@@ -74,13 +74,8 @@ class RaggedCache:
 
     def join(self, other: RaggedCache) -> None:
         """Put the rows of another cache of the same layers behind these."""
-        slots = max(self.keys[0].shape[-2], other.keys[0].shape[-2])
-
-        def both(mine: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat([grown(one, slots)[..., :slots, :] for one in (mine, theirs)], 1)
-
-        self.keys = tuple(both(*pair) for pair in zip(self.keys, other.keys, strict=True))
-        self.values = tuple(both(*pair) for pair in zip(self.values, other.values, strict=True))
+        self.keys = tuple(join_rows(*pair) for pair in zip(self.keys, other.keys, strict=True))
+        self.values = tuple(join_rows(*pair) for pair in zip(self.values, other.values, strict=True))
         theirs = iter(list_tensors(other.states))
         self.states = map_tensors(lambda mine: torch.cat([mine, next(theirs)], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
@@ -88,8 +83,9 @@ class RaggedCache:
 
     def select(self, rows: list[int]) -> None:
         """Go on with these rows alone, in this order."""
-        self.keys = tuple(store[:, rows] for store in self.keys)
-        self.values = tuple(store[:, rows] for store in self.values)
+        rows_B = torch.tensor(rows, dtype=torch.int64, device=self.lengths_B.device)
+        self.keys = tuple(select_rows(store, rows_B) for store in self.keys)
+        self.values = tuple(select_rows(store, rows_B) for store in self.values)
         self.states = map_tensors(lambda state: state[:, rows], self.states)
         self.lengths_B = self.lengths_B[rows]
         self.longest = int(self.lengths_B.max())
@@ -101,15 +97,6 @@ def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:
     for i, (keys, values) in layers.items():
         alike.setdefault((keys.shape, values.shape, keys.dtype, keys.device), []).append(i)
     return list(alike.values())
-
-
-def _move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
-    L, B, H, _, D = store_LBHSD.shape
-    if B == 1:
-        store_LBHSD.index_copy_(3, target_BP[0], store_LBHSD.index_select(3, source_BP[0]))
-        return
-    index = source_BP[None, :, None, :, None].expand(L, -1, H, -1, D)
-    store_LBHSD.scatter_(3, target_BP[None, :, None, :, None].expand(L, -1, H, -1, D), store_LBHSD.gather(3, index))
 
 
 class TreeLayer(CacheLayerMixin):

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
-from headstart.heads.layers.ragged import grown
+from headstart.heads.layers.row_state import RowState
 from headstart.inference.engine.cache import RaggedCache, TreeCache
 from headstart.inference.sources.levels import Rows, read_chain, read_level
 from headstart.support.errors import UserError
@@ -28,8 +28,8 @@ Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True)
-class State:
-    """What a draft model has read, and text that it has not read yet."""
+class State(RowState):
+    """The rows a draft model has in its cache, and accepted tokens that it has not read yet."""
 
     rows: Rows
     waiting_BT: Tensor | None = None
@@ -68,26 +68,8 @@ class DraftModel(Drafter):
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.small.readout(hidden)[..., : self.backbone.vocab]
 
-    def reserve(self, state: State, length: int) -> State:
-        keys, values = (tuple(grown(store, length) for store in stores) for stores in state.rows.stores)
-        return replace(state, rows=replace(state.rows, stores=(keys, values)))
-
-    def select(self, state: State, rows_B: Tensor) -> State:
-        keys, values = (tuple(store[:, rows_B] for store in stores) for stores in state.rows.stores)
-        rows = Rows((keys, values), state.rows.lengths_B[rows_B])
-        if state.waiting_BT is None or state.counts_B is None:
-            return State(rows)
-        return State(rows, state.waiting_BT[rows_B], state.counts_B[rows_B])
-
     def join(self, state: State, other: State) -> State:
-        ours, theirs = self._settle(state), self._settle(other)
-        slots = max(one.stores[0][0].shape[-2] for one in (ours, theirs))
-
-        def both(mine: Tensor, other: Tensor) -> Tensor:
-            return torch.cat([grown(one, slots)[..., :slots, :] for one in (mine, other)], 1)
-
-        keys, values = (tuple(map(both, *pair)) for pair in zip(ours.stores, theirs.stores, strict=True))
-        return State(Rows((keys, values), torch.cat([ours.lengths_B, theirs.lengths_B])))
+        return State(self._settle(state).join(self._settle(other)))
 
     def begin(self, features: Features, state: State | None = None) -> State:
         if state is None:

@@ -50,10 +50,10 @@ class EarlyExit(Drafter):
         return Rows(((), ()), state.lengths_B)
 
     def select(self, state: Rows, rows_B: Tensor) -> Rows:
-        return Rows(((), ()), state.lengths_B[rows_B])
+        return self.reserve(state, 0).select(rows_B)
 
     def join(self, state: Rows, other: Rows) -> Rows:
-        return Rows(((), ()), torch.cat([state.lengths_B, other.lengths_B]))
+        return self.reserve(state, 0).join(self.reserve(other, 0))
 
     def begin(self, features: Features, state: Rows | None = None) -> Rows:
         return Rows(((), ()), features.lengths_B if state is None else state.lengths_B + features.lengths_B)

@@ -5,37 +5,52 @@ Shape suffixes: L layers, B batch, H heads, N nodes read now, M nodes read so fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.layers.ragged import grown, join_rows, select_rows
+from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors, masks_by_kind
 from headstart.inference.engine.cache import Stores, TreeCache
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What a model has read: ``lengths_B`` tokens of each row, and the nodes drafted behind them."""
+class Rows(RowState):
+    """Keys and values of ``lengths_B`` tokens of each row, and of the nodes drafted behind them."""
 
     stores: Stores
     lengths_B: Tensor
-    ancestors_BNM: Tensor | None = None
-    """Of the last level's nodes among all nodes read; None before the first level."""
-    depths_M: Tensor | None = None
-    """How far below the root each node read lies."""
+    ancestors_BNM: Tensor | None = drafted()
+    """Of the last level's nodes among all drafted nodes; None before the first level."""
+    levels_M: Tensor | None = drafted()
+    """Level of each drafted node below the root."""
+
+    def reserve(self, length: int) -> Rows:
+        keys, values = (tuple(grown(store, length) for store in stores) for stores in self.stores)
+        return replace(self, stores=(keys, values))
+
+    def select(self, rows_B: Tensor) -> Rows:
+        keys, values = (tuple(select_rows(store, rows_B) for store in stores) for stores in self.stores)
+        return Rows((keys, values), self.lengths_B[rows_B])
+
+    def join(self, other: Rows) -> Rows:
+        pairs = zip(self.stores, other.stores, strict=True)
+        keys, values = (tuple(join_rows(*pair) for pair in zip(*stores, strict=True)) for stores in pairs)
+        return Rows((keys, values), torch.cat([self.lengths_B, other.lengths_B]))
 
 
 def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:
     """Hidden states ``[B, N, D]`` of the nodes of one depth, and the rows that know them; ``view`` shows the stores to the model."""
     N = tokens_BN.shape[1]
     ancestors_BNM = extend_ancestors(rows.ancestors_BNM if depth else None, parents_BN)
-    depths_M = torch.full((N,), depth, device=tokens_BN.device)
+    levels_M = torch.full((N,), depth, device=tokens_BN.device)
     if depth:
-        assert rows.depths_M is not None
-        depths_M = torch.cat([rows.depths_M, depths_M])
-    return read_behind(model, view, Rows(rows.stores, rows.lengths_B, ancestors_BNM, depths_M), tokens_BN)
+        assert rows.levels_M is not None
+        levels_M = torch.cat([rows.levels_M, levels_M])
+    return read_behind(model, view, Rows(rows.stores, rows.lengths_B, ancestors_BNM, levels_M), tokens_BN)
 
 
 def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) -> Tensor:
@@ -48,13 +63,13 @@ def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) 
 
 def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor) -> tuple[Tensor, Rows]:
     """Hidden states of the last N of the rows' M nodes, whose keys go into the slots behind those of the others; and the rows."""
-    ancestors_BNM, depths_M, lengths_B = rows.ancestors_BNM, rows.depths_M, rows.lengths_B
-    assert ancestors_BNM is not None and depths_M is not None
+    ancestors_BNM, levels_M, lengths_B = rows.ancestors_BNM, rows.levels_M, rows.lengths_B
+    assert ancestors_BNM is not None and levels_M is not None
     N, M = ancestors_BNM.shape[1:]
     slots = rows.stores[0][0].shape[-2]
     # Padding may lie past the last slot, or past the last position that the model knows: any will do for it.
     index_BN = (lengths_B[:, None] + torch.arange(N, device=lengths_B.device) + (M - N)).clamp(max=slots - 1)
-    positions_BM = lengths_B[:, None] + depths_M
+    positions_BM = lengths_B[:, None] + levels_M
     positions_BN = positions_BM[:, M - N :]
     attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
     if model.max_positions is not None:

@@ -1,0 +1,70 @@
+"""A decoder layer that decodes with a KV cache of its own, bounded or offloaded if asked.
+
+Accepted positions extend the cache; drafted nodes lie behind them and are overwritten by what is accepted. A drafter holds one
+`CachedLayer` for each of its layers, and their `DraftCache`s in its state.
+
+Shape suffixes: B batch, T new positions, N nodes, M nodes drafted so far, S slots, D width, X width of the attention's input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache, Ring
+from headstart.heads.layers.ragged import put
+from headstart.heads.layers.tree_mask import visible_slots
+
+
+class CachedLayer:
+    """``layer`` with its cache. Not a module: the drafter registers the layer under the name that serving engines expect."""
+
+    def __init__(self, layer: DecoderLayer, rotary: Rotary) -> None:
+        self.layer, self.rotary = layer, rotary
+        self.ring: Ring | None = None
+        self.offload = False
+
+    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
+        """See `Drafter.limit`; holds for caches made from now on."""
+        self.ring, self.offload = None if window is None else Ring(window, sink), offload
+
+    def empty(self, tokens_BT: Tensor) -> DraftCache:
+        """The cache of new sequences, with room for so many positions."""
+        attention = self.layer.self_attn
+        like_B = tokens_BT.new_empty(len(tokens_BT), dtype=self.layer.dtype)
+        shape = (attention.num_kv, tokens_BT.shape[1], attention.head_dim)
+        return DraftCache.empty(like_B, shape, self.rotary, self.ring, self.offload)
+
+    def kept_offsets(self, cache: DraftCache, positions: int, counts_B: Tensor) -> Tensor:
+        """Which of ``positions`` new positions to compute keys of, ``[B, T]``: all, or the only ones that a ring keeps."""
+        if cache.ring is None or cache.ring.slots >= positions:
+            return torch.arange(positions, device=counts_B.device).expand(len(counts_B), -1)
+        return cache.ring.kept(counts_B)
+
+    def extend(self, cache: DraftCache, x_BTX: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> DraftCache:
+        """The cache with ``counts_B`` more positions per row, of which ``x_BTX`` (see `DecoderLayer.inputs`) are at ``offsets_BT``."""
+        return cache.extend(*self.layer.keys_values(x_BTX, cache.rotation_at(offsets_BT)), offsets_BT, counts_B)
+
+    def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
+        """The layer's output ``[B, 1, D]`` at each row's last position, whose keys are in the cache already."""
+        cache = cache.on_device()
+        slots_S = torch.arange(cache.slots, device=x_B1X.device)
+        mask_B1S = (slots_S < cache.ends_B[:, None])[:, None]
+        return self.layer.attend(x_B1X, state_B1D, cache.rotation_at(-1), cache.past, mask_B1S)
+
+    def attend_nodes(
+        self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, ancestors_BNM: Tensor, offsets: Tensor | int
+    ) -> tuple[Tensor, DraftCache]:
+        """The layer's output ``[B, N, D]`` at the last N of M drafted nodes, and the cache with them behind each row's end.
+
+        ``offsets`` (``[N]``, or one for all): positions of the nodes, counted from the row's end.
+        """
+        cache = cache.on_device()
+        N, M = ancestors_BNM.shape[1:]
+        index_BN = cache.ends_B[:, None] + torch.arange(N, device=x_BNX.device) + (M - N)
+        rotation = cache.rotation_at(offsets)
+        for store, new in zip(cache.past, self.layer.keys_values(x_BNX, rotation), strict=True):
+            put(store, new, index_BN)
+        mask_BNS = visible_slots(cache.ends_B, ancestors_BNM, cache.slots)
+        return self.layer.attend(x_BNX, state_BND, rotation, cache.past, mask_BNS), cache
