@@ -56,6 +56,8 @@ class Drafter(nn.Module, ABC):
     capturable: ClassVar[bool] = False
     """`begin` and `step` are functions of tensors alone: no host reads, no branching on values. They may then be traced once and
     replayed. The state is a `RowState`, a tensor, or a (nested) dataclass or tuple of tensors."""
+    uses_backbone_cache: ClassVar[bool] = False
+    """It drafts on the backbone's KV cache, which `prepare_draft` gives it, and has none of its own."""
     anchor_share: ClassVar[float] = 1.0
     """Share of the label positions that a training step drafts from; below 1, `forward` is always called with anchors."""
     file_name: ClassVar[str] = "model.safetensors"

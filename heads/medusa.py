@@ -42,6 +42,7 @@ class Medusa(Drafter):
 
     config: Config
     sequential = False
+    all_depths_at_once = True
     capturable = True
     file_name = "medusa_lm_head.safetensors"
 
@@ -86,7 +87,7 @@ class Medusa(Drafter):
         return last_B1D if state is None else torch.where(lengths_B[:, None, None] > 0, last_B1D, state)
 
     def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return self._heads[depth][:-1](state), state
+        return torch.cat([head[:-1](state) for head in self._heads], 1), state
 
     def engine_config(self) -> dict[str, Any]:
         """No ``architectures``: one engine that reads this layout refuses files that name one."""

@@ -22,7 +22,9 @@ from headstart.heads.methods import build_drafter, methods
 from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
-"""Every file of heads/ that is a method: a new one is tested by being there."""
+"""Every method of heads/: a new one is tested by being there."""
+STRANGERS = ["tests.strangers.eagle1", "tests.strangers.block"]
+"""Drafters as a user of the project would write them."""
 VOCAB, LAYERS = 61, 6
 SILENT = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}

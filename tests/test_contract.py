@@ -5,12 +5,13 @@ Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K dep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, LAYERS, VOCAB, backbone, random_drafter, read, texts
+from families import DRAFTERS, FAMILIES, LAYERS, STRANGERS, VOCAB, backbone, random_drafter, read, texts
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -21,13 +22,13 @@ from headstart.heads.methods import build_drafter, find_drafter
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
-VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS] + [
+VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + STRANGERS] + [
     ("eagle3", {"draft_vocab_size": 23}),
     ("eagle3", {"taps": [0, 1, 4, LAYERS], "depth": 3, "intermediate_size": 20}),
     ("eagle3", {"taps": [5]}),
     ("medusa", {"layers": 3, "depth": 2}),
 ]
-NAMES = [kind + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
+NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -62,14 +63,22 @@ def ragged(features: Features, lengths: list[int]) -> Features:
     return Features(tokens, spoil(features.hidden_BTD), taps, document_BT=torch.where(there, 0, -1))
 
 
+def draft(drafter: Drafter, state: Any, tokens: Sequence[Tensor], parents: Sequence[Tensor]) -> list[Tensor]:
+    """Logits of each depth ``[B, N or 1, DV]``, drafting below the given nodes (the roots first)."""
+    state, logits = drafter.reserve(state, 256), []
+    for k, (tokens_BN, parents_BN) in enumerate(zip(tokens, parents, strict=True)):
+        if not drafter.all_depths_at_once:
+            hidden, state = drafter.step(state, tokens_BN, parents_BN, k)
+        elif not k:
+            hidden_BKD, state = drafter.step(state, tokens_BN, parents_BN, 0)
+        logits.append(drafter.readout(hidden_BKD[:, k : k + 1] if drafter.all_depths_at_once else hidden, k, tokens_BN))
+    return logits
+
+
 def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
     """Logits of each depth, drafting along the given tokens (the root first)."""
-    found, first = [], torch.zeros(len(tokens_BK), 1, dtype=torch.int64)
-    state = drafter.reserve(state, 256)
-    for k in range(drafter.depth):
-        hidden, state = drafter.step(state, tokens_BK[:, k : k + 1], first, k)
-        found.append(drafter.readout(hidden, k, tokens_BK[:, k : k + 1])[:, 0])
-    return found
+    tokens = tokens_BK.split(1, 1)
+    return [logits[:, 0] for logits in draft(drafter, state, tokens, [torch.zeros_like(one) for one in tokens])]
 
 
 @each_family
@@ -146,10 +155,8 @@ def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) 
     tokens = [texts(2, 1, seed=8)] + [torch.randint(VOCAB, (2, N), generator=make) for _ in range(drafter.depth - 1)]
     parents = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, N, dtype=torch.int64)]
     parents += [torch.randint(N, (2, N), generator=make) for _ in range(drafter.depth - 2)]
-    state, logits = drafter.reserve(drafter.begin(ragged(features, lengths)), 64), []
-    for k in range(drafter.depth):
-        hidden, state = drafter.step(state, tokens[k], parents[k], k)
-        logits.append(drafter.readout(hidden, k, tokens[k]).expand(-1, tokens[k].shape[1], -1))
+    logits = draft(drafter, drafter.begin(ragged(features, lengths)), tokens, parents)
+    logits = [one.expand(-1, tokens_BN.shape[1], -1) for one, tokens_BN in zip(logits, tokens, strict=True)]
     for row in range(2):
         mine = read(on, features.tokens_BT[row : row + 1, : lengths[row]], drafter)
         for leaf in range(N):
@@ -240,8 +247,8 @@ def test_medusa_is_what_the_paper_says() -> None:
         for block in range(2):
             linear = y @ weights[f"{k}.{block}.linear.weight"].T + weights[f"{k}.{block}.linear.bias"]
             y = y + linear * linear.sigmoid()
-        hidden, _ = drafter.step(x[:, None], torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64), k)
-        torch.testing.assert_close(drafter.readout(hidden, k)[:, 0], y @ weights[f"{k}.2.weight"].T, **CLOSE)
+        hidden_BKD, _ = drafter.step(x[:, None], torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64), 0)
+        torch.testing.assert_close(drafter.readout(hidden_BKD[:, k], k), y @ weights[f"{k}.2.weight"].T, **CLOSE)
 
 
 def test_an_untrained_medusa_repeats_the_backbone() -> None:

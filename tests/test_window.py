@@ -199,7 +199,7 @@ def test_rotation_by_frequencies_is_the_tables() -> None:
 
 def test_ring() -> None:
     ring = Ring(window=3, sink=2)
-    assert ring.wanted(torch.tensor([9, 1])).tolist() == [[0, 1, 6, 7, 8], [0, 1, 0, 0, 0]]
+    assert ring.kept(torch.tensor([9, 1])).tolist() == [[0, 1, 6, 7, 8], [0, 1, 0, 0, 0]]
     places = torch.arange(10)[None]
     assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]   # 5: where drafted nodes lie
     assert ring.slots_of(places, torch.tensor([3])).tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 5, 5]]

@@ -28,6 +28,7 @@ class EarlyExit(Drafter):
 
     reads_hidden = False
     own_readout = False
+    uses_backbone_cache = True
     capturable = True
 
     def __init__(self, backbone: Backbone, *, layers: int, depth: int = 4) -> None:

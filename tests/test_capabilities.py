@@ -1,0 +1,176 @@
+"""What a drafter declares of itself holds: each class attribute against what the drafter does.
+
+Shape suffixes: B batch, T positions, K depth, D width, M anchors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, backbone, read, texts
+from test_contract import CLOSE, chain, each_drafter, made, part
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headstart.heads.anchors import Anchors, at_all_positions
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import load_drafter
+from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.inference.sources.draft_model import DraftModel
+from headstart.inference.sources.early_exit import EarlyExit
+from headstart.support.errors import UserError
+
+
+@each_drafter
+def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
+    """Another token at depth 0 changes the drafts below it, or none of them."""
+    on, drafter = made("llama", kind, arguments)
+    state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
+    changed_BK = tokens_BK.clone()
+    changed_BK[:, 1] = (changed_BK[:, 1] + 1) % VOCAB
+    one, other = chain(drafter, state, tokens_BK), chain(drafter, state, changed_BK)
+    assert drafter.depth > 1 and torch.equal(one[0], other[0])
+    assert [not torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True)] == [drafter.sequential] * (drafter.depth - 1)
+
+
+@each_drafter
+def test_reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made("llama", kind, arguments)
+    features = read(on, texts(2, 12), drafter)
+    blind = replace(features, hidden_BTD=torch.full_like(features.hidden_BTD, torch.nan))
+    drafted = [*drafter(blind), *chain(drafter, drafter.begin(blind), texts(2, drafter.depth, seed=5))]
+    assert {bool(one.isnan().any()) for one in drafted} == {drafter.reads_hidden}
+
+
+@each_drafter
+def test_own_readout(kind: str, arguments: dict[str, Any]) -> None:
+    """The backbone's output layer, without weights of the drafter, or weights of its own."""
+    on, drafter = made("llama", kind, arguments)
+    drafter.requires_grad_(True)
+    hidden, tokens = torch.randn(2, 3, on.dim), texts(2, 3)
+    logits = drafter.readout(hidden, 0, tokens)
+    assert logits.requires_grad == drafter.own_readout
+    if not drafter.own_readout:
+        assert drafter.vocabulary is None
+        torch.testing.assert_close(logits, on.readout(hidden))
+
+
+@each_drafter
+def test_all_depths_at_once(kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made("llama", kind, arguments)
+    state = drafter.reserve(drafter.begin(read(on, texts(2, 9), drafter)), 64)
+    hidden, _ = drafter.step(state, texts(2, 1), torch.zeros(2, 1, dtype=torch.int64), 0)
+    assert hidden.shape[:2] == (2, drafter.trained_depth if drafter.all_depths_at_once else 1)
+    assert not (drafter.all_depths_at_once and drafter.sequential), "depths known beforehand follow no drafted token"
+
+
+class NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@each_drafter
+def test_capturable(kind: str, arguments: dict[str, Any]) -> None:
+    """`begin` from a state and `step` read nothing on the host."""
+    on, drafter = made("llama", kind, arguments)
+    assert drafter.capturable
+    features, tokens_B1 = read(on, texts(2, 12), drafter), texts(2, 1)
+    state = drafter.reserve(drafter.begin(part(features, 0, 9)), 64)
+    with NoHostReads():
+        state = drafter.begin(part(features, 9, 12), state)
+        hidden, state = drafter.step(state, tokens_B1, torch.zeros_like(tokens_B1), 0)
+        drafter.readout(hidden[:, :1], 0, tokens_B1)
+
+
+@each_drafter
+def test_anchors(kind: str, arguments: dict[str, Any]) -> None:
+    """At all positions it is the dense forward, in packed rows too; anchors are independent of each other."""
+    on, drafter = made("llama", kind, arguments)
+    T = 14
+    document_BT = torch.tensor([[0] * T, [0] * 6 + [1] * 6 + [-1] * 2])
+    features = replace(read(on, texts(2, T), drafter), document_BT=document_BT)
+    dense, at_all = drafter(features), drafter(features, at_all_positions(features.tokens_BT))
+    few = Anchors(torch.tensor([1, 0, 1]), torch.tensor([7, 2, 1]))
+    at_few = drafter(features, few)
+    assert len(dense) == len(at_all) == len(at_few) == drafter.trained_depth
+    for k, (dense_BTD, all_MD, few_MD) in enumerate(zip(dense, at_all, at_few, strict=True)):
+        assert all_MD.shape == (2 * T, dense_BTD.shape[-1])
+        torch.testing.assert_close(all_MD.unflatten(0, (2, T))[:, : T - 2 - k], dense_BTD, **CLOSE)
+        torch.testing.assert_close(few_MD, dense_BTD[few.row_M, few.position_M], **CLOSE)
+    assert 0 < drafter.anchor_share <= 1
+
+
+@each_drafter
+def test_depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]) -> None:
+    on, drafter = made("llama", kind, arguments)
+    features, trained = read(on, texts(2, 9), drafter), drafter.trained_depth
+    if drafter.max_depth is not None:
+        with pytest.raises(UserError, match=f"cannot draft deeper than the {drafter.max_depth} tokens") as caught:
+            drafter.set_depth(drafter.max_depth + 1)
+        assert "\n" not in str(caught.value)
+        return
+    tokens_BK = texts(2, trained + 2, seed=5)
+    drafter.set_depth(trained + 2)
+    deep = chain(drafter, drafter.begin(features), tokens_BK)
+    assert len(deep) == drafter.depth == trained + 2 and all(bool(one.isfinite().all()) for one in deep)
+    drafter.set_depth(None)
+    assert drafter.depth == trained == len(drafter(features))
+
+
+def test_the_recipe_says_how_deep_is_drafted() -> None:
+    on = backbone("llama")
+    assert build_drafter("eagle3", on, {"depth": 2, "draft_depth": 4}).depth == 4
+    assert build_drafter("eagle3", on, {"depth": 2}).arguments.get("draft_depth") is None
+    for arguments, message in (({"depth": 2, "draft_depth": 3}, "Medusa cannot draft deeper"), ({"draft_depth": 0}, "drafter.draft_depth")):
+        with pytest.raises(UserError, match=message):
+            build_drafter("medusa", on, arguments)
+
+
+@each_drafter
+def test_no_weight_has_a_number_before_it_is_set(kind: str, arguments: dict[str, Any]) -> None:
+    on = backbone("llama")
+    shapes = construct_drafter(kind, on, arguments).state_dict()
+    assert all(bool(tensor.isnan().all()) for tensor in shapes.values() if tensor.is_floating_point())
+    fresh = build_drafter(kind, on, arguments).state_dict()
+    assert all(bool(tensor.isfinite().all()) for tensor in fresh.values() if tensor.is_floating_point())
+
+
+@each_drafter
+def test_a_weight_that_loading_misses_is_named(
+    kind: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, drafter = made("llama", kind, arguments)
+    drafter.save_pretrained(tmp_path)
+    name = list(drafter.state_dict())[-1] if drafter.vocabulary is None else "fc.weight"
+    load = type(drafter).load_tensors
+
+    def forgetful(self: Drafter, tensors: dict[str, Tensor]) -> None:
+        load(self, tensors)
+        self.get_parameter(name).data.fill_(torch.nan)
+
+    monkeypatch.setattr(type(drafter), "load_tensors", forgetful)
+    with pytest.raises(UserError, match=f"leaves weight {name} of"):
+        load_drafter(tmp_path, on)
+
+
+def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.heads.medusa.Medusa.init_from", lambda self, backbone: None)
+    with pytest.raises(UserError, match="init_from of drafter medusa leaves weight heads.0.0.linear.weight of Medusa"):
+        build_drafter("medusa", backbone("llama"), {})
+
+
+def test_drafters_without_training_declare_the_same() -> None:
+    on = backbone("llama")
+    model, early = DraftModel(on, on.model, depth=3), EarlyExit(on, layers=2, depth=3)
+    for drafter in (model, early):
+        assert drafter.sequential and not drafter.reads_hidden and drafter.max_depth is None
+        drafter.set_depth(7)
+        assert drafter.depth == 7
+        with pytest.raises(UserError, match="drafts without training; train one of eagle3, medusa"):
+            drafter(read(on, texts(1, 5), drafter))
+    assert early.uses_backbone_cache and not model.uses_backbone_cache
