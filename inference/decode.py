@@ -89,7 +89,7 @@ class Decoder:
         sources = self.speculation.active(self.shape)
         if not sources:
             return Draft([], []), root_only(self.roots), self._noise(0, 1)
-        noise_BPV = self._noise(0, 1 + max(source.noise_depth for source in sources))
+        noise_BPV = self._noise(0, 1 + max(source.noise_depths(self.shape) for source in sources))
         processing = self.request.processing
         draft = Draft(
             pools=[Pool(root) for root in self.roots],

@@ -148,6 +148,9 @@ class SpeculativeModel:
         if tree != "auto" and not isinstance(tree, TreeShape):
             raise UserError(f"tree is 'auto' or a TreeShape; got {tree!r}")
         shape = tree if isinstance(tree, TreeShape) else None
+        if speculate and shape is not None and shape.depth is not None:
+            for drafter in self.drafters:
+                drafter.require_depth(shape.depth)
         engine = self.engine(speculate and bool(self.drafters or self.proposers))
         decoder: Decoder | BeamDecoder
         if request.beams is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, backbone, read, texts
+from families import STRANGERS, VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from test_contract import CLOSE, chain, each_drafter, made, part
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,8 @@ from headstart.heads.anchors import Anchors, at_all_positions
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft_model import DraftModel
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.support.errors import UserError
@@ -120,6 +122,34 @@ def test_depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]
     assert len(deep) == drafter.depth == trained + 2 and all(bool(one.isfinite().all()) for one in deep)
     drafter.set_depth(None)
     assert drafter.depth == trained == len(drafter(features))
+
+
+def test_trees_deeper_than_trained() -> None:
+    """A tree's fixed depth, the loaded depth and the recipe's reach past what was trained; the text stays what it is."""
+    on, rows = backbone("llama"), left_padded(prompts((9, 4)))
+    drafter = random_drafter("eagle3", on, depth=2)
+    levels: list[int] = []
+    step = drafter.step
+    drafter.step = lambda *inputs: levels.append(inputs[-1]) or step(*inputs)   # type: ignore[method-assign, func-returns-value]
+    heads, options = SpeculativeModel(on, drafter, capture="off"), {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+    plain = say(heads, rows, speculate=False, **options)
+    for tree, depth, deepest in ((TreeShape(12, 2, 5), None, 5), (TreeShape(12, 2), 4, 4), (TreeShape(12, 2), None, 2)):
+        drafter.set_depth(depth)
+        levels.clear()
+        assert torch.equal(say(heads, rows, tree=tree, **options), plain) and max(levels) + 1 == deepest
+    medusa = SpeculativeModel(on, random_drafter("medusa", on, depth=2))
+    with pytest.raises(UserError, match="Medusa cannot draft deeper than the 2 tokens it is trained for; got depth 3"):
+        say(medusa, rows, tree=TreeShape(12, 2, 3), **options)
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_decode_losslessly(kind: str) -> None:
+    on, rows = backbone("llama"), left_padded(prompts((9, 1, 4)))
+    heads = SpeculativeModel(on, random_drafter(kind, on))
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        plain = say(heads, rows, max_new_tokens=24, speculate=False, **options)
+        for more in ({"tree": TreeShape(12, 3)}, {"batch": 2}):
+            assert torch.equal(say(heads, rows, max_new_tokens=24, **options, **more), plain)
 
 
 def test_the_recipe_says_how_deep_is_drafted() -> None:

@@ -88,7 +88,7 @@ def test_parts_of_a_pass_timed_by_themselves(heads):
 
 
 def test_compare_takes_every_system_through_every_prompt(heads):
-    plan = Plan(12, (0.0, 1.0), seed=4, tree=TreeShape(6, 3, 9))
+    plan = Plan(12, (0.0, 1.0), seed=4, tree=TreeShape(6, 3, 3))
     report = compare([("a", heads), ("b", heads)], [Prompt(ids_T) for ids_T in PROMPTS], plan)
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [("a", 0.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)]
     assert {row["tokens"] for row in report["results"]} == {24} and {row["depth"] for row in report["results"]} == {3}

@@ -121,7 +121,8 @@ def test_the_beam_the_depth_the_room_and_the_vocabulary_bound_the_tree() -> None
     for shape, room, size, height in (
         (TreeShape(100, 2, 3), 99, 7, 3),
         (TreeShape(100, 50, 1), 99, 4, 1),
-        (TreeShape(100, 2, 99), 99, 11, 5),
+        (TreeShape(100, 2), 99, 11, 5),
+        (TreeShape(100, 2, 7), 99, 15, 7),
         (TreeShape(100, 2, 99), 2, 5, 2),
         (TreeShape(100, 2, 99), 0, 1, 0),
         (TreeShape(1), 99, 1, 0),

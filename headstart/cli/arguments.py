@@ -189,7 +189,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
     parser.add_argument("--nodes", type=count(1), metavar="N", help="size of the candidate tree, root included (default: adaptive)")
     parser.add_argument("--width", type=count(1), metavar="W", help="beam width: nodes expanded per draft level (8)")
-    parser.add_argument("--depth", type=count(1), metavar="K", help="draft length in tokens (default: the heads' own)")
+    parser.add_argument("--depth", type=count(1), metavar="K", help="draft length, past the trained depth too (default: the heads' own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
 
 

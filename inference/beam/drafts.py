@@ -85,7 +85,7 @@ class Drafting:
         self.width = shape.width if shape is not None else max(BEAM_WIDTH, 2 * self.beams)
         self.drafters = [source for source in speculation.of_kind(DrafterSource) if source.own_cache]
         self.observing = [source for source in speculation.of_kind(ProposerSource) if source.observe_top_k]
-        self.deepest = max([0, *(source.depth for source in self.drafters), *([DEPTHS] if self.observing else [])])
+        self.deepest = max([0, *(source.depth_of(shape) for source in self.drafters), *([DEPTHS] if self.observing else [])])
         self.observe_top_k = max((source.observe_top_k for source in self.observing), default=0)
         self.features: NodeFeatures
         """Of verified nodes, for drafters."""
@@ -150,7 +150,7 @@ class Drafting:
             self._propose(rows, deepest, scores)
             longest = max(len(row.prompt) + len(row.beams[0].tokens) for row in rows)
             for source in self.drafters:
-                source.prepare(longest, self.width, None)
+                source.prepare(longest, self.width, None, source.depth_of(self.shape))
                 self._grow(source, rows, deepest, scores)
             K = self.beams
             drafts = [self._rank(row, scores[b * K : (b + 1) * K], plans[b]) for b, row in enumerate(rows)]
@@ -196,7 +196,7 @@ class Drafting:
         """Let a drafter draft level by level."""
         level = source.roots([beam.tokens[-1] for row in rows for beam in row.beams])
         paths: list[list[tuple[int, ...]]] = [[()] for _ in scores]
-        for depth in range(min(deepest, source.depth)):
+        for depth in range(min(deepest, source.depth_of(self.shape))):
             level = source.step(depth, level, self.width, DraftScoring())
             if not depth:
                 level = _corrected(level, [known.get(()) for row in rows for known in row.known])

@@ -51,7 +51,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
         **(measured.parts or total).milliseconds(),
         "nodes": shape.nodes if shape else None,
         "width": shape.width if shape else None,
-        "depth": min((shape and shape.depth) or max_depth, max_depth),
+        "depth": (shape and shape.depth) or max_depth,
         "draft_limits": measured.system.heads.limits,
         "tree_sizes": {str(nodes): passes for nodes, passes in sorted(total.nodes.items())},
     }

@@ -16,6 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.cache import RaggedCache
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted, Source
 
@@ -45,7 +46,6 @@ class DrafterSource(Source):
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
         super().__init__(name, drafter.depth)
         self.drafter, self.device = drafter, drafter.backbone.device
-        self.noise_depth = drafter.depth
         unless = _not_capturable(drafter)
         self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
         self._step = capturer.capture(self._next_level, "draft levels", drafter, unless)
@@ -64,7 +64,7 @@ class DrafterSource(Source):
     @property
     def own_cache(self) -> bool:
         """False if it drafts on the backbone's cache."""
-        return type(self.drafter).prepare_draft is Drafter.prepare_draft
+        return not self.drafter.uses_backbone_cache
 
     # The rows being decoded.
 
@@ -121,9 +121,18 @@ class DrafterSource(Source):
             return self.drafter.reserve(self.drafter.begin(features), length)
         return self._extend(self.drafter.reserve(state, length), features)
 
-    def prepare(self, longest: int, width: int, cache: RaggedCache | None) -> None:
+    def depth_of(self, shape: TreeShape | None) -> int:
+        """How many depths are drafted at most: the drafter's own number, or as many as a tree of that shape has."""
+        if shape is None or shape.depth is None:
+            return self.depth
+        return min(shape.depth, max(self.depth, shape.nodes - 1))   # a tree has fewer levels below its root than nodes
+
+    def noise_depths(self, shape: TreeShape | None) -> int:
+        return self.depth_of(shape)
+
+    def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Before a draft behind at most ``longest`` tokens; without the backbone's cache the drafter needs its own."""
-        nodes = (self.depth + 1) * (width + 1)
+        nodes = ((depth or self.depth) + 1) * (width + 1)
         self.catch_up(longest + nodes)
         if cache is None:
             self.state = self.drafter.reserve(self.state, longest + nodes)
@@ -135,7 +144,7 @@ class DrafterSource(Source):
     def draft(self, draft: Draft) -> None:
         assert draft.cache is not None
         with Stopwatch() as watch:
-            self.prepare(draft.cache.longest, draft.width, draft.cache)
+            self.prepare(draft.cache.longest, draft.width, draft.cache, self.depth_of(draft.shape))
             self.grow(draft)
         draft.seconds[self] = watch.seconds
 
@@ -143,8 +152,7 @@ class DrafterSource(Source):
         """Draft level by level, as deep as pays, or as the tree's shape says."""
         rows = len(draft.pools)
         level, nodes = self.roots([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
-        limit = min((draft.shape and draft.shape.depth) or self.depth, self.depth, max(draft.remaining, default=0))
-        for depth in range(limit):
+        for depth in range(min(self.depth_of(draft.shape), max(draft.remaining, default=0))):
             if draft.shape is None and depth and not self._pays(draft, nodes, depth):
                 return
             with Stopwatch() as watch:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.engine.tree import Pool
+from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.sources.calibration import Calibration
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source_stats import EMA_WEIGHT, SourceStats
@@ -54,8 +54,6 @@ class Learned:
 class Source(ABC):
     """One drafter or proposer. ``depth``: how many depths it drafts; ``name``: the one its statistics are kept under."""
 
-    noise_depth: int = 0
-    """How many depths of noise `draft` needs when sampling."""
     observe_top_k: int = 0
     """How many of the likeliest next tokens `observe` wants of each verified node; 0: it is not called."""
 
@@ -64,6 +62,10 @@ class Source(ABC):
         self.by_mode = {sampled: Learned(Calibration(), SourceStats(), [FIRST_ACCEPTANCE] * depth) for sampled in (False, True)}
         """Greedy (False) and sampled sequences: drafts are not accepted alike."""
         self.learned = self.by_mode[False]
+
+    def noise_depths(self, shape: TreeShape | None) -> int:
+        """How many depths of noise `draft` needs when sampling."""
+        return 0
 
     # The rows being decoded.
 
@@ -102,6 +104,8 @@ class Source(ABC):
     def learn(self, pool: Pool, accepted: dict[int, int], depths: int) -> None:
         """A row was verified. ``accepted``: the pick at each accepted node of the pool; ``depths``: how many a drafter has drafted."""
         hits = [False] * depths
+        acceptance = self.learned.acceptance
+        acceptance += [FIRST_ACCEPTANCE] * (depths - len(acceptance))   # a tree may be deeper than the drafter usually drafts
         for proposal in pool.proposals:
             if proposal.source is not self:
                 continue
@@ -112,6 +116,6 @@ class Source(ABC):
                 if proposal.node in accepted and depth < depths:
                     hits[depth] = True
         for depth in range(min(depths, len(accepted))):   # those whose parents were accepted
-            self.learned.acceptance[depth] += EMA_WEIGHT / 2 * (hits[depth] - self.learned.acceptance[depth])
+            acceptance[depth] += EMA_WEIGHT / 2 * (hits[depth] - acceptance[depth])
             if not hits[depth]:
                 break
