@@ -193,6 +193,27 @@ def test_bandwidth_counts_every_pass(heads):
         assert row["mbu"] == pytest.approx(row["weight_bytes_per_second"] / report["memory_bytes_per_second"])
 
 
+@pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
+def test_tables_are_coloured_on_a_terminal_alone_and_never_wrapped(heads, monkeypatch, terminal, no_color):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+
+    class Out(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    out = Out()
+    report = compare([("a name of heads that is rather long, as paths are" * 3, heads)], asked(5), Plan(4, tree=TREE))
+    print_report(report, out)
+    text = out.getvalue()
+    assert ("\x1b[32m" in text) == (terminal and not no_color)
+    rows = text.splitlines()[3:6]
+    assert all("AR" in row or "as paths are" in row or "tokens/s" in row for row in rows)
+    if not terminal:
+        assert "\x1b" not in text and not any(row.endswith(" ") for row in text.splitlines())
+        assert len({row.rindex(cell) + len(cell) for row, cell in zip(rows[:2], ("tokens/s", rows[1].split()[4]), strict=True)}) == 1
+
+
 def test_weights_that_a_pass_reads():
     tied, untied = backbone("qwen3"), backbone("llama")
     embedding = untied.embed.weight.numel()

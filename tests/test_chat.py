@@ -72,7 +72,7 @@ def test_the_systems_text_and_sampling(say):
     how = ["--temperature", "0.8", "--top-k", "20", "--seed", "5", "--system", "Be short."]
     expected = answers("two", "six", system="Be short.", settings=Settings(9, 0.8, 20), seed=5)
     assert say("two\nsix", *how)[1] == "".join(f"{text}\n" for text in expected)
-    assert say("two\nsix", *how, "--plain")[1] == "".join(f"{text}\n" for text in expected)
+    assert say("two\nsix", *how, "--no-draft")[1] == "".join(f"{text}\n" for text in expected)
     assert expected[0] != answers("two", settings=Settings(9, 0.8, 20), seed=5)[0]
 
 
@@ -121,15 +121,17 @@ def test_colour_is_for_terminals_that_want_it(say, monkeypatch, setting, value, 
     assert ("\x1b[" in out) == coloured and (coloured or out == answers("two")[0] + "\n")
 
 
-def test_each_pass_takes_the_next_colour():
+def test_each_step_takes_the_next_colour(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     heads, prompter = talker()
-    out = io.StringIO()
+    out = Terminal()
     painter = Painter(prompter.tokenizer, out, True)
     tokens = prompter.tokenizer("What is two? It is four.", return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     painter.put(tokens[None])   # a prompt
-    for pass_ in tokens[:6].split(2):
+    for step in tokens[:6].split(2):
         time.sleep(10 * BURST)
-        for token in pass_:
+        for token in step:
             painter.put(token[None])
     painter.end()
     colours = [part.partition("m")[0] for part in out.getvalue().split("\x1b[")[1:] if not part.startswith("0m")]

@@ -25,7 +25,8 @@ from headstart.inference.measure import Settings, continue_text, measure_tau
 
 ROOT = Path(__file__).parent.parent
 ROW_KEYS = {
-    "head", "temperature", "tau", "acceptance_per_depth", "tokens_per_second", "speedup_vs_plain", "speedup_vs_transformers", "identical",
+    "head", "temperature", "tau", "acceptance_per_depth", "tokens_per_second", "speedup_vs_ar", "speedup_vs_transformers", "identical",
+    "mbu", "capture",
     "identical_to_transformers", "tokens", "passes", "draft_ms", "verify_ms", "host_ms", "nodes", "width", "depth",
 }
 
@@ -74,8 +75,8 @@ def test_bench(house, tmp_path, capsys):
         assert set(row) >= ROW_KEYS and row["identical"] is True
         assert row["identical_to_transformers"] is (None if row["temperature"] else True)
         base = {one["name"]: one for one in report["baselines"] if one["temperature"] == row["temperature"]}
-        assert row["speedup_vs_plain"] == pytest.approx(row["tokens_per_second"] / base["plain"]["tokens_per_second"])
-        assert row["speedup_vs_transformers"] == pytest.approx(row["tokens_per_second"] / base["transformers"]["tokens_per_second"])
+        assert row["speedup_vs_ar"] == pytest.approx(row["tokens_per_second"] / base["AR (headstart)"]["tokens_per_second"])
+        assert row["speedup_vs_transformers"] == pytest.approx(row["tokens_per_second"] / base["AR (transformers)"]["tokens_per_second"])
         assert (row["nodes"], row["width"], row["depth"]) == (12, 4, 3) and min(row["draft_ms"], row["verify_ms"], row["host_ms"]) > 0
     backbone, tokenizer = load_backbone("backbone"), load_tokenizer("backbone")
     measured = measure_tau(
@@ -106,7 +107,8 @@ def test_bench_with_everything(house, tmp_path, capsys):
     assert main(["bench", "--heads", "medusa", *files, *more, "--json", str(json_file), "--html", str(html)]) == 0
     report, printed = json.loads(json_file.read_text()), capsys.readouterr().out
     assert report["tasks"] == {"prompts": 1, "qa": 1} and report["prompts_files"] == files[1:]
-    names = ["transformers", "plain", "prompt lookup", "assistant backbone", "transformers", "plain"]
+    ar = ["AR (transformers)", "AR (headstart)"]
+    names = [*ar, "prompt lookup", "assistant backbone", *ar]
     assert [row["name"] for row in report["baselines"]] == names and all(name in printed for name in names)
     assert [row["batch"] for row in report["results"]] == [1, 2] and all(row["identical"] for row in report["results"])
     assert report["results"][0]["tokens"] == 18   # two prompts and a second turn
@@ -125,7 +127,7 @@ def test_generate_streams_what_heads_write(house, tmp_path, capsys):
     printed, report = capsys.readouterr(), json.loads(file.read_text())
     text = written(house, Settings(40))
     assert printed.out == text + "\n" and report["text"] == text
-    assert printed.err.startswith(f"tau {report['tau']:.2f}") and f"{report['tokens']} tokens" in printed.err
+    assert printed.err.startswith(f"mean acceptance length (tau) {report['tau']:.2f}") and f"{report['tokens']} tokens" in printed.err
     assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "40", "--echo"]) == 0
     assert capsys.readouterr().out == f"What is two?{text}\n"
 
@@ -133,7 +135,8 @@ def test_generate_streams_what_heads_write(house, tmp_path, capsys):
 def test_sampling_is_governed_by_the_seed_and_nothing_else(house, tmp_path, capsys):
     arguments = ["generate", "What is two?", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--max-new-tokens", "30"]
     outputs = []
-    for more in ("--heads eagle3", "--heads medusa --nodes 7", "--heads medusa --nodes 1", "--heads eagle3 --plain", "--backbone backbone"):
+    systems = ("--heads eagle3", "--heads medusa --nodes 7", "--heads medusa --nodes 1", "--heads eagle3 --no-draft", "--backbone backbone")
+    for more in systems:
         assert main([*arguments, *more.split(), "--seed", "7"]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs == [written(house, Settings(30, 0.9, 50, 0.9)) + "\n"] * 5
@@ -225,7 +228,7 @@ MISTAKES = {
     "a batch of none": ([*BENCH, "--heads", "medusa", "--batch-size", "0"], "a whole number of at least 1"),
     "assisted in batches": (
         [*BENCH, "--heads", "medusa", "--prompt-lookup", "--batch-size", "2", "4"],
-        "one text at a time, .* --batch-size is 2 4",
+        "one sequence at a time, .* --batch-size is 2 4",
     ),
     "no such assistant": ([*BENCH, "--heads", "medusa", "--assistant", "./gone"], "--assistant: no backbone at './gone'"),
     "a page in a folder": ([*BENCH, "--heads", "medusa", "--html", "."], "--html . is a folder"),
@@ -269,7 +272,7 @@ def test_the_report_must_be_writable_before_the_work(tmp_path, capsys):
 
 
 def test_interrupted(monkeypatch, capsys):
-    def interrupt(given):
+    def interrupt(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decoding, "generate", interrupt)

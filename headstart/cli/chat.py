@@ -1,8 +1,7 @@
-"""A conversation with the backbone: what is remembered of it, what is written while an answer comes, and the loop of questions."""
+"""A conversation with the backbone: its messages, the streamed answers, and the loop of questions."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,15 +20,15 @@ from headstart.support.errors import UserError
 from headstart.support.token_text import TokenTextStream
 
 HELP = "/reset begins anew, /exit leaves, /help shows this; Ctrl-C stops an answer"
-COLOURS = (36, 33, 35, 32)
-"""Of the terminal: cyan, yellow, magenta, green. Each pass takes the next."""
+COLOURS = ("cyan", "yellow", "magenta", "green")
+"""Each decoding step takes the next."""
 BURST = 2e-4
-"""Seconds. The tokens of one pass come microseconds apart, those of two passes at least a pass apart."""
+"""Seconds. The tokens of one decoding step come microseconds apart, those of two steps at least a forward pass apart."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and what it came to; without a tau if it was stopped."""
+    """One answer and its statistics; without a tau if it was stopped."""
 
     question: str
     answer: str
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Chat:
-    """The conversation so far. Every answer reads all of it anew: heads decode from the whole text."""
+    """The conversation so far. Every answer prefills all of it anew."""
 
     def __init__(self, heads: SpeculativeModel, prompter: Prompter, settings: Settings, seed: int, system: str | None = None) -> None:
         self.heads, self.prompter, self.settings, self.seed, self.system = heads, prompter, settings, seed, system
@@ -50,14 +50,14 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Begin a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.conversation += 1
 
     def ask(self, question: str, painter: Painter) -> Answer:
-        """The answer, written by ``painter`` as it comes; KeyboardInterrupt stops it. Raises UserError if there is no room for one."""
-        asked = [*self.messages, {"role": "user", "content": question}]
-        prompt_T = self.prompter.converse(asked)
+        """The answer, streamed by ``painter``; KeyboardInterrupt stops it. Raises UserError if there is no room for one."""
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt_T = self.prompter.converse(messages)
         context = self.heads.backbone.max_positions
         room = self.settings.max_new_tokens if context is None else context - len(prompt_T)
         if room < 1:
@@ -72,7 +72,7 @@ class Chat:
             stopped = True
         speed = painter.tokens / (time.perf_counter() - start)
         answer = Answer(question, painter.text, self.conversation, painter.tokens, speed, None if stopped else tally.tau)
-        self.messages = [*asked, {"role": "assistant", "content": painter.text}]
+        self.messages = [*messages, {"role": "assistant", "content": painter.text}]
         self.answers.append(answer)
         return answer
 
@@ -83,12 +83,15 @@ class Chat:
 
 
 class Painter(BaseStreamer):
-    """Writes tokens as they are accepted; with ``colour``, those of each pass in the next of `COLOURS`."""
+    """Streams tokens as they are accepted; those of each decoding step in the next of `COLOURS` if ``colours`` and on a terminal.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, colour: bool) -> None:
-        self.pieces, self.out, self.colour = TokenTextStream(tokenizer, skip_special_tokens=True), out, colour
+    Rich decides by the terminal and NO_COLOR whether there are colours.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, colours: bool) -> None:
+        self.stream, self.console, self.colours = TokenTextStream(tokenizer, skip_special_tokens=True), Console(file=out), colours
         self.text, self.tokens = "", 0
-        self.passes, self.last = 0, 0.0
+        self.steps, self.last = 0, 0.0
         self.prompted = False
 
     def put(self, value: torch.Tensor) -> None:
@@ -97,22 +100,20 @@ class Painter(BaseStreamer):
             self.prompted = True
             return
         if time.perf_counter() - self.last > BURST:
-            self.passes += 1
+            self.steps += 1
         for token in value.flatten().tolist():
             self.tokens += 1
-            self._write(self.pieces.add(token))
+            self._write(self.stream.add(token))
         self.last = time.perf_counter()
 
     def end(self) -> None:
-        """What was held back, and the end of the line."""
-        self._write(self.pieces.end())
-        print(file=self.out, flush=True)
+        """Write what was held back, and the end of the line."""
+        self._write(self.stream.end())
+        self.console.out()
 
     def _write(self, piece: str) -> None:
         self.text += piece
-        if self.colour and piece:
-            piece = f"\x1b[{COLOURS[self.passes % len(COLOURS)]}m{piece}\x1b[0m"
-        print(piece, end="", file=self.out, flush=True)
+        self.console.out(piece, style=COLOURS[self.steps % len(COLOURS)] if self.colours else None, highlight=False, end="")
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -124,22 +125,21 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def converse(talk: Chat) -> None:
     """Questions from the standard input, one a line, until it ends; answers to the standard output, the rest to the standard error."""
     at_terminal = sys.stdin.isatty()
-    drafting = bool(talk.heads.drafters or talk.heads.proposers)   # else every token is a pass of its own
-    colour = drafting and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    drafting = bool(talk.heads.drafters or talk.heads.proposers)   # else every token is a step of its own
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (lets `input` edit a line and recall earlier ones)
-        _tell(HELP)
+        _note(HELP)
     while (line := _question(at_terminal)) is not None:
         if line == "/exit":
             return
         if line == "/reset":
             talk.reset()
-            _tell("a new conversation")
+            _note("a new conversation")
         elif line.startswith("/"):
-            _tell(HELP if line == "/help" else f"unknown command {line}; {HELP}")
+            _note(HELP if line == "/help" else f"unknown command {line}; {HELP}")
         elif line:
-            _answer(talk, line, colour)
+            _answer(talk, line, drafting)
 
 
 def _question(at_terminal: bool) -> str | None:
@@ -157,17 +157,17 @@ def _question(at_terminal: bool) -> str | None:
         return "/help"
 
 
-def _answer(talk: Chat, question: str, colour: bool) -> None:
+def _answer(talk: Chat, question: str, colours: bool) -> None:
     try:
-        answer = talk.ask(question, Painter(talk.prompter.tokenizer, sys.stdout, colour))
+        answer = talk.ask(question, Painter(talk.prompter.tokenizer, sys.stdout, colours))
     except UserError as error:
-        if not talk.answers:   # nothing has ever worked: a template that refuses the system's turn, for one
+        if not talk.answers:   # nothing has worked yet: the template may refuse the system message
             raise
-        _tell(f"error: {error}")
+        _note(f"error: {error}")
         return
     tau = "stopped" if answer.tau is None else f"tau {answer.tau:.2f}"
-    _tell(f"{tau}, {answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s")
+    _note(f"{tau}, {answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s")
 
 
-def _tell(text: str) -> None:
+def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
