@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +12,12 @@ from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture import capture as capturing
-from headstart.inference.capture import folding
-from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer, CaptureReport
-from headstart.inference.capture.compile import Compile
+from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.pytree import builder, flatten
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.support.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -38,11 +30,6 @@ class Pair:
 
 def captured_by(name: BackendName, function: Callable[..., Any]) -> Captured:
     return Capturer(name, CPU).capture(function, "the function")
-
-
-@pytest.fixture(autouse=True)
-def warnings_seen_by_no_other_test() -> None:
-    capturing._warn_once.cache_clear()
 
 
 def test_pytrees_come_apart_and_together() -> None:
@@ -111,160 +98,6 @@ def test_sizes_between_compared_ones_are_followed_at_once() -> None:
             assert torch.equal(captured(held, x, 2.0)[0], x * 2 + held.sum())
         assert function.calls == runs and watch.valid == (runs == runs_before), rows
         runs_before = runs
-
-
-@pytest.mark.parametrize("error", [RuntimeError, AttributeError, TypeError])
-def test_what_cannot_be_captured_runs_as_it_is_and_says_why_once(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
-    def awkward(held: None, x: Tensor) -> Tensor:
-        if torch.jit.is_tracing():
-            raise error("not here")
-        return x + 1
-
-    capturer = Capturer("trace", CPU)
-    for _ in range(2):   # two functions of one name, as the levels of a draft
-        captured = capturer.capture(awkward, "awkward")
-        for _ in range(3):
-            assert torch.equal(captured(None, torch.ones(2)), torch.full((2,), 2.0))
-        assert captured.fallback == f"not capturable by trace: {error.__name__}: not here" and not captured.captures_made
-    assert capturer.report() == CaptureReport("off", f"awkward: {captured.fallback}")
-    assert [record.getMessage() for record in caplog.records] == [f"awkward is {captured.fallback}; it runs uncaptured, which is slower"]
-
-
-def test_a_branch_on_values_is_noticed_at_replay(caplog: pytest.LogCaptureFixture) -> None:
-    """As in a mixture of experts: how many rows an expert gets is a value, and a view of so many a constant to the trace."""
-
-    def experts(held: None, x: Tensor) -> Tensor:
-        chosen = x[x > 0]
-        return chosen.view(int((x > 0).sum()) * 1, 1).flatten()
-
-    captured = captured_by("trace", experts)
-    for row in ([1.0, -1.0, 2.0], [1.0, 3.0, 2.0], [-1.0, 1.0, -1.0]):
-        x = torch.tensor(row)
-        assert torch.equal(captured(None, x), x[x > 0])
-    assert captured.fallback is not None and len(caplog.records) == 1 and "is invalid for input of size" in caplog.text
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CPU: can't allocate memory")])
-@pytest.mark.parametrize("when", ["capturing", "comparing", "replaying"])
-def test_out_of_memory_is_no_fallback(error: Exception, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = captured_by("trace", lambda held, x: x + 1)
-
-    def fail(*args: Any) -> None:
-        raise error
-
-    if when != "capturing":
-        captured(None, torch.ones(3))
-        captured(None, torch.ones(3))
-        assert len(captured._known) == 1
-        monkeypatch.setattr(next(iter(captured._captures.values())), "traced", fail)
-    else:
-        monkeypatch.setattr(Trace, "capture", fail)
-    with pytest.raises(type(error), match="memory"):
-        captured(None, torch.ones(3 if when != "comparing" else 5))
-    assert captured.fallback is None and captured.backend is not None
-
-
-def test_timing_the_layouts_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(self: Trace) -> int:
-        raise AttributeError("module 'torch' has no attribute 'jit'")
-
-    monkeypatch.setattr(Trace, "_max_transposed_rows", gone)
-    captured = captured_by("trace", lambda held, x: x + 1)
-    assert torch.equal(captured(None, torch.ones(3)), torch.full((3,), 2.0)) and "no attribute 'jit'" in str(captured.fallback)
-
-
-def without_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.jit, "trace")
-    monkeypatch.delattr(torch.jit, "optimized_execution")
-
-
-def without_private_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_jit_pass_cse")
-    monkeypatch.delattr(torch._C, "_create_function_from_graph")
-
-
-def on_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
-
-
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [
-        (without_trace, "has no torch.jit.trace"),
-        (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are folded"),
-        (on_python_3_14, "torch.jit does not support Python 3.14 and later"),
-    ],
-)
-def test_without_traces_auto_captures_nothing_and_says_so(
-    missing: Callable[[pytest.MonkeyPatch], None], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    on, row = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "tree": TreeShape(8, 3)}
-    truth, drafter = say(SpeculativeModel(on, capture="off"), row, **options), random_drafter("medusa", on)
-    with pytest.MonkeyPatch.context() as patch:
-        missing(patch)
-        of = SpeculativeModel(on, drafter, capture="auto")
-        assert torch.equal(say(of, row, **options), truth)
-        report = of.engine(True).capturer.report()
-        assert report.backend == "off" and reason in str(report.fallback)
-        Capturer("auto", CPU)
-        assert len(caplog.records) == 1 and reason in caplog.text
-        with pytest.raises(UserError, match="capture 'trace' cannot be used: .*; choose 'auto' or 'off'"):
-            Capturer("trace", CPU)
-
-
-def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "jit", None)   # torch and transformers themselves do not decode so, only the choice is tested
-    assert "has no torch.jit.trace" in str(Capturer("auto", CPU).report().fallback)
-
-
-def test_no_private_function_of_folding_goes_unlisted() -> None:
-    source = Path(folding.__file__).read_text()
-    used = set(re.findall(r"(?:passes|torch\._C)\.(\w+)", source))
-    assert used == set(folding.PRIVATE)
-
-
-def test_off_is_off() -> None:
-    function = Counted()
-    capturer = Capturer("off", CPU)
-    captured = capturer.capture(function, "f")
-    for _ in range(PATIENCE + 3):
-        captured(torch.zeros(9), torch.ones(2, 3), 1.0)
-    assert function.calls == PATIENCE + 3 and not captured.captures_made and capturer.report() == CaptureReport("off", None)
-
-
-def test_backends_are_chosen_by_name_or_refused_with_the_reason() -> None:
-    for name, reason in (("always", "no capture backend 'always'; choose auto, trace"), ("cuda-graph", "the model is on cpu")):
-        with pytest.raises(UserError, match=reason):
-            Capturer(name, CPU)   # type: ignore[arg-type]
-    with pytest.raises(UserError, match="traces are for the CPU; the model is on meta"):
-        Capturer("trace", torch.device("meta"))
-    on_cuda = Capturer("auto", torch.device("cuda")).report()
-    assert on_cuda == CaptureReport("off", "auto captures nothing on cuda; choose a backend by name")
-
-
-def test_a_function_may_be_left_out_for_a_reason() -> None:
-    capturer = Capturer("trace", CPU)
-    one, other = capturer.capture(Counted(), "one"), capturer.capture(Counted(), "other", unless="its weights are being trained")
-    assert capturer.report() == CaptureReport("off", None), "nothing was called yet"
-    for captured in (one, other):
-        captured(torch.zeros(9), torch.ones(2, 3), 1.0)
-    assert capturer.report() == CaptureReport("trace", "other: its weights are being trained")
-
-
-def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert Compile.unavailable(CPU) == "torch.compile needs a C++ compiler (no-such-compiler is missing); install one or set CXX"
-
-
-@pytest.mark.skipif(Compile.unavailable(CPU) is not None, reason=str(Compile.unavailable(CPU)))
-def test_a_compiled_function_gives_the_same() -> None:
-    captured, held = captured_by("compile", Counted()), torch.zeros(9)
-    for rows in (4, 7, 5, 1):
-        x = torch.randn(rows, 3)
-        out, pair = captured(held, x, 2.0)
-        assert torch.allclose(out, x * 2 + held.sum()) and torch.equal(held[:rows], x[:, 0]) and torch.equal(pair.left, x.argmax(-1))
-        assert captured.fallback is None and captured.captures_made == 1 + (rows == 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
