@@ -79,7 +79,6 @@ class Captured:
         """Why this function is not captured, where another backend than none was chosen."""
         self.calls = 0
         self.captures_made = 0
-        self.disturbed = 0
         self._captures: dict[Hashable, Capture] = {}
         self._known: dict[Hashable, Capture] = {}
         """By structure and exact shapes of calls met before."""
@@ -107,7 +106,6 @@ class Captured:
             self._known[exact] = capture
             return capture(call)
         void_running()
-        self.disturbed += 1
         if capture is not None and (expected := capture.compare(self.function, call)) is not None:
             return expected
         self._captures[key] = capture = backend.capture(self.function, call)
