@@ -1,6 +1,6 @@
-"""The house: who may import whom, what must be importable without extras, how long a file may be, what is public.
+"""Who may import whom, what imports without extras, how long files and functions may be, what is public.
 
-    train_heads.py -> training -> inference -> heads -> torch, transformers
+    train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
 """
 import ast
 import os
@@ -17,7 +17,17 @@ import headstart
 ROOT = Path(__file__).parent.parent
 LAYERS = ("heads", "inference", "training")
 """From the bottom up: a layer imports itself and those before it."""
+FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
 LONGEST_FILE = 300
+LONGEST_FUNCTION = 40
+MOST_PARAMETERS = 6
+FRONT_DOOR = {"inference/generate.py": {"generate", "load"}}
+"""Signatures that follow transformers' ``generate`` and ``from_pretrained``."""
+DEFERRED = {
+    ("headstart.heads.base", "headstart.heads.checkpoint"),   # Drafter.save_pretrained
+    ("headstart.heads.base", "headstart.heads.methods"),      # the names of an error message
+}
+"""Imports inside a function that run against the order of packages."""
 PUBLIC = {
     "Backbone",
     "Drafter",
@@ -104,8 +114,79 @@ def test_one_import_root_by_relative_links(folder: str) -> None:
     assert link.is_symlink() and os.readlink(link) == f"../{folder}"
 
 
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (*([] if parts[0] == "headstart" else ["headstart"]), *parts) if part != "__init__")
+
+
+def run_time_imports(path: Path, modules: set[str]) -> Iterator[str]:
+    """Our own modules that a file imports, in functions too, but not for type checking only."""
+    tree = ast.parse(path.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    hidden = {id(node) for guard in guards for statement in guard.body for node in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else node.module for name in names if name in modules or node.module in modules)
+
+
+def package_of(module: str) -> str:
+    """The folder of a module; one that lies directly in a layer stands for itself."""
+    above = module.rpartition(".")[0]
+    return module if above in {f"headstart.{layer}" for layer in LAYERS} else above
+
+
+def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of packages that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = edges.get(ahead.pop(), set()) - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    reach = {name: reached(name) for name in edges}
+    found = [{name, *(other for other in reach[name] if name in reach.get(other, ()))} for name in edges if name in reach[name]]
+    return [group for i, group in enumerate(found) if group not in found[:i]]
+
+
+def test_packages_import_one_way_inside_the_layers_too() -> None:
+    files = {module_name(path): path for folder in FOLDERS for path in sources(folder)}
+    edges: dict[str, set[str]] = {}
+    for module, path in files.items():
+        imports = {name for name in run_time_imports(path, set(files)) if (module, name) not in DEFERRED}
+        edges.setdefault(package_of(module), set()).update({package_of(name) for name in imports} - {package_of(module)})
+    assert len(edges) > 20 and sum(map(len, edges.values())) > 50
+    assert cycles(edges) == []
+    assert [name for name, others in edges.items() if "headstart.cli" in others] == []
+    assert edges["headstart.support"] | edges["headstart.support.report"] <= {"headstart.support", "headstart.support.report"}
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_function_is_long_or_takes_many_parameters() -> None:
+    faults = []
+    for path in [path for folder in FOLDERS for path in sources(folder)]:
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.name in FRONT_DOOR.get(name, ()):
+                continue
+            length = (node.end_lineno or 0) - node.lineno + 1
+            parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+            if length > LONGEST_FUNCTION or count > MOST_PARAMETERS:
+                faults.append(f"{name}:{node.lineno}: {node.name}: {length} lines, {count} parameters")
+    assert not faults, "\n".join(faults)
+
+
 def test_no_file_is_long() -> None:
-    paths = [path for folder in (*LAYERS, "recipes", "tests", "benchmarks") for path in sources(folder)]
+    paths = [path for folder in (*FOLDERS, "recipes", "tests", "benchmarks") for path in sources(folder)]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in [*paths, *ROOT.glob("*.py")]}
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
 

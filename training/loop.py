@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headstart.heads.backbone.sharding import is_sharded
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
@@ -25,7 +26,7 @@ from headstart.training.objective.objective import Sums
 from headstart.training.recipe.recipe import to_dict
 from headstart.training.run.checkpoint import write_state
 from headstart.training.run.schedule import learning_rate
-from headstart.training.run.sharding import all_finite, is_sharded
+from headstart.training.run.sharding import all_finite
 from headstart.training.run.signals import StopSignal
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
@@ -35,7 +36,7 @@ from headstart.training.run.checkpoint import (
     without_prefix,
 )
 from headstart.training.run.provenance import provenance
-from headstart.training.run.sharding import fsdp_plugin, is_sharded, require_known, shard_layers
+from headstart.training.run.sharding import fsdp_plugin, require_known, shard_layers
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 

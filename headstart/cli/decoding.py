@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from headstart.cli.chat import Chat, converse, require_template
 from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bench import Plan, compare, require_room
 from headstart.inference.bench.curve import cost_curve
 from headstart.inference.bench.prompts import Prompter, read_prompts
@@ -52,10 +53,6 @@ def bench(args: argparse.Namespace) -> int:
     prompts = [prompt for file in args.prompts for prompt in read_prompts(file, prompter, args.limit, args.per_task)]
     backbone = backbone_of(name, args)
     heads = [(path or UNTRAINED, heads_of(path, backbone, tokenizer, args)) for path in trained or [None]]
-    others = [TransformersSystem(LOOKUP, backbone, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})] if args.prompt_lookup else []
-    if args.assistant:
-        assistant = load_assistant(args.assistant, backbone, args.trust_remote_code)
-        others.append(TransformersSystem(f"assistant {args.assistant}", backbone, {"assistant_model": assistant}))
     tree = tree_of(args.nodes, args.width, args.depth)
     sampled = tree_of(args.sampled_nodes or args.nodes, args.sampled_width or args.width, args.depth)
     plan = Plan(
@@ -68,7 +65,7 @@ def bench(args: argparse.Namespace) -> int:
         batches=batches,
         skip_long=args.skip_long,
     )
-    report = compare(heads, prompts, plan, prompter, others) | {"backbone": name, "prompts_files": args.prompts}
+    report = compare(heads, prompts, plan, prompter, _assisted(args, backbone)) | {"backbone": name, "prompts_files": args.prompts}
     if args.html is not None:
         shortest = min(prompts, key=lambda prompt: len(prompt.ids_T))
         report["costs"] = [{"head": path, "points": cost_curve(one, shortest.ids_T, args.max_new_tokens)} for path, one in heads]
@@ -76,6 +73,15 @@ def bench(args: argparse.Namespace) -> int:
     write_json(args.json, report)
     print_report(report, sys.stdout)
     return 0 if verdict(report)[0] else 1
+
+
+def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[TransformersSystem]:
+    """Transformers' own speculative decoding, as asked for."""
+    systems = [TransformersSystem(LOOKUP, backbone, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})] if args.prompt_lookup else []
+    if args.assistant:
+        assistant = load_assistant(args.assistant, backbone, args.trust_remote_code)
+        systems.append(TransformersSystem(f"assistant {args.assistant}", backbone, {"assistant_model": assistant}))
+    return systems
 
 
 def tune(args: argparse.Namespace) -> int:

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.support.token_text import token_texts
 from headstart.training.recipe.recipe import Eval
-from headstart.training.run.sharding import is_sharded
 
 EXAMPLES = 3
 """How many of the prompts are shown with what was written, the first ones."""

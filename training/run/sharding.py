@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone, decoder_layers
+from headstart.heads.backbone.backbone import decoder_layers
 from headstart.support.errors import UserError
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -61,11 +61,6 @@ def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
     return model.to(device)
-
-
-def is_sharded(backbone: Backbone) -> bool:
-    """Whether the backbone's layers are sharded over the processes."""
-    return any(isinstance(layer, FSDPModule) for layer in backbone.layers)
 
 
 def keep_gathered(module: nn.Module, keep: bool) -> None:

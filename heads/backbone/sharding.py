@@ -1,0 +1,12 @@
+"""Backbones whose layers FSDP2 has sharded over the processes."""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp import FSDPModule
+
+from headstart.heads.backbone.backbone import Backbone
+
+
+def is_sharded(backbone: Backbone) -> bool:
+    """Whether the backbone's layers are sharded over the processes."""
+    return any(isinstance(layer, FSDPModule) for layer in backbone.layers)
