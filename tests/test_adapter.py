@@ -27,6 +27,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.objective.lm_loss import lm_loss
+from headstart.training.plan.plan import plan
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
@@ -185,6 +186,8 @@ def test_refused_recipes(trained: Path, capsys: pytest.CaptureFixture[str], tmp_
     assert main([recipe, f"save.dir={tmp_path}", "backbone.lora.target_modules=nothing"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in said
+    with pytest.raises(UserError, match="headstart plan does not count"):
+        plan(load_recipe(recipe))
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(AssertionError, match="failed with"):
         Forked(2, [recipe, f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait()
@@ -227,6 +230,9 @@ def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trained without an adapter"):
         headstart.load(tmp_path / "plain", backbone=on)
     headstart.load(tmp_path / "plain", backbone=on, allow_finetuned=True)
+    headstart.load(tmp_path / "plain", backbone=plain)
+    with pytest.raises(UserError, match="load one of them"):
+        headstart.load(trained / "out", backbone=plain)
     other = load_backbone(str(trained / "backbone"), device="cpu")
     other.add_lora(3, 1.0, 0.0)
     with pytest.raises(UserError, match="this one carries"):

@@ -28,7 +28,7 @@ def heads(kind: str) -> SpeculativeModel:
 @pytest.mark.parametrize("kind,lengths", [("longrope", (9, 14)), ("longrope", (33, 40)), ("dynamic", (9, 14))])
 def test_on_one_side_the_text_is_the_models_own(kind: str, lengths: tuple[int, ...]) -> None:
     of = heads(kind)
-    assert of.backbone.turn == TURN
+    assert of.backbone.rope_limit == TURN
     for ids in prompts(lengths):
         row = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         want = of.backbone.model.generate(**row, max_new_tokens=18, do_sample=False)

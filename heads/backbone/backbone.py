@@ -44,6 +44,7 @@ class Backbone:
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}
         """The adapter's weights by name, if they are to be trained; empty for a frozen backbone."""
+        self._heads_without_adapter: str | None = None
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
@@ -56,13 +57,13 @@ class Backbone:
         self.num_layers: int = self.config.num_hidden_layers
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
-        """The context length the configuration states."""
-        self.turn, self.rope_switches_once = rope_switch(self.config)
-        """How many positions a text may have before its rotary frequencies change (None: they never do), and whether but once."""
+        """The context length by the configuration."""
+        self.rope_limit, self.rope_switches_once = rope_switch(self.config)
+        """Sequence length beyond which the rotary frequencies change (None: they never do), and whether they change only once."""
         self.layers = decoder_layers(self.base, self.num_layers)
         self.windows = _windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
-        """The layers that keep a state instead of keys and values; None: there are none."""
+        """The recurrent layers, which keep a state instead of keys and values; None if there are none."""
         self._postprocess = find_postprocessing(self)
         require_masks(self)
         if trainable:
@@ -87,7 +88,12 @@ class Backbone:
 
         Raises UserError if the backbone carries another adapter (unless ``allow_other``), or for a damaged or missing one.
         """
-        if digest is not None and self.adapter is None:
+        if digest is None:
+            self._heads_without_adapter = checkpoint
+        elif self.adapter is None:
+            if self._heads_without_adapter is not None:
+                others = self._heads_without_adapter
+                raise UserError(f"{checkpoint} brings an adapter, {others} on the same backbone has none: load one of them")
             self.adapter = load_adapter(self.model, folder)
             self.model.requires_grad_(False)
             if self.adapter.digest() != digest:
@@ -99,13 +105,13 @@ class Backbone:
 
     @property
     def name(self) -> str:
-        """The folder or hub id it was loaded from; ``embedded`` for the one that ships, wherever it is installed."""
+        """The folder or hub id it was loaded from; ``embedded`` for the one that ships with the project."""
         name = str(self.model.config.name_or_path)
         return EMBEDDED if name == resolve(EMBEDDED) else name
 
     @property
     def precision(self) -> str:
-        """The dtype it computes in, and how its weights are kept where that is another."""
+        """The dtype of its computation, and the quantization of its weights if there is one."""
         return f"{str(self.dtype).removeprefix('torch.')} {quantization(self.model)}".strip()
 
     @property
@@ -153,16 +159,16 @@ class Backbone:
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     def fingerprint(self) -> list[float]:
-        """32 values of the embedding and 32 of the readout, as seen in this dtype; compare with `checkpoint.same_weights`."""
-        found: list[float] = []
+        """32 values each of the embedding and of the output layer, in the current dtype; compared by `checkpoint.same_weights`."""
+        values: list[float] = []
         for weight in (self.embed.weight, self.unembed.weight):
             if weight.dtype.is_floating_point:
                 places = torch.linspace(0, weight.numel() - 1, 32, device=weight.device).long()
-                found += weight.detach().flatten()[places].float().tolist()
-        return [float(f"{value:.6g}") for value in found]
+                values += weight.detach().flatten()[places].float().tolist()
+        return [float(f"{value:.6g}") for value in values]
 
     def contract(self) -> dict[str, Any]:
-        """What a drafter depends on; stored with its checkpoint and compared when it is loaded."""
+        """Properties that a drafter depends on, stored with its checkpoint and compared when it is loaded."""
         return {
             "model_type": self.config.model_type,
             "hidden_size": self.dim,
@@ -190,7 +196,7 @@ def load_backbone(
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
-    """A folder or hub id (or ``embedded``) as a frozen backbone. Reads safetensors only; runs a repository's code only if told to.
+    """A frozen backbone from a folder or hub id (or ``embedded``). Safetensors only; code from a repository only if that is allowed.
 
     ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. ``place`` brings the
     model from the CPU to the device, if not as it is. Raises UserError.
@@ -240,15 +246,15 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """The list of the model's layers. Raises UserError where it has none."""
-    found = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not found:
+    """The model's list of decoder layers. Raises UserError if it has none."""
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
         raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
-    return found[0]
+    return lists[0]
 
 
 def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
-    """Kind of attention layer -> how many positions it looks back (None: all)."""
+    """Kind of attention layer -> the size of its attention window (None: unlimited)."""
     # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))

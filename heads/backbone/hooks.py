@@ -1,4 +1,4 @@
-"""What is done to a model's code while it runs, and undone after it: some layers tapped, shared keys left as they are."""
+"""Temporary changes to a model while it runs: tapped layers, and grouped-query attention without repeated keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
-"""transformers' own switch: its SDPA attention hands grouped queries on to torch."""
+"""transformers' switch that leaves grouped-query attention to torch's SDPA."""
 
 
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Keeps the residual stream after each of ``taps`` layers while the model runs, and nothing else."""
+    """Collect the residual stream after each of the ``taps`` layers (0: the embedding) while the model runs."""
     kept: dict[int, Tensor] = {}
 
     def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
@@ -40,9 +40,9 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
 
 @contextmanager
 def grouped(on: bool) -> Iterator[None]:
-    """Lets transformers' SDPA attention keep the keys that heads share as they are, where it would repeat them because of the mask.
+    """Keep transformers' SDPA attention from repeating the keys of grouped queries, which it does if there is a mask.
 
-    A CPU takes them so, a tree of four nodes a tenth faster; elsewhere that may lead to a slow kernel.
+    On a CPU a tree of four nodes is a tenth faster without; elsewhere torch might choose a slow kernel.
     """
     before = os.environ.get(GROUPED)
     if on and before is None:

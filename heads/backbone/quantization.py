@@ -1,6 +1,6 @@
-"""Backbones of 8- or 4-bit weights: those a checkpoint brings, as transformers loads them, or made so while loading, by quanto.
+"""Backbones with 8- or 4-bit weights: quantized checkpoints, as transformers loads them, or quantized by quanto while loading.
 
-What is exact is exact of the quantized model: heads write what it would write alone.
+Decoding is lossless with respect to the quantized model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, QuantoConfig
 from headstart.support.errors import UserError
 
 INTEGERS = ("int8", "int4")
-"""Of linear layers but the readout; embedding and readout stay as they are, so that heads fit as before."""
+"""Dtypes of the linear layers' weights; embedding and output layer stay unquantized, so that the same heads fit."""
 
 
 def quantizing(dtype: str) -> QuantoConfig | None:
-    """What `from_pretrained` needs for weights of that dtype; None: nothing. Raises UserError without the library."""
+    """The argument of `from_pretrained` for weights of that dtype, if any. Raises UserError without the library."""
     if dtype not in INTEGERS:
         return None
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
@@ -28,7 +28,7 @@ def quantizing(dtype: str) -> QuantoConfig | None:
 
 
 def quantization(model: PreTrainedModel) -> str:
-    """Its scheme, in short, with a sum over the settings; empty for a model that has none."""
+    """The quantization scheme of a model with a checksum of its settings; empty if it is not quantized."""
     settings: Any = model.config.to_dict().get("quantization_config")
     if not settings:
         return ""

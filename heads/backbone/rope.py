@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the length of the text."""
+"""Rotary embeddings whose frequencies depend on the sequence length."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def rope_switch(config: Any) -> tuple[int | None, bool]:
-    """How many positions a text may have before its rotary frequencies change (None: they never do), and whether but once.
+    """The sequence length beyond which the rotary frequencies change (None: they never do), and whether they change only once.
 
-    LongRoPE (2402.13753) has frequencies for short texts and others for long ones; dynamic NTK scaling, new ones for each length.
+    LongRoPE (2402.13753) has one set of frequencies for short and one for long sequences; dynamic NTK scaling has one for each length.
     """
     stated = config.to_dict()
     rope = stated.get("rope_parameters") or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # the whole model's, or each kind of layer's own
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # of the whole model, or of each kind of layer
     names = [str(one.get("rope_type")) for one in kinds]
     if not any(name == "longrope" or "dynamic" in name for name in names):
         return None, True

@@ -26,7 +26,7 @@ class Reader:
     def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
         self.backbone, self.taps = backbone, taps
         self.view: TreeCache | None = None
-        unless = None if backbone.turn is None else "its rotary frequencies depend on the context length"
+        unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
         self.read = capturer.capture(self._read, "verification", backbone.model, unless)
         self.noise = capturer.capture(self._noise, "sampling noise")
 

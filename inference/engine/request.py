@@ -115,14 +115,14 @@ def require_one_side(request: Request, backbone: Backbone) -> None:
 
     transformers takes the frequencies of a pass from its furthest position, which in a tree or a batch is not each sequence's own.
     """
-    if backbone.turn is None:
+    if backbone.rope_limit is None:
         return
     T = request.ids_BT.shape[1]
-    before = [request.limit - pad <= backbone.turn for pad in request.pads_B]
-    after = [backbone.rope_switches_once and T - pad > backbone.turn for pad in request.pads_B]
+    before = [request.limit - pad <= backbone.rope_limit for pad in request.pads_B]
+    after = [backbone.rope_switches_once and T - pad > backbone.rope_limit for pad in request.pads_B]
     if not all(before) and not all(after):
         longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
         raise UserError(
-            f"{backbone.name} changes its rotary frequencies beyond {backbone.turn} positions, which these may reach (prompts of up to "
+            f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts of up to "
             f"{T} tokens, {request.limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
         )

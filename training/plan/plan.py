@@ -74,6 +74,8 @@ def place(gpus: int | None, memory: float | None) -> Place:
 
 def plan(recipe: Recipe, gpus: int | None = None, memory: float | None = None, calibrate: bool = True) -> dict[str, Any]:
     """The plan, as JSON holds it. Raises UserError for what training would refuse, as far as that can be seen without loading."""
+    if recipe.backbone.lora is not None:
+        raise UserError("headstart plan does not count a trainable backbone; with backbone.lora=null it counts the rest")
     where = place(gpus, memory)
     if recipe.train.batch_size < where.processes:
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {where.processes} GPUs without a sample; raise it")

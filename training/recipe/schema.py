@@ -14,6 +14,7 @@ from headstart.support.config import describe
 from headstart.support.errors import UserError
 from headstart.training.recipe.multi import SHARED_KEYS
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.sections import Lora
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
@@ -55,7 +56,7 @@ def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, or ``drafter.KIND``. Raises UserError for any other.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, or ``drafter.KIND``. Raises UserError for any other.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
@@ -64,6 +65,8 @@ def _table(name: str) -> str:
     if name == "recipe":
         return _rows("", Recipe)
     section, _, kind = name.partition(".")
+    if name == "backbone.lora":
+        return _rows("backbone.lora.", Lora)
     if section == "drafter" and kind in methods():
         return _rows("drafter.", find_drafter(kind).Config)
     model = Recipe.model_fields[name].annotation if name in Recipe.model_fields else None
