@@ -123,6 +123,6 @@ def require_one_side(request: Request, backbone: Backbone) -> None:
     if not all(before) and not all(after):
         longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
         raise UserError(
-            f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts of up to "
+            f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
             f"{T} tokens, {request.limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
         )

@@ -58,10 +58,11 @@ def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str,
             raise UserError(f"{what}: {type(backbone.model).__name__} has recurrent layers, which follow no mask; set it to 0")
         if recipe.backbone.shard:
             raise UserError(f"{what}: drafts are read by each process for itself, and backbone.shard has all read alike; set either back")
-        if backbone.rope_limit is not None and recipe.data.max_length > backbone.rope_limit:
+        limit = backbone.rope_limit
+        if limit is not None and recipe.data.max_length > limit:
             raise UserError(
-                f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {backbone.rope_limit} positions, so proposals "
-                f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {backbone.rope_limit}"
+                f"{what}: the rotary frequencies of {type(backbone.model).__name__} change after {limit} positions, so proposals "
+                f"cannot be read behind longer texts; set it to 0, or data.max_length={recipe.data.max_length} to at most {limit}"
             )
         kind, drafter = one.drafter["kind"], drafters[name]
         if drafter.trained_depth < 2:
