@@ -33,16 +33,16 @@ def test_accelerate_reads_it_and_its_command(path: Path, monkeypatch: pytest.Mon
     assert len(commands) == config.num_machines
     monkeypatch.chdir(ROOT)
     for rank, command in enumerate(commands):
-        given, *_ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
-        assert given.training_script == "train_heads.py" and Path(given.training_script_args[0]).exists()
-        assert given.use_fsdp == (path.stem == "fsdp2") and given.num_processes == config.num_processes
-        assert given.machine_rank == rank
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
+        assert args.training_script == "train_heads.py" and Path(args.training_script_args[0]).exists()
+        assert args.use_fsdp == (path.stem == "fsdp2") and args.num_processes == config.num_processes
+        assert args.machine_rank == rank
 
 
 def test_the_sharded_one_asks_for_what_training_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml"), "train_heads.py"]
-    given, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
-    for name, value in prepare_multi_gpu_env(given).items():
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
     plugin = fsdp_plugin()

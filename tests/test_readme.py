@@ -28,8 +28,8 @@ def starting(word: str) -> list[str]:
 @pytest.mark.parametrize("line", starting("headstart"))
 def test_headstart_commands_parse(line: str) -> None:
     words = shlex.split(line.partition("<")[0])[1:]
-    given = _parser().parse_args(words)
-    assert given.command.name == words[0]
+    args = _parser().parse_args(words)
+    assert args.command.name == words[0]
 
 
 @pytest.mark.parametrize("line", starting("accelerate"))

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# From conversations to heads that are measured: the model answers them anew, heads learn its answers, others are held out for the bench.
+# From conversations to measured heads: regenerate the answers with the model, train heads on them, benchmark on held-out ones.
 #
 #   recipes/conversations/run.sh [OPTION ...] MODEL CONVERSATIONS OUT [section.key=value ...]
 #
 #   MODEL               a chat model: a folder or hub id
 #   CONVERSATIONS       a .jsonl, .json or .parquet file of messages or conversations (ShareGPT), or the name of a dataset
-#   OUT                 a folder, for everything that is made
+#   OUT                 a folder for all results
 #   section.key=value   of recipes/conversations/eagle3.yaml (docs/recipe.md), for all steps: data.limit=2000 train.epochs=1
 #
-#   --held-out N        rows kept from training to tune on, and as many others to measure on (40)
-#   --max-new-tokens N  tokens that the bench writes after each prompt (128)
-#   --processes N       processes that train, one a GPU (1)
-#   --no-plan           skip the plan; for questions without answers, of which nothing can be planned before there are some
-#   --no-cache          train with the model itself reading at every step: slower, and no room on the disk for what it reads
+#   --held-out N        rows held out of training to tune on, and as many others to benchmark on (40)
+#   --max-new-tokens N  tokens that the benchmark generates after each prompt (128)
+#   --processes N       processes that train, one per GPU (1)
+#   --no-plan           skip the plan; for questions without answers, which cannot be planned yet
+#   --no-cache          run the model at every training step: slower, but needs no disk space for its hidden states
 #   --until STEP        stop after plan, regenerate, cache, train or tune (bench)
 #
-# Steps, and what they leave in OUT:
-#   plan        memory, disk and time; a sample with what is learned of it          plan.json inspect.json
+# Steps, and their results in OUT:
+#   plan        memory, disk and time; a sample with its loss mask                  plan.json inspect.json
 #   regenerate  the model's own answers, and the rows held out of them              answers.jsonl data/
-#   cache       what the model reads of them; its size is said first                features/
+#   cache       target hidden states; their size is printed first                   features/
 #   train       the heads                                                           heads/
-#   tune        what passes cost on this machine, and what drafts are worth         heads/tuned.json
-#   bench       heads (in trees as large as pays, and of fixed size), plain decoding
+#   tune        step latency and acceptance rates on this machine                   heads/tuned.json
+#   bench       heads (adaptive and fixed tree sizes), autoregressive decoding
 #               and transformers at temperature 0 and 1                             report.json report.html
 #
-# The same command goes on where it was stopped, and a finished step is not done again (OUT/done says by what it was done). With other
-# settings a step that would have to be done anew says what to delete. PYTHON is the interpreter (.venv of the checkout, else python3).
+# The same command resumes where it was stopped and skips finished steps (OUT/done records their settings). With other settings
+# a step that would have to run again says what to delete. PYTHON is the interpreter (.venv of the clone, else python3).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -119,7 +119,7 @@ step() {
 # remember: write down by what a step is done (variables of `step`).
 remember() { printf '%s\n' "$notes" > "$out/done/.$name" && mv "$out/done/.$name" "$out/done/$name"; }
 
-leave_after() { if [[ $last == "$1" ]]; then echo "stopped after $1, as told; without --until the same command goes on"; exit 0; fi; }
+leave_after() { if [[ $last == "$1" ]]; then echo "stopped after $1 (--until); without --until the same command continues"; exit 0; fi; }
 
 headstart() { "$python" -m headstart.cli "$@"; }
 
