@@ -88,7 +88,7 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
     assert "secret" not in (tmp_path / "new.jsonl").read_text() + (tmp_path / "result.json").read_text()
     found = result(tmp_path)
-    assert (found["turns"], found["tokens"], found["written"]) == (3, 9, 1) and "tau" not in found
+    assert (found["turns"], found["tokens"], found["rows_written"]) == (3, 9, 1) and "tau" not in found
 
 
 def test_what_is_busy_or_broken_is_asked_again(ask: Any, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_was_answered_before_an_error_is_kept(ask: Any, tmp_path: Path) -> 
         assert ask(questions(12), server.url, "regenerate.concurrency=1") == 2
     with serving(echo) as other:   # elsewhere, with the same model
         assert ask(questions(12), other.url) == 0
-    assert 6 <= len(other.asked) <= 11 and result(tmp_path)["resumed"] == 12 - len(other.asked)
+    assert 6 <= len(other.asked) <= 11 and result(tmp_path)["rows_resumed"] == 12 - len(other.asked)
     assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(12)]
 
 
@@ -182,8 +182,8 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
     assert {body["model"] for body in server.asked} == {"theirs"}
     assert answers(tmp_path) == [{"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}]
     found = result(tmp_path)
-    assert {name: found[name] for name in ("truncated", "too_long", "refused", "dropped")} == {
-        "truncated": 2, "too_long": 1, "refused": 1, "dropped": 4,
+    assert {name: found[name] for name in ("truncated", "too_long", "refused", "rows_dropped")} == {
+        "truncated": 2, "too_long": 1, "refused": 1, "rows_dropped": 4,
     }  # fmt: skip
     assert "refused (status 422: roles must alternate)" in capsys.readouterr().err
 

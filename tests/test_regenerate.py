@@ -20,9 +20,9 @@ from headstart.training.data.conversation import Chat
 from headstart.training.data.data import load_data
 from headstart.training.recipe.recipe import Data, load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
-from headstart.training.regenerate.answers import Conversation, read_asked
 from headstart.training.regenerate.in_process import InProcess, closing
-from headstart.training.regenerate.partial import Partial
+from headstart.training.regenerate.items import Conversation, read_items
+from headstart.training.regenerate.partial import PartialFile
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 192}
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=24")
@@ -95,9 +95,9 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
                 said = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
                 assert tokenizer.decode(said[:-1], skip_special_tokens=True) == message["content"]
     found = result(tmp_path)
-    assert (found["rows"], found["written"], found["turns"], found["dropped"]) == (2, 2, 3, 0)
+    assert (found["rows"], found["rows_written"], found["turns"], found["rows_dropped"]) == (2, 2, 3, 0)
     assert found["tau"] >= 1 and found["tokens"] > 3 and found["tokens_per_second"] > 0
-    assert "2 of 2 rows, 3 answers" in (told_user := capsys.readouterr().err) and f"tau {found['tau']:.2f}" in told_user
+    assert "2 of 2 rows, 3 answers" in (told_user := capsys.readouterr().err) and f"length (tau) {found['tau']:.2f}" in told_user
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -127,7 +127,7 @@ def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, cap
     assert len(whole) == len(rows) and result(tmp_path)["truncated"] == 0
     assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=7") == 0
     short, found = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
-    assert 0 < len(short) < len(rows) and found["dropped"] == len(rows) - len(short)
+    assert 0 < len(short) < len(rows) and found["rows_dropped"] == len(rows) - len(short)
     cut = 0
     for row, messages in whole.items():
         kept = short.get(row, [])
@@ -141,8 +141,8 @@ def test_what_cannot_be_asked_is_dropped_and_counted(ask: Any, tmp_path: Path) -
     wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
     assert ask(rows + wrong, "regenerate.temperature=1", "regenerate.max_new_tokens=90", f"data.chat_template={json.dumps(GEMMA)}") == 0
     found = result(tmp_path)
-    assert {name: found[name] for name in ("written", "too_long", "nothing", "refused")} == {
-        "written": 1, "too_long": 1, "nothing": 2, "refused": 1,
+    assert {name: found[name] for name in ("rows_written", "too_long", "empty", "refused")} == {
+        "rows_written": 1, "too_long": 1, "empty": 2, "refused": 1,
     }  # fmt: skip
     assert ask(rows[1:], out="none.jsonl") == 2
     assert not (tmp_path / "none.jsonl").exists() and not list(tmp_path.glob("*.partial"))
@@ -157,30 +157,30 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
         ids = tokenizer(row["text"])["input_ids"]
         assert ids[:kept] == tokenizer(text)["input_ids"][:kept] and row["text"] != text
     found = result(tmp_path)
-    assert (found["written"], found["nothing"], found["truncated"]) == (2, 1, 0) and 2 <= found["tokens"] <= 10
+    assert (found["rows_written"], found["empty"], found["truncated"]) == (2, 1, 0) and 2 <= found["tokens"] <= 10
 
 
 def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, options = dialogues(), (*SAMPLED, "regenerate.batch_size=1")
     assert ask(rows, *options, out="whole.jsonl") == 0
-    append, count = Partial.append, iter(range(99))
+    append, count = PartialFile.append, iter(range(99))
 
-    def dying(self: Partial, line: dict[str, Any]) -> None:
+    def dying(self: PartialFile, line: dict[str, Any]) -> None:
         if next(count) == 5:
             self.file.write(b'{"row": 6, "tur')   # as far as a kill lets it
             raise KeyboardInterrupt
         append(self, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Partial, "append", dying)
+        patch.setattr(PartialFile, "append", dying)
         assert ask(None, *options) == 130
     half = tmp_path / "new.jsonl.partial"
     assert len(half.read_bytes().split(b"\n")) == 7 and not (tmp_path / "new.jsonl").exists()
     answered: list[int] = []
-    finish = InProcess.finish
-    monkeypatch.setattr(InProcess, "finish", lambda self, asked: (answered.extend(one.row for one in asked), finish(self, asked))[1])
+    finish = InProcess.respond
+    monkeypatch.setattr(InProcess, "respond", lambda self, asked: (answered.extend(one.row for one in asked), finish(self, asked))[1])
     assert ask(None, *options, "regenerate.batch_size=4") == 0
-    assert len(answered) == 4 and result(tmp_path)["resumed"] == 5
+    assert len(answered) == 4 and result(tmp_path)["rows_resumed"] == 5
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert [row["row"] for row in rows_of(tmp_path / "new.jsonl")] == sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl"))
     assert not half.exists()
@@ -197,14 +197,14 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
         (["rows"], "hash of the rows was"),
         (["backbone.path=embedded"], "backbone.path was"),
         ([f"data.chat_template={json.dumps(CHATML + ' ')}"], "chat template was"),
-        (["regenerate.endpoint=http://localhost:1/v1"], "answered was 'in process', now it is 'by an endpoint'"),
+        (["regenerate.endpoint=http://localhost:1/v1"], "responses was 'in process', now it is 'from an endpoint'"),
     ],
 )  # fmt: skip
 def test_a_half_done_file_of_something_else_is_refused(
     ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: list[str], message: str
 ) -> None:
     rows = dialogues()
-    monkeypatch.setattr(Partial, "finish", lambda self: 1 / 0)
+    monkeypatch.setattr(PartialFile, "finish", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ask(rows, *SAMPLED)
     before = (half := tmp_path / "new.jsonl.partial").read_bytes()
@@ -247,16 +247,16 @@ def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, 
 
 def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
     out, half = tmp_path / "new.jsonl", tmp_path / "new.jsonl.partial"
-    with Partial(out, {"seed": 1}) as partial:
-        partial.append({"row": 0, "turns": 1, "tokens": 2, "fault": "", "note": "", "answered": {"text": "a"}})
+    with PartialFile(out, {"seed": 1}) as partial:
+        partial.append({"row": 0, "turns": 1, "tokens": 2, "error": "", "detail": "", "result": {"text": "a"}})
         with pytest.raises(ValueError, match="is being written by another process"):
-            Partial(out, {"seed": 1})
+            PartialFile(out, {"seed": 1})
     half.write_text(half.read_text() + "nonsense\n")
     with pytest.raises(ValueError, match="line 3 is damaged .* delete the file to begin anew"):
-        Partial(out, {"seed": 1})
+        PartialFile(out, {"seed": 1})
     half.write_text('{"headstart": "regen')   # torn before anything was done
-    with Partial(out, {"seed": 2}) as partial:
-        assert not partial.places
+    with PartialFile(out, {"seed": 2}) as partial:
+        assert not partial.offsets
     with locked(tmp_path / ".new.jsonl.lock", "regenerate.out") as free:
         assert free
 
@@ -279,8 +279,8 @@ def test_the_end_of_an_answer_is_found_in_the_template() -> None:
 
 def test_seeds_follow_what_a_row_holds() -> None:
     data, rows = Data(train="x.jsonl"), [{"messages": turns("a")}, {"messages": turns("b")}, {"messages": turns("a")}]
-    here, there = (read_asked(order, data, "x") for order in (rows, rows[::-1]))
+    here, there = (read_items(order, data, "x") for order in (rows, rows[::-1]))
     seeds = [[one.seed(0) for one in asked] for asked in (here, there)]
     assert len(set(seeds[0])) == 3 and set(seeds[0]) == set(seeds[1]) and seeds[0][1] == seeds[1][1]
     assert seeds[0] != [one.seed(1) for one in here] and all(0 <= seed < 1 << 63 for seed in seeds[0])
-    assert isinstance(here[0], Conversation) and here[0].waits
+    assert isinstance(here[0], Conversation) and here[0].pending

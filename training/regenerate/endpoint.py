@@ -1,7 +1,7 @@
-"""The backbone answers from a server: any endpoint that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, ...).
+"""Responses from a server that serves the backbone by OpenAI's protocol (vLLM, SGLang, llama.cpp, ...).
 
-Conversations go to ``/chat/completions``, texts to ``/completions``; as many requests at once as ``regenerate.concurrency``. What is
-busy or broken for a while is asked again, each time after a longer wait.
+Conversations go to ``/chat/completions``, texts to ``/completions``, with ``regenerate.concurrency`` requests at a time. Requests that
+fail for a passing reason are retried with exponential back-off.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.chat import ASSISTANT, prompt_length
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, failed
+from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
-"""Seconds before the first retry, doubled for each further one, and at most; a Retry-After of the server's is kept to within the same."""
-PASSING = (408, 409, 425, 429)
-"""Besides 500 and above: what may go better later."""
-ROWS_FAULT = (400, 413, 422)
-"""What a server says of a request that it won't answer: that one row is left out."""
+"""Seconds before the first retry, doubled for each further one, and the most; the server's Retry-After is heeded up to the same."""
+RETRIABLE = (408, 409, 425, 429)
+"""Statuses besides 500 and above that are retried."""
+BAD_REQUEST = (400, 413, 422)
+"""Statuses of a request that the server refuses: its row is left out."""
 TOO_LONG = re.compile(r"context.{0,3}(length|size|window)|too (long|large)|max_model_len|max_new_tokens. must be", re.I)
-PATIENCE = 20
-"""After so many refusals and not one answer it is not the rows' fault."""
+MAX_REFUSALS = 20
+"""After so many refusals and no response, the requests themselves are at fault."""
 
 
 class Refused(Exception):
-    """The server won't answer this prompt; the message says why."""
+    """The server refuses this prompt; the message is its reason."""
 
 
 class Endpoint:
-    """Answers by what runs at ``regenerate.endpoint``."""
+    """Responses from the server at ``regenerate.endpoint``."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Raises UserError for a key that is not in the environment. Nothing is sent yet."""
@@ -58,32 +58,32 @@ class Endpoint:
         self.stopped = threading.Event()
         self._tokenizer: Any = None
 
-    def made(self) -> dict[str, Any]:
-        """What answers depend on here, beside the settings of both ways: the address may change, the model may not."""
-        return {"answered": "by an endpoint", "regenerate.model": self.model, "regenerate.prompt_tokens": self.settings.prompt_tokens}
+    def dependencies(self) -> dict[str, Any]:
+        """What responses depend on, besides the common settings: the address may change, the model may not."""
+        return {"responses": "from an endpoint", "regenerate.model": self.model, "regenerate.prompt_tokens": self.settings.prompt_tokens}
 
-    def finish(self, asked: Sequence[Asked]) -> Generator[Asked]:
-        """Each row once it is answered. Raises UserError when the server gives no answer, and lets go of what is under way."""
-        if any(isinstance(one, Passage) for one in asked):   # threads share it; only texts are cut by tokens
+    def respond(self, items: Sequence[Item]) -> Generator[Item]:
+        """Each item once it is no longer pending. Raises UserError when the server gives no answer, and cancels pending requests."""
+        if any(isinstance(item, Completion) for item in items):   # threads share it; only texts are cut by tokens
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
             if not self._tokenizer.is_fast:
                 raise UserError(f"the tokenizer of {where.path} is a slow one, which cannot cut a text; take one with a tokenizer.json")
-        pool, queue = ThreadPoolExecutor(self.settings.concurrency), iter(asked)
-        under_way: set[Future[Asked]] = set()
+        pool, queue = ThreadPoolExecutor(self.settings.concurrency), iter(items)
+        under_way: set[Future[Item]] = set()
         answered = refused = 0
         try:
             while True:
                 more = islice(queue, 2 * self.settings.concurrency - len(under_way))
-                under_way |= {pool.submit(self._converse, one) for one in more}
+                under_way |= {pool.submit(self._converse, item) for item in more}
                 if not under_way:
                     return
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for one in (future.result() for future in done):
-                    answered, refused = answered + one.turns, refused + (one.fault == "refused")
-                    if refused >= PATIENCE and not answered:
-                        raise UserError(f"{self.url} refused the first {refused} rows, the last one with {one.note}")
-                    yield one
+                for item in (future.result() for future in done):
+                    answered, refused = answered + item.turns, refused + (item.error == "refused")
+                    if refused >= MAX_REFUSALS and not answered:
+                        raise UserError(f"{self.url} refused the first {refused} rows, the last one with {item.detail}")
+                    yield item
         finally:
             self.stopped.set()
             pool.shutdown(cancel_futures=True)
@@ -92,67 +92,67 @@ class Endpoint:
     def report(self) -> dict[str, Any]:
         return {}
 
-    def _converse(self, one: Asked) -> Asked:
-        """All answers of one row, one after the other."""
-        while one.waits:
+    def _converse(self, item: Item) -> Item:
+        """All responses of one item, in turn."""
+        while item.pending:
             try:
-                answer = self._text(one) if isinstance(one, Passage) else self._message(one)
+                response = self._text(item) if isinstance(item, Completion) else self._message(item)
             except Refused as refusal:
-                answer = failed("too_long" if TOO_LONG.search(str(refusal)) else "refused", str(refusal))
-            one.take(answer)
-        return one
+                response = failure("too_long" if TOO_LONG.search(str(refusal)) else "refused", str(refusal))
+            item.add_response(response)
+        return item
 
-    def _message(self, one: Asked) -> Answer:
-        assert isinstance(one, Conversation)
-        asks = {"messages": one.messages} | ({} if one.tools is None else {"tools": one.tools})
-        said, tokens, cut = self._choice("/chat/completions", one, asks, "message")
-        given = said if isinstance(said, dict) else {}
-        kept = {name: given[name] for name in ("tool_calls", "function_call", "refusal") if given.get(name)}
-        if thoughts := given.get("reasoning_content") or given.get("reasoning"):   # two names of one thing
+    def _message(self, item: Item) -> Response:
+        assert isinstance(item, Conversation)
+        prompt = {"messages": item.messages} | ({} if item.tools is None else {"tools": item.tools})
+        choice, tokens, truncated = self._choice("/chat/completions", item, prompt, "message")
+        fields = choice if isinstance(choice, dict) else {}
+        kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
+        if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # two names of one field
             kept["reasoning_content"] = thoughts
-        content = given.get("content")
+        content = fields.get("content")
         if content is None and not kept:
-            cut = True   # nothing was said: thoughts that did not end, where the server keeps them to itself
-        return Answer({"role": ASSISTANT, "content": content, **kept}, tokens, "truncated" if cut else "")
+            truncated = True   # no answer: thoughts that did not end, on a server that does not return them
+        return Response({"role": ASSISTANT, "content": content, **kept}, tokens, "truncated" if truncated else "")
 
-    def _text(self, one: Passage) -> Answer:
-        encoding = self._tokenizer(one.text, return_offsets_mapping=True, verbose=False)
-        kept = prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
-        prompt = one.text[: max((end for _, end in encoding["offset_mapping"][:kept]), default=0)]
+    def _text(self, item: Completion) -> Response:
+        encoding = self._tokenizer(item.text, return_offsets_mapping=True, verbose=False)
+        length = prompt_length(len(encoding["input_ids"]), self.settings.prompt_tokens)
+        prompt = item.text[: max((end for _, end in encoding["offset_mapping"][:length]), default=0)]
         if not prompt:
-            return failed("nothing")
-        said, tokens, _ = self._choice("/completions", one, {"prompt": prompt}, "text")
-        return Answer({"content": f"{prompt}{said or ''}"}, tokens)
+            return failure("empty")
+        text, tokens, _ = self._choice("/completions", item, {"prompt": prompt}, "text")
+        return Response({"content": f"{prompt}{text or ''}"}, tokens)
 
-    def _choice(self, path: str, one: Asked, asks: dict[str, Any], part: str) -> tuple[Any, int, bool]:
-        """What was said, in how many tokens (0: the server does not say), and whether it was cut off."""
+    def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> tuple[Any, int, bool]:
+        """That part of the response, its number of tokens (0 if the server does not say), and whether it was truncated."""
         settings = self.settings
-        sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": one.seed(self.recipe.seed) % (1 << 31)}
-        filters = {"top_k": settings.top_k} if settings.top_k else {}   # not OpenAI's own, so only where it is asked for
-        body = self._post(path, {"model": self.model, **asks, "max_tokens": settings.max_new_tokens, **sampling, **filters})
+        sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": item.seed(self.recipe.seed) % (1 << 31)}
+        filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's protocol, so only sent if set
+        body = self._post(path, {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters})
         try:
             choice = body["choices"][0]
             return choice[part], int((body.get("usage") or {}).get("completion_tokens") or 0), choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {_short(str(body))}") from None
 
-    def _post(self, path: str, asks: dict[str, Any]) -> dict[str, Any]:
-        """Raises Refused for what is this prompt's fault, UserError when there is no answer after all retries."""
+    def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises Refused if the server refuses this prompt, UserError if there is no answer after all retries."""
         problem, after = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt and self.stopped.wait(_pause(attempt, after)):
                 break
             try:
-                response = self.client.post(f"{self.url}{path}", json=asks)
+                response = self.client.post(f"{self.url}{path}", json=request)
             except httpx2.TransportError as error:
                 problem, after = f"{type(error).__name__}: {_short(str(error))}", 0.0
                 continue
             if response.status_code == 200:
                 return self._body(response, path)
             problem = f"status {response.status_code}: {_short(response.text) or '(no body)'}"
-            if response.status_code in ROWS_FAULT:
+            if response.status_code in BAD_REQUEST:
                 raise Refused(problem)
-            if response.status_code < 500 and response.status_code not in PASSING:
+            if response.status_code < 500 and response.status_code not in RETRIABLE:
                 raise UserError(f"{self.url}{path} refuses with {problem}; {self._advice(response.status_code)}")
             after = _seconds(response.headers.get("retry-after"))
         raise UserError(
@@ -176,13 +176,13 @@ class Endpoint:
 
 
 def _pause(attempt: int, after: float) -> float:
-    """Seconds before that attempt. Drawn from a range, so that all threads do not come back at once."""
+    """Seconds before that attempt, with jitter so that threads do not all retry at once."""
     longest = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
     return max(longest * random.uniform(0.5, 1), min(after, LONGEST_WAIT))
 
 
 def _seconds(header: str | None) -> float:
-    """Of a Retry-After; a date is not read."""
+    """Seconds of a Retry-After header; a date counts as none."""
     return float(header) if header is not None and header.isdecimal() else 0.0
 
 

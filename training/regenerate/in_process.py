@@ -1,6 +1,6 @@
-"""The backbone answers by itself, in this process: with trained heads if there are any, and with what drafts without training.
+"""Responses decoded in this process, with trained heads if there are any and with the proposers that need no training.
 
-Many rows are decoded at once and their places taken by others as they end. In fp32 a row's answer does not depend on that.
+Many rows are decoded at once, and new ones join as others end. In fp32 a response does not depend on that.
 Shape suffix: T positions.
 """
 
@@ -26,18 +26,18 @@ from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.conversation import Chat, TemplateRefusal
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.regenerate.answers import Answer, Asked, Conversation, Passage, failed
+from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
-WINDOW = 8
-"""Prompts of one call for each row decoded at once: a longer queue keeps all rows busy, and a kill loses what was not finished of it."""
+CALL_PROMPTS = 8
+"""Prompts of one call, per row decoded at once: a longer queue keeps all rows busy; a kill loses the unfinished ones."""
 PROBE = "answer"
 
 
 class InProcess:
-    """Answers by the recipe's backbone."""
+    """Responses of the recipe's backbone."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Loads the backbone and heads. Raises UserError for those that cannot be had."""
+        """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
         if recipe.data.chat_template is not None:
@@ -50,11 +50,11 @@ class InProcess:
         self.tally = Tally()
         self._chat: Chat | None = None
 
-    def made(self) -> dict[str, Any]:
-        """What answers depend on here, beside the settings of both ways."""
+    def dependencies(self) -> dict[str, Any]:
+        """What responses depend on, besides the common settings."""
         contract = self.backbone.contract()
         return {
-            "answered": "in process",
+            "responses": "in process",
             "backbone.path": self.backbone.name,
             "backbone weights": value_hash(contract),
             "backbone.dtype": dtype_name(self.backbone.dtype),
@@ -62,52 +62,52 @@ class InProcess:
             "regenerate.prompt_tokens": self.settings.prompt_tokens,
         }
 
-    def finish(self, asked: Sequence[Asked]) -> Generator[Asked]:
-        """Each row once it is answered."""
-        ready = deque(asked)
-        while ready:
-            taken = [ready.popleft() for _ in range(min(WINDOW * self.settings.batch_size, len(ready)))]
-            self._answer([one for one in taken if one.waits])
-            ready.extendleft(one for one in reversed(taken) if one.waits)   # a conversation goes on before another begins
-            yield from (one for one in taken if not one.waits)
+    def respond(self, items: Sequence[Item]) -> Generator[Item]:
+        """Each item once it is no longer pending."""
+        queue = deque(items)
+        while queue:
+            taken = [queue.popleft() for _ in range(min(CALL_PROMPTS * self.settings.batch_size, len(queue)))]
+            self._respond([item for item in taken if item.pending])
+            queue.extendleft(item for item in reversed(taken) if item.pending)   # conversations under way go first
+            yield from (item for item in taken if not item.pending)
 
     def report(self) -> dict[str, Any]:
-        """Of what was decoded here: tokens per backbone pass, the backbone's own included."""
+        """Mean acceptance length (tau) and acceptance rate per depth."""
         return {"tau": self.tally.tau, "acceptance_per_depth": self.tally.acceptance_per_depth}
 
-    def _answer(self, asked: list[Asked]) -> None:
-        """One answer to each."""
-        prompts = [self._prompt(one) for one in asked]
-        for one, prompt in zip(asked, prompts, strict=True):
-            if isinstance(prompt, Answer):
-                one.take(prompt)
-        put = [(one, prompt) for one, prompt in zip(asked, prompts, strict=True) if isinstance(prompt, Tensor)]
-        if put:
-            written = self._continue([prompt_T for _, prompt_T in put], [one.seed(self.seed) for one, _ in put])
-            for (one, prompt_T), tokens in zip(put, written, strict=True):
-                one.take(self._said(one, prompt_T, tokens))
+    def _respond(self, items: list[Item]) -> None:
+        """Add one response to each."""
+        prompts = [self._prompt(item) for item in items]
+        for item, prompt in zip(items, prompts, strict=True):
+            if isinstance(prompt, Response):
+                item.add_response(prompt)
+        prompted = [(item, prompt) for item, prompt in zip(items, prompts, strict=True) if isinstance(prompt, Tensor)]
+        if prompted:
+            written = self._continue([prompt_T for _, prompt_T in prompted], [item.seed(self.seed) for item, _ in prompted])
+            for (item, prompt_T), tokens in zip(prompted, written, strict=True):
+                item.add_response(self._response(item, prompt_T, tokens))
 
-    def _prompt(self, one: Asked) -> Tensor | Answer:
-        """What is to be continued, int64 [T]; or why it cannot be."""
-        if isinstance(one, Passage):
-            ids = self.tokenizer(one.text, verbose=False)["input_ids"]
+    def _prompt(self, item: Item) -> Tensor | Response:
+        """The prompt, int64 [T], or an error."""
+        if isinstance(item, Completion):
+            ids = self.tokenizer(item.text, verbose=False)["input_ids"]
             ids = ids[: prompt_length(len(ids), self.settings.prompt_tokens)]
         else:
-            assert isinstance(one, Conversation)
+            assert isinstance(item, Conversation)
             try:
-                text = self.chat.render(one.messages, one.tools, ask=True)
+                text = self.chat.render(item.messages, item.tools, ask=True)
             except TemplateRefusal as refusal:
-                return failed("refused", str(refusal))
+                return failure("refused", str(refusal))
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
-            return failed("nothing")
+            return failure("empty")
         context = self.backbone.max_positions
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
-            return failed("too_long")
+            return failure("too_long")
         return torch.tensor(ids, dtype=torch.int64)
 
     def _continue(self, prompts: list[Tensor], seeds: list[int]) -> list[list[int]]:
-        """The tokens written after each."""
+        """The tokens generated after each prompt."""
         settings = self.settings
         how = Settings(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
         start = time.perf_counter()
@@ -120,12 +120,12 @@ class InProcess:
         rows = output.sequences[:, width:].tolist()
         return [row[: 1 + sum(lengths)] for row, lengths in zip(rows, output.accept_lengths, strict=True)]
 
-    def _said(self, one: Asked, prompt_T: Tensor, tokens: list[int]) -> Answer:
+    def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:
         ended = tokens[-1] in self.ends
         text = tokens[:-1] if ended else tokens
-        if isinstance(one, Passage):
-            return Answer({"content": self._text([*prompt_T.tolist(), *text])}, len(tokens))
-        return Answer({"role": ASSISTANT, "content": self._text(text)}, len(tokens), "" if ended else "truncated")
+        if isinstance(item, Completion):
+            return Response({"content": self._text([*prompt_T.tolist(), *text])}, len(tokens))
+        return Response({"role": ASSISTANT, "content": self._text(text)}, len(tokens), "" if ended else "truncated")
 
     def _text(self, tokens: list[int]) -> str:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -134,7 +134,7 @@ class InProcess:
 
     @property
     def chat(self) -> Chat:
-        """Raises UserError for a tokenizer without a chat template; made when first asked for, since texts need none."""
+        """Built when first needed, since completions need no chat template. Raises UserError for a tokenizer without one."""
         self._chat = self._chat or Chat(self.tokenizer)
         return self._chat
 
@@ -151,7 +151,7 @@ class InProcess:
 
 
 def closing(chat: Chat) -> set[int]:
-    """The special token a template puts behind an answer, if it does."""
+    """The special token that the template writes after an answer, if any."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": PROBE}]
     try:
         text = chat.render(messages)

@@ -1,7 +1,7 @@
-"""A dataset on its way to disk: rows appended as they finish, in any order; at the end put in order under the name it was asked for.
+"""A dataset while it is being written: rows are appended as they finish, in any order, and sorted into ``OUT`` at the end.
 
-``OUT.partial`` begins with a line that says what the rows depend on. A restart reads it, refuses one of something else, drops a last
-line that a kill has torn, and goes on with the rows that are missing.
+``OUT.partial`` begins with a line that says what its rows depend on. A restart reads it, refuses a file with other dependencies, drops a
+last line that a kill left incomplete, and goes on with the missing rows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, BinaryIO
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, locked
 
-FORMAT = 1
-AGAIN = ("too_long", "refused")
-"""Faults that may have been the server's settings: a row without any answer for one of them is asked again after a restart."""
+FORMAT = 2
+RETRIED = ("too_long", "refused")
+"""Errors that may be due to the server's settings: a row without a result for one of them is tried again after a restart."""
 Line = dict[str, Any]
-"""``row`` (its number in the dataset, from 0), ``turns``, ``tokens``, ``fault``, ``note``, and ``answered``: its columns, or null."""
+"""``row`` (its number in the dataset, from 0), ``turns``, ``tokens``, ``error``, ``detail``, and ``result``: its columns, or null."""
 
 
-class Partial:
-    """The half-done file of ``out``, locked while it is open. ``made``: what its rows depend on, by name."""
+class PartialFile:
+    """The partial file of ``out``, locked while it is open; ``dependencies``: what its rows depend on, by name."""
 
-    def __init__(self, out: Path, made: dict[str, Any]) -> None:
-        """Raises UserError if ``out`` is there already, or its half-done file is of something else, damaged or in use."""
+    def __init__(self, out: Path, dependencies: dict[str, Any]) -> None:
+        """Raises UserError if ``out`` exists, or its partial file has other dependencies, is damaged or in use."""
         self.out, self.path = out, out.with_name(f"{out.name}.partial")
-        self.made = json.loads(json.dumps(made))
-        self.places: dict[int, int] = {}
-        """Row -> where its line begins."""
+        self.dependencies = json.loads(json.dumps(dependencies))
+        self.offsets: dict[int, int] = {}
+        """Row -> where its line begins in the file."""
         self.counts: Counter[str] = Counter()
-        """Of all rows so far: turns, tokens, answered ones, and each fault."""
-        self.note = ""
-        """What was said to the first row that was refused."""
+        """Over all rows so far: turns, tokens, ``rows`` with a result, and each error."""
+        self.detail = ""
+        """The message for the first row that was refused."""
         if out.exists():
             raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
         self.lock_path = out.with_name(f".{out.name}.lock")
@@ -50,86 +50,87 @@ class Partial:
             self._read()
             self.resources = resources.pop_all()
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> PartialFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.resources.close()
 
     def append(self, line: Line) -> None:
-        """One row, on disk when this returns (unless the machine itself fails)."""
+        """Write one row; it survives a kill of this process."""
         self._count(line, self.file.seek(0, os.SEEK_END))
         self.file.write(_encode(line))
         self.file.flush()
 
     def finish(self) -> int:
-        """Write what was answered, in the dataset's order, and give it its name; how many rows. Raises UserError if none."""
-        if not self.counts["answered"]:
+        """Write the rows with a result to ``out``, in order; returns how many. Raises UserError if there are none."""
+        if not self.counts["rows"]:
             self._remove()
-            found = ", ".join(f"{self.counts[fault]} {fault}" for fault in ("truncated", "too_long", "refused", "nothing"))
-            why = f" (refused: {self.note})" if self.note else ""
-            raise UserError(f"no row of {len(self.places)} was answered: {found}{why}; nothing is written to {self.out}")
+            errors = ", ".join(f"{self.counts[error]} {error}" for error in ("truncated", "too_long", "refused", "empty"))
+            why = f" (refused: {self.detail})" if self.detail else ""
+            raise UserError(f"no row of {len(self.offsets)} was answered: {errors}{why}; nothing is written to {self.out}")
         with atomic(self.out) as temporary, temporary.open("wb") as rows:
-            for row in sorted(self.places):
-                self.file.seek(self.places[row])
-                answered = json.loads(self.file.readline())["answered"]
-                if answered is not None:
-                    rows.write(_encode({"row": row} | answered))
+            for row in sorted(self.offsets):
+                self.file.seek(self.offsets[row])
+                result = json.loads(self.file.readline())["result"]
+                if result is not None:
+                    rows.write(_encode({"row": row} | result))
         self._remove()
-        return self.counts["answered"]
+        return self.counts["rows"]
 
     def _remove(self) -> None:
-        """The half-done file and its lock: the dataset is there, or there will be none."""
+        """Remove the partial file and its lock."""
         self.path.unlink()
         self.lock_path.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        """What is there already. Without a row to keep it is prefill_at anew."""
+        """Read the existing lines; start over if there is no row to keep."""
         self.file.seek(0)
-        place = 0
+        offset = 0
         header: dict[str, Any] = {}
         for number, raw in enumerate(self.file, 1):
             if not raw.endswith(b"\n"):
-                self.file.truncate(place)   # torn by a kill
+                self.file.truncate(offset)   # incomplete after a kill
                 break
             try:
                 line = json.loads(raw)
                 if number == 1:
-                    header = {"format": line["format"], "made": line["made"]}
-                elif line["answered"] is not None or line["fault"] not in AGAIN:
+                    header = {"format": line["format"], "dependencies": line["dependencies"]}
+                elif line["result"] is not None or line["error"] not in RETRIED:
                     self._require(**header)
-                    self._count(line, place)
+                    self._count(line, offset)
             except UserError:
                 raise
             except (ValueError, KeyError, TypeError) as error:
-                what = f"{type(error).__name__}: {error}"
-                raise UserError(f"{self.path}, line {number} is damaged ({what}); delete the file to begin anew") from None
-            place += len(raw)
-        if not self.places:
+                reason = f"{type(error).__name__}: {error}"
+                raise UserError(f"{self.path}, line {number} is damaged ({reason}); delete the file to begin anew") from None
+            offset += len(raw)
+        if not self.offsets:
             self.file.truncate(0)
-            self.file.write(_encode({"headstart": "regenerate", "format": FORMAT, "made": self.made}))
+            self.file.write(_encode({"headstart": "regenerate", "format": FORMAT, "dependencies": self.dependencies}))
             self.file.flush()
 
-    def _require(self, format: int, made: dict[str, Any]) -> None:
+    def _require(self, format: int, dependencies: dict[str, Any]) -> None:
         if format != FORMAT:
             raise UserError(f"{self.path} is of format {format}; this version writes format {FORMAT}: delete it to begin anew")
-        for key in [*self.made, *made]:
-            if made.get(key) != self.made.get(key):
+        for key in [*self.dependencies, *dependencies]:
+            if dependencies.get(key) != self.dependencies.get(key):
                 raise UserError(
-                    f"{self.path} is half of another dataset: {key} was {made.get(key)!r}, now it is {self.made.get(key)!r}; "
-                    "restore that to go on with it, delete the file to begin anew, or choose another regenerate.out"
+                    f"{self.path} is a part of another dataset: {key} was {dependencies.get(key)!r}, "
+                    f"now it is {self.dependencies.get(key)!r}; restore that to go on with it, "
+                    "delete the file to begin anew, or choose another regenerate.out"
                 )
 
-    def _count(self, line: Line, place: int) -> None:
-        """Take note of a row on disk."""
-        self.places[line["row"]] = place
-        self.counts.update(turns=line["turns"], tokens=line["tokens"], answered=line["answered"] is not None)
-        if line["fault"]:
-            self.counts[line["fault"]] += 1
-        if line["fault"] == "refused":
-            self.note = self.note or line["note"]
+    def _count(self, line: Line, offset: int) -> None:
+        """Record a row that is on disk."""
+        self.offsets[line["row"]] = offset
+        self.counts.update(turns=line["turns"], tokens=line["tokens"], rows=line["result"] is not None)
+        if line["error"]:
+            self.counts[line["error"]] += 1
+        if line["error"] == "refused":
+            self.detail = self.detail or line["detail"]
 
 
 def _encode(value: dict[str, Any]) -> bytes:
-    """A line; half a character, which an endpoint may send, becomes a question mark."""
+    """A line; an incomplete character, which an endpoint may send, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

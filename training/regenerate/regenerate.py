@@ -1,6 +1,6 @@
-"""What ``headstart regenerate`` does: the backbone's own answers to a dataset's prompts, as a dataset to train on.
+"""``headstart regenerate``: a dataset with its responses replaced by the backbone's own, to train on.
 
-Heads are to draft what their backbone says, not what a person or another model said; so that is what to teach them.
+Heads draft what their backbone would write, so they are best trained on what it writes rather than on text by people or other models.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from headstart.support.errors import UserError
 from headstart.support.files import require_writable, value_hash
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.regenerate.answers import FAULTS, Asked, read_asked
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
-from headstart.training.regenerate.partial import Partial
+from headstart.training.regenerate.items import ERRORS, Item, read_items
+from headstart.training.regenerate.partial import PartialFile
 
 DATA = ("train", "split", "subset", "format", "column")
-"""Keys of ``data`` by which the rows can differ: they tell why."""
+"""Keys of ``data`` that decide what the rows are; kept so that an error can say which one changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens")
-"""Keys of ``regenerate`` that answers depend on; batch, heads and the number of requests change how fast they come."""
+"""Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency change only the speed."""
 
 
-class Answerer(Protocol):
-    """Who answers."""
+class Responder(Protocol):
+    """Gives the responses."""
 
-    def made(self) -> dict[str, Any]:
-        """What the answers depend on besides prompts, seed and sampling, by name."""
+    def dependencies(self) -> dict[str, Any]:
+        """What responses depend on besides prompts, seed and sampling, by name."""
 
-    def finish(self, asked: Sequence[Asked]) -> Generator[Asked]:
-        """Each row once it waits no more, in any order."""
+    def respond(self, items: Sequence[Item]) -> Generator[Item]:
+        """Each item once it is no longer pending, in any order."""
 
     def report(self) -> dict[str, Any]:
-        """What is to be told of how the answers came about."""
+        """Statistics for the report."""
 
 
 def write_answers(recipe: Recipe) -> dict[str, Any]:
-    """Write what is missing of the recipe's new dataset, and finish it; the result as JSON holds it. Raises UserError."""
+    """Write the recipe's new dataset, going on from a partial file; returns the report for ``--json``. Raises UserError."""
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
@@ -53,71 +53,72 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
     limits = [limit for limit in (recipe.data.limit, settings.limit) if limit is not None]
     rows = read_rows(recipe.data.train, split=recipe.data.split, subset=recipe.data.subset, limit=min(limits, default=None))
-    asked = read_asked(rows, recipe.data, recipe.data.train)
-    answerer: Answerer = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
-    with Partial(out, _made(recipe, asked) | answerer.made()) as partial:
-        missing = [one for one in asked if one.row not in partial.places]
+    items = read_items(rows, recipe.data, recipe.data.train)
+    responder: Responder = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
+    with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
+        missing = [item for item in items if item.row not in partial.offsets]
         before, start = partial.counts["tokens"], time.perf_counter()
-        _answer(answerer, missing, partial, len(asked))
+        _answer(responder, missing, partial, len(items))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
-        counts, note = partial.counts, partial.note
-    result = {
-        "out": str(out), "rows": len(asked), "written": written, "dropped": len(asked) - written, "turns": counts["turns"],
-        "tokens": counts["tokens"], **{fault: counts[fault] for fault in FAULTS}, "resumed": len(asked) - len(missing),
-        "seconds": seconds, "tokens_per_second": tokens / seconds, **answerer.report(),
+        counts, detail = partial.counts, partial.detail
+    report = {
+        "out": str(out), "rows": len(items), "rows_written": written, "rows_dropped": len(items) - written, "turns": counts["turns"],
+        "tokens": counts["tokens"], **{error: counts[error] for error in ERRORS}, "rows_resumed": len(items) - len(missing),
+        "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
     }  # fmt: skip
-    _say(result, recipe, note)
-    return result
+    _print(report, recipe, detail)
+    return report
 
 
-def _made(recipe: Recipe, asked: Sequence[Asked]) -> dict[str, Any]:
-    """What the rows of the new dataset depend on, whoever answers."""
+def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
+    """What the rows of the new dataset depend on, wherever responses come from."""
     data, sampling = to_dict(recipe.data), to_dict(recipe.regenerate)
     return (
         {f"data.{key}": data[key] for key in DATA}
-        | {"rows": len(asked), "hash of the rows": value_hash([one.key for one in asked])}
+        | {"rows": len(items), "hash of the rows": value_hash([item.key for item in items])}
         | {f"regenerate.{key}": sampling[key] for key in SAMPLING}
         | {"seed": recipe.seed}
     )
 
 
-def _answer(answerer: Answerer, missing: Sequence[Asked], partial: Partial, rows: int) -> None:
-    """Every missing row into the half-done file, as it finishes."""
+def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
+    """Append every missing row to the partial file as it finishes."""
     turns = partial.counts["turns"]
-    with tqdm(total=rows, initial=rows - len(missing), desc="answering", unit="row") as bar, closing(_finished(answerer, missing)) as found:
-        for one in found:
+    bar = tqdm(total=rows, initial=rows - len(missing), desc="regenerating", unit="row")
+    with bar, closing(_finished(responder, missing)) as finished:
+        for item in finished:
             partial.append(
                 {
-                    "row": one.row, "turns": one.turns, "tokens": one.tokens, "fault": one.fault, "note": one.note,
-                    "answered": one.answered(),
+                    "row": item.row, "turns": item.turns, "tokens": item.tokens, "error": item.error, "detail": item.detail,
+                    "result": item.result(),
                 }  # fmt: skip
             )
-            said = {name: f"{value:.2f}" for name, value in answerer.report().items() if name == "tau"}
-            bar.set_postfix(turns=partial.counts["turns"] - turns, **said, refresh=False)
+            tau = {name: f"{value:.2f}" for name, value in responder.report().items() if name == "tau"}
+            bar.set_postfix(turns=partial.counts["turns"] - turns, **tau, refresh=False)
             bar.update()
 
 
-def _finished(answerer: Answerer, missing: Sequence[Asked]) -> Generator[Asked]:
-    """Rows once they wait no more; closing it ends what is under way."""
-    yield from (one for one in missing if not one.waits)   # there is nothing to ask
-    yield from answerer.finish([one for one in missing if one.waits])
+def _finished(responder: Responder, missing: Sequence[Item]) -> Generator[Item]:
+    """Items once they are no longer pending; closing the generator cancels requests under way."""
+    yield from (item for item in missing if not item.pending)   # nothing to respond to
+    yield from responder.respond([item for item in missing if item.pending])
 
 
-def _say(result: dict[str, Any], recipe: Recipe, note: str) -> None:
+def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     again = {"data.format": recipe.data.format != "auto", "data.column": recipe.data.column is not None}
     reset = "".join(f" {key}={'auto' if key == 'data.format' else 'null'}" for key, needed in again.items() if needed)
-    tau = f", tau {result['tau']:.2f} (tokens per backbone pass, its own included)" if "tau" in result else ""
-    told = {fault: f"{what}{f' ({note})' if fault == 'refused' else ''}" for fault, what in FAULTS.items() if result[fault]}
+    tau = f", mean acceptance length (tau) {report['tau']:.2f}" if "tau" in report else ""
+    errors = {error: f"{text}{f' ({detail})' if error == 'refused' else ''}" for error, text in ERRORS.items() if report[error]}
     print(
         "\n".join(
             [
-                f"answers   {result['out']}: {result['written']:,} of {result['rows']:,} rows, {result['turns']:,} answers, "
-                f"{result['tokens']:,} tokens",
-                *(f"          {result[fault]:,} rows had {what}" for fault, what in told.items()),
-                *([f"          {result['dropped']:,} rows had no whole answer and were dropped"] if result["dropped"] else []),
-                f"speed     {result['tokens_per_second']:,.1f} tokens/s{tau}",
-                f"next      train with data.train={result['out']}{reset}",
+                f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
+                f"{report['tokens']:,} tokens",
+                *(f"          {report[error]:,} rows had {text}" for error, text in errors.items()),
+                *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+                f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
+                f"next      train with data.train={report['out']}{reset}",
             ]
         ),
         file=sys.stderr,

@@ -1,0 +1,158 @@
+"""The items of a dataset to regenerate: conversations, answered turn by turn, and texts, completed from their beginnings.
+
+Items do not know who responds. A response's seed is derived from the recipe's seed, the row's content, the number of equal rows before it,
+and the turn; so the order of the rows, the batch and a restart do not change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.support.chat import ASSISTANT, Message, read_messages
+from headstart.support.errors import UserError
+from headstart.support.files import value_hash
+from headstart.training.data.data import data_column
+from headstart.training.data.rows import Row
+from headstart.training.recipe.recipe import Data
+
+ERRORS = {
+    "truncated": "an answer that did not end within regenerate.max_new_tokens",
+    "too_long": "a prompt that leaves no room for regenerate.max_new_tokens in the model's context",
+    "refused": "a prompt that the chat template or the endpoint refused",
+    "empty": "nothing that could be asked",
+}
+"""Why a response is missing or unusable: code -> description."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """The response to one prompt, or an error."""
+
+    message: Message
+    """The assistant's message; for a completion, ``content`` is the whole text, prompt included."""
+    tokens: int = 0
+    """Number of tokens generated."""
+    error: str = ""
+    """One of `ERRORS`; empty if the response is complete."""
+    detail: str = ""
+    """The message of whoever refused."""
+
+
+def failure(error: str, detail: str = "") -> Response:
+    """A response that is an error."""
+    return Response({}, 0, error, detail)
+
+
+class Item(ABC):
+    """One row of the dataset; while ``pending`` it needs another response (`add_response`)."""
+
+    def __init__(self, row: int, key: str, pending: bool) -> None:
+        self.row, self.key, self.pending = row, key, pending
+        self.turns, self.tokens = 0, 0
+        self.error, self.detail = ("", "") if pending else ("empty", "")
+
+    def seed(self, seed: int) -> int:
+        """The seed of the next response, 63 bits. Each turn has its own: templates may shorten earlier turns, so positions repeat."""
+        return int.from_bytes(hashlib.sha256(f"{seed}/{self.key}/{self.turns}".encode()).digest()[:8], "big") >> 1
+
+    def add_response(self, response: Response) -> None:
+        """Add the next response; an error ends the item."""
+        self.tokens += response.tokens
+        self.error, self.detail = response.error, response.detail
+        if response.error:
+            self.pending = False
+            return
+        self.turns += 1
+        self._add(response.message)
+
+    @abstractmethod
+    def _add(self, message: Message) -> None:
+        """Add the message and update ``pending``."""
+
+    @abstractmethod
+    def result(self) -> dict[str, Any] | None:
+        """The columns of the new row; None if there was no response."""
+
+
+class Conversation(Item):
+    """Messages whose assistant turns are regenerated one after the other; the others are kept.
+
+    A conversation that ends with a question gets one answer more than it had. An assistant message that opens the conversation answers
+    nothing and is kept. After an error, the answers before it remain.
+    """
+
+    def __init__(self, row: int, key: str, original: list[Message], tools: Any) -> None:
+        self.original, self.tools = original, tools
+        self.messages: list[Message] = []
+        """The new conversation so far: the prompt of the next response."""
+        self.answered = 0
+        """Number of messages up to the last answer."""
+        super().__init__(row, key, self._copy_messages())
+
+    def _copy_messages(self) -> bool:
+        """Copy the messages up to the next assistant turn; returns whether a response is due there."""
+        for message in self.original[len(self.messages) :]:
+            if message["role"] == ASSISTANT and self.messages:
+                return True
+            self.messages.append(message)
+        return bool(self.messages) and self.messages[-1]["role"] not in (ASSISTANT, "system")
+
+    def _add(self, message: Message) -> None:
+        replaced = self.original[len(self.messages)] if len(self.messages) < len(self.original) else {}
+        self.messages.append(_with_ids(message, replaced))
+        self.answered = len(self.messages)
+        self.pending = self._copy_messages()
+
+    def result(self) -> dict[str, Any] | None:
+        if not self.turns:
+            return None
+        messages = self.messages[: self.answered] if self.error else self.messages
+        return {"messages": messages} | ({} if self.tools is None else {"tools": self.tools})
+
+
+class Completion(Item):
+    """A text whose beginning is kept and continued."""
+
+    def __init__(self, row: int, key: str, text: str) -> None:
+        super().__init__(row, key, bool(text))
+        self.text = text
+
+    def _add(self, message: Message) -> None:
+        self.text, self.pending = message["content"], False
+
+    def result(self) -> dict[str, Any] | None:
+        return {"text": self.text} if self.turns else None
+
+
+def _with_ids(message: Message, replaced: Message) -> Message:
+    """The message with the ids of the tool calls that it replaces, since the tools' answers after it refer to them."""
+    old, new = replaced.get("tool_calls"), message.get("tool_calls")
+    if not isinstance(old, list) or not isinstance(new, list):
+        return message
+    ids = [call.get("id") if isinstance(call, dict) else None for call in old] + [None] * len(new)
+    return message | {"tool_calls": [call | {"id": known} if known else call for call, known in zip(new, ids, strict=False)]}
+
+
+def read_items(rows: Sequence[Row], data: Data, source: str) -> list[Item]:
+    """The items of a dataset. Raises UserError, naming the row, for one that is neither a conversation nor a text."""
+    column = data_column(rows[0], data, source)
+    plain = data.format == "text" or (data.format == "auto" and isinstance(rows[0][column], str))
+    items: list[Item] = []
+    duplicates: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        where = f"{source}, row {number + 1}"
+        if row.get(column) is None:
+            raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
+        value: Any = row[column] if plain else read_messages(row[column], where, data.format)
+        if plain and not isinstance(value, str):
+            raise UserError(f"{where}: plain text expected; got {type(value).__name__}")
+        hashed = value_hash([value, row.get("tools")])
+        key = f"{hashed}/{duplicates[hashed]}"
+        duplicates[hashed] += 1
+        items.append(Completion(number, key, value) if plain else Conversation(number, key, value, row.get("tools")))
+    return items
