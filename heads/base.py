@@ -22,7 +22,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.row_state import RowState
 from headstart.support.config import StrictModel
 from headstart.support.errors import UserError
-from headstart.support.nest import list_tensors, map_tensors
+from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
-from headstart.inference.capture.pytree import builder, flatten
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.support.pytree import builder, flatten
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
-from headstart.support.nest import list_tensors
+from headstart.support.pytree import list_tensors
 
 L, A = "linear_attention", "full_attention"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

@@ -1,4 +1,6 @@
 """Measuring: tau as decoding tells it, nothing taken from a model's own sampling settings, the verdict."""
+import io
+
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -8,7 +10,7 @@ from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import HeadstartSystem
-from headstart.inference.bench.table import table, verdict
+from headstart.inference.bench.table import print_report, verdict
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
@@ -92,11 +94,13 @@ def test_compare_takes_every_system_through_every_prompt(heads):
     report = compare([("a", heads), ("b", heads)], [Prompt(ids_T) for ids_T in PROMPTS], plan)
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [("a", 0.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)]
     assert {row["tokens"] for row in report["results"]} == {24} and {row["depth"] for row in report["results"]} == {3}
-    assert verdict(report) == (True, "Every token of every prompt is identical to plain decoding with the same seed;"
+    assert verdict(report) == (True, "Every token of every prompt is identical to autoregressive decoding with the same seed;"
                                      " at temperature 0 also to transformers' generate.")
-    head, *lines = table(report).splitlines()[3:]
-    assert [line.split()[1] for line in lines] == 2 * ["transformers", "plain", "a", "b"]
-    for title in ("tau", "tokens/s", "x plain", "x transformers"):   # aligned at the right
+    out = io.StringIO()
+    print_report(report, out)
+    head, *lines = out.getvalue().splitlines()[3:12]
+    assert [line[head.index("system") :].split("  ")[0] for line in lines] == 2 * ["AR (transformers)", "AR (headstart)", "a", "b"]
+    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):   # aligned at the right
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
 
 

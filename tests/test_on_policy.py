@@ -19,7 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.support.nest import map_tensors
+from headstart.support.pytree import map_tensors
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache

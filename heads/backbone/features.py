@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.support.nest import map_tensors
+from headstart.support.pytree import map_tensors
 
 
 @dataclass(frozen=True)

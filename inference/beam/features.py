@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from headstart.heads.backbone.features import Features
-from headstart.support.nest import map_tensors
+from headstart.support.pytree import map_tensors
 
 
 class NodeFeatures:

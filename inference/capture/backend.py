@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.pytree import builder, flatten, flatten_tensors
+from headstart.support.pytree import builder, flatten, list_tensors
 
 Function = Callable[..., Any]
 
@@ -91,12 +91,12 @@ class Capture(ABC):
         """The function's own result if a replay at these new shapes equals it; else None."""
         expected = function(call.held, *call.inputs)
         try:
-            replayed = flatten_tensors(self(call))
+            replayed = list_tensors(self(call))
         except RuntimeError as error:   # a size that the capture holds as a constant
             if is_out_of_memory(error):
                 raise
             return None
-        if not all(_nearly_equal(one, other) for one, other in zip(replayed, flatten_tensors(expected), strict=True)):
+        if not all(_nearly_equal(one, other) for one, other in zip(replayed, list_tensors(expected), strict=True)):
             return None
         self.extend_range(call.shapes)
         return expected

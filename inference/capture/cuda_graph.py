@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function
-from headstart.inference.capture.pytree import builder, flatten
 from headstart.inference.capture.stopwatch import void_running
+from headstart.support.pytree import builder, flatten
 
 WARM_UP = 2
 """Calls before the graph is captured: libraries choose their kernels on first use, which a graph cannot hold."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
 from headstart.inference.capture.folding import expected_warnings, fold, missing_functions
 from headstart.inference.capture.linear import TransposedLinear, layout, max_transposed_rows
-from headstart.inference.capture.pytree import builder, flatten
+from headstart.support.pytree import builder, flatten
 
 
 class Trace(Backend):

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
 from headstart.heads.layers.ragged import grown, join_rows, move, put, select_rows, whole_steps
-from headstart.support.nest import list_tensors, map_tensors
+from headstart.support.pytree import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Keys and values ``[L, B, H, S, D]``, for each group of layers of one shape."""

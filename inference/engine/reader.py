@@ -17,7 +17,7 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree
-from headstart.support.nest import list_tensors, map_tensors
+from headstart.support.pytree import list_tensors, map_tensors
 
 
 class Reader:

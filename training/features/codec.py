@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
-from headstart.support.nest import map_tensors
+from headstart.support.pytree import map_tensors
 from headstart.training.data.packing import Batch
 
 Record = dict[str, Tensor]

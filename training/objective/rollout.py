@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.inference.engine.noise import gumbel
-from headstart.support.nest import map_tensors
+from headstart.support.pytree import map_tensors
 from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.terms import at_least_fp32

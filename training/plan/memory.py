@@ -34,7 +34,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
-from headstart.support.nest import list_tensors
+from headstart.support.pytree import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher

@@ -1,13 +1,26 @@
-"""Pytrees (tuples, lists, dicts, dataclasses, constants) taken apart into their tensors and put together again."""
+"""Pytrees: tuples, lists, dicts and dataclasses of tensors and constants, as drafter states and features are."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same pytree with every tensor changed; anything that is not a tensor stays."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(change, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, item) for key, item in tree.items()}
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{field.name: map_tensors(change, getattr(tree, field.name)) for field in fields(tree)})
+    return tree
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
@@ -45,7 +58,7 @@ def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
     return lambda leaves: kind(*[part(leaves) for part in parts])
 
 
-def flatten_tensors(tree: Any) -> list[Tensor]:
+def list_tensors(tree: Any) -> list[Tensor]:
     """The tensors of a pytree, in order."""
     leaves: list[Tensor] = []
     flatten(tree, leaves)
