@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.training.data.packing import Batch
@@ -33,7 +34,7 @@ from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.schedule import learning_rate
-from headstart.training.run.sharding import full_tensor, is_sharded, keep_gathered
+from headstart.training.run.sharding import full_tensor, keep_gathered
 from headstart.training.run.step import JointStep, TrainStep
 
 
