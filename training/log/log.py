@@ -1,4 +1,4 @@
-"""What a run tells: a JSONL file and a page made of it always, trackers when asked, and a progress bar with the numbers that matter."""
+"""The log of a run: a JSONL file, a report made from it, the recipe's trackers, and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tqdm import tqdm
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished, write_text
 from headstart.training.log.report import write_report
-from headstart.training.log.trackers import start_trackers
+from headstart.training.log.trackers import log_examples, start_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an optimiser step came to for one head, over all processes."""
+    """The result of an optimiser step for one drafter, over all processes."""
 
     loss: float
     grad_norm: float
@@ -32,10 +32,10 @@ class Result:
 
 @dataclass
 class Meter:
-    """Sums since the last line of the log; part of the saved state, so that a resumed run writes the same lines."""
+    """Sums since the last line of the log, saved with the state so that a resumed run writes the same lines."""
 
     steps: int = 0
-    """That were taken."""
+    """Steps that were not skipped."""
     skipped: int = 0
     loss: float = 0.0
     lm_loss: float = 0.0
@@ -74,7 +74,7 @@ class Meter:
 
 
 class Log:
-    """``<save.dir>/log.jsonl`` and its companions. Of the processes of a run, only the first has one that writes."""
+    """``<save.dir>/log.jsonl``, report and trackers; only the main process writes."""
 
     def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
         self.main, self.steps = main, steps
@@ -89,44 +89,44 @@ class Log:
             self._write({"step": done, **started})
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
         self.trackers = start_trackers(recipe, done)
-        self.shown = done == 0
-        """Whether the page says all that the file does."""
+        self.report_current = done == 0
+        """Whether the report shows all lines of the log."""
 
     def say(self, text: str) -> None:
-        """To the person, above the progress bar."""
+        """Print above the progress bar."""
         if self.main:
             tqdm.write(text, file=sys.stderr)
 
     def line(self, step: int, record: dict[str, Any], head: str = "") -> None:
-        """One line of the log: a step's training numbers, or an evaluation's; of which head, where there are several."""
+        """One line of the log: training metrics or an evaluation; ``head`` names the drafter if there are several."""
         if not self.main:
             return
         self._write({"step": step, **({"head": head} if head else {}), **record})
-        self.shown, at = False, f"{head}/" if head else ""
+        self.report_current, prefix = False, f"{head}/" if head else ""
         for tracker in self.trackers:
-            tracker.numbers(step, {at + key: value for key, value in _scalars(record).items()})
+            tracker.log({prefix + key: value for key, value in _scalars(record).items()}, step=step)
             if "examples" in record:
-                tracker.examples(step, f"{at}examples", record["examples"])
-        shown = f"{head}: {_shown(record)}" if head else _shown(record)
+                log_examples(tracker, step, f"{prefix}examples", record["examples"])
+        summary = f"{head}: {_summary(record)}" if head else _summary(record)
         if "loss" not in record:
-            self.say(f"step {step}/{self.steps}: {shown}")
+            self.say(f"step {step}/{self.steps}: {summary}")
         elif self.bar.disable:
-            self.say(f"step {step}/{self.steps}  {shown}")
+            self.say(f"step {step}/{self.steps}  {summary}")
         else:
-            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.set_postfix_str(summary, refresh=False)
 
     def advance(self) -> None:
         if self.main:
             self.bar.update()
 
     def report(self) -> None:
-        """Make ``report.html`` of the file as it is. A page that cannot be made ends no run: what it shows is in the file."""
+        """Write ``report.html``. A failure does not end the run, since the log has all the data."""
         if not self.main:
             return
         try:
             write_report(Path(self.file.name).parent)
-            self.shown = True
-        except Exception as error:   # whatever it is: days of training are not lost for a plot
+            self.report_current = True
+        except Exception as error:   # of any kind
             self.say(f"report.html could not be written: {type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Log:
             return
         self.bar.close()
         self.file.close()
-        if not self.shown:
+        if not self.report_current:
             self.report()
         for tracker in self.trackers:
             tracker.finish()
@@ -148,10 +148,7 @@ class Log:
 
 
 def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
-    """Drop the lines after the step that is resumed from, and one half written: they are about to be written again.
-
-    What is left says last of the recipe.
-    """
+    """Drop the lines after the resumed step, and a torn one, since they will be written again. Returns the last recipe in the log."""
     discard_unfinished(path.with_name("*"))
     kept, recipe = [], None
     for text in path.read_text().splitlines() if path.exists() and done else []:
@@ -167,7 +164,7 @@ def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Lists as one curve an entry: accuracy/0, accuracy/1, ..."""
+    """Scalar metrics; lists become one metric for each depth: accuracy/0, accuracy/1, ..."""
     flat: dict[str, float] = {}
     for key, value in record.items():
         if key == "examples":
@@ -176,7 +173,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in flat.items() if value is not None}
 
 
-def _shown(record: dict[str, Any]) -> str:
+def _summary(record: dict[str, Any]) -> str:
     if "tau" in record:
         accepted = " ".join(f"{x:.0%}" for x in record["acceptance_per_depth"])
         return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}"
