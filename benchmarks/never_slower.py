@@ -1,9 +1,9 @@
-"""Is decoding with drafts ever slower than plain decoding: with useless heads, on any batch?
+"""Is decoding with drafts ever slower than autoregressive decoding: with useless heads, on any batch?
 
     python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch-size 1 8 32]
 
 Prints JSON: for each batch size and temperature, tokens a second of heads with random weights, of proposers and of both, over those of
-plain decoding in the same process, alternating batch by batch; and whether every token was identical.
+autoregressive decoding in the same process, alternating batch by batch; and whether every token was identical.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for size in args.batch:
         for temperature in args.temperature:
             systems = {
-                "plain": SpeculativeModel(backbone),
+                "ar": SpeculativeModel(backbone),
                 "random heads": SpeculativeModel(backbone, drafter),
                 "proposers": SpeculativeModel(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
                 "both": SpeculativeModel(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def alternate(systems: dict[str, SpeculativeModel], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
-    """Tokens a second over those of plain decoding, by the best time of each batch, since other programs only make it worse.
+    """Tokens a second over those of autoregressive decoding, by the best time of each batch, since other programs only make it worse.
 
     What is recorded and tried in the first round is so left out; it costs each system about a second, once.
     """
@@ -66,8 +66,8 @@ def alternate(systems: dict[str, SpeculativeModel], prompts: list[Tensor], size:
             out = continue_texts(systems[name], batches[number], settings, list(range(len(batches[number]))))
             best[name][number] = min(best[name][number], time.perf_counter() - start)
             texts[name].append(out.sequences.tolist())
-    ratios = {name: sum(best["plain"]) / sum(best[name]) for name in systems if name != "plain"}
-    return {"of_plain": ratios, "identical": all(found == texts["plain"] for found in texts.values())}
+    ratios = {name: sum(best["ar"]) / sum(best[name]) for name in systems if name != "ar"}
+    return {"x_ar": ratios, "identical": all(found == texts["ar"] for found in texts.values())}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,8 +142,11 @@ class Race:
             warm_up(self._warm_up_rounds(one.system, asked))
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
+        def passes(group: dict[int, Tensor]) -> int:
+            return system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
+
         for _, group in self._groups(asked):
-            yield lambda group=group: system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
+            yield partial(passes, group)
 
     def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:
         """Batches of prompts of one task each."""

@@ -55,7 +55,7 @@ def setting_cells(report: Row, row: Row) -> list[str]:
 def systems_table(report: Row) -> Table:
     """A row for each system at each temperature and batch size."""
     titles = [*setting_titles(report), *SPEEDS, *STEP, "accepted at depth 0, 1, ..."]
-    rows = []
+    rows: list[tuple[str, list[str | Text]]] = []
     for temperature, batch in settings_of(report):
         for row in rows_at(report, temperature, batch):
             *cells, identical = step_cells(row)

@@ -25,7 +25,7 @@ class Call:
     leaves: list[Tensor]
     held_leaves: int
     """The first so many ``leaves`` are those of ``held``."""
-    structure: Hashable
+    structure: tuple[Hashable, Hashable]
     """Both pytrees without their tensors; calls of different structures are captured apart."""
     shapes: tuple[torch.Size, ...]
     """Of every leaf."""
@@ -41,8 +41,8 @@ class Call:
 
     def arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """``held`` and ``inputs`` with other tensors in them."""
-        held, inputs = self.structure   # type: ignore[misc]
-        return builder(held)(iter(leaves[: self.held_leaves])), builder(inputs)(iter(leaves[self.held_leaves :]))
+        held_structure, inputs_structure = self.structure
+        return builder(held_structure)(iter(leaves[: self.held_leaves])), builder(inputs_structure)(iter(leaves[self.held_leaves :]))
 
 
 class Backend(ABC):

@@ -38,8 +38,8 @@ class Compile(Backend):
         return sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:
-        compiled = torch.compile(function, dynamic=True, fullgraph=True, recompile_limit=RECOMPILE_LIMIT, isolate_recompiles=True)
-        return _Compiled(compiled)
+        limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}   # not in the overloads' types
+        return _Compiled(torch.compile(function, dynamic=True, fullgraph=True, **limits))
 
 
 class _Compiled(Capture):
