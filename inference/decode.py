@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class Decoder:
             noise_BPV = torch.cat([noise_BPV, self._noise(noise_BPV.shape[1], tree.height + 1)], 1)
         return draft, tree, noise_BPV
 
-    def _noise(self, first: int, end: int) -> Tensor | None:
+    def _noise(self, first: int, end: int) -> Any:
         """The noise ``[B, P, V]`` of the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None

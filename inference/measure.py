@@ -55,24 +55,24 @@ class Tally:
     tokens: int = 0
     """All tokens written."""
     passes: int = 0
-    """Backbone passes after those over the prompts; one over a batch counts once."""
+    """Forward passes of the backbone after prefill; one over a batch counts once."""
     reads: int = 0
-    """All backbone passes."""
+    """All forward passes of the backbone."""
     row_passes: int = 0
     """Passes counted for each row that they wrote to."""
     emitted: int = 0
-    """Tokens written by those passes: by our rule, all but the first of each text."""
+    """Tokens written by those passes: in Headstart's own decoding, all but the first of each sequence."""
     accepted: list[int] = field(default_factory=list)
-    """Row passes in which the draft of each depth was accepted."""
+    """By depth, the row passes in which a draft was accepted."""
     nodes: Counter[int] = field(default_factory=Counter)
-    """Nodes of a row's tree -> in how many passes it had as many."""
+    """Passes by the number of nodes of a row's tree."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """By part of a pass."""
     wall: float = 0.0
-    """Seconds by the clock, reading the prompts included."""
+    """Wall-clock seconds, prefill included."""
 
     def add(self, output: GenerateOutput) -> None:
-        """Count one call's texts in."""
+        """Add the counts of one call."""
         assert output.passes is not None and output.acceptance_per_depth is not None
         assert output.seconds is not None and output.accept_lengths is not None and output.nodes is not None
         lengths = [length for row in output.accept_lengths for length in row]
@@ -91,7 +91,7 @@ class Tally:
         )
 
     def join(self, other: Tally) -> None:
-        """Take in what another one has counted."""
+        """Add the counts of another tally."""
         self.tokens += other.tokens
         self.passes += other.passes
         self.reads += other.reads
@@ -104,17 +104,17 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """Tokens a row gets per pass, the backbone's own included: 1 is plain decoding."""
+        """Mean acceptance length: tokens per row and pass, the backbone's own included; 1 is autoregressive decoding."""
         return self.emitted / self.row_passes if self.row_passes else 1.0
 
     @property
     def acceptance_per_depth(self) -> list[float]:
-        """Share of passes in which the draft of each depth was accepted."""
+        """Acceptance rate by depth, as a share of passes."""
         return [count / max(self.row_passes, 1) for count in self.accepted]
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all texts, reading the prompts included."""
+        """Over all sequences, prefill included."""
         return self.tokens / self.wall
 
     def milliseconds(self) -> dict[str, float]:
@@ -124,17 +124,17 @@ class Tally:
 
 @contextmanager
 def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
-    """While it lasts, ``model.generate`` takes nothing from the model's own generation config but its special tokens."""
-    own = model.generation_config
-    eos = own.eos_token_id
-    pad = own.pad_token_id
-    if pad is None:   # a single text needs no padding, but a missing token is warned about
+    """Inside, ``model.generate`` uses nothing of the model's own generation config but its special tokens."""
+    config = model.generation_config
+    eos = config.eos_token_id
+    pad = config.pad_token_id
+    if pad is None:   # a single sequence needs no padding, but transformers warns about a missing token
         pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
-    model.generation_config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=eos, pad_token_id=pad)
+    model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=eos, pad_token_id=pad)
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = config
 
 
 def continue_texts(
@@ -187,8 +187,8 @@ def measure_tau(
 ) -> dict[str, Any]:
     """``tau`` (tokens per backbone pass, its own included), ``acceptance_per_depth``, ``tokens`` and ``passes`` over all prompts.
 
-    ``prompts``: int64 [T] each; the i-th is decoded with ``seed + i``. ``tokens`` counts the first of each text too, which the pass
-    over the prompt gives, so ``tau`` is a little below ``tokens / passes``. Raises UserError without prompts.
+    ``prompts``: int64 [T] each; the i-th is decoded with ``seed + i``. ``tokens`` includes the first of each sequence, which prefill
+    gives, so ``tau`` is a little below ``tokens / passes``. Raises UserError without prompts.
     """
     if not prompts:
         raise UserError("no prompts to measure on; give at least one")

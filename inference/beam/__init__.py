@@ -1,1 +1,1 @@
-"""Speculative beam search: the sequences and scores of plain beam search, in fewer passes."""
+"""Speculative beam search: the sequences and scores of transformers' beam search, in fewer forward passes."""

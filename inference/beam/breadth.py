@@ -18,7 +18,7 @@ DEPTHS = 12
 PRIOR, MISSES, DEEPER = 2.0, 1.2, 0.8
 """The prior counts as so many steps: w drafts suffice with probability 1 - MISSES beams / w, times DEEPER for each further depth."""
 DECAY = 0.995
-"""Decay of the counts per pass, so that depths that did not pay are retried."""
+"""Decay of the counts per pass, so that depths that were left out are retried."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Drafting:
         for source in self.observing:
             source.observe(tokens, top_tokens[:, : source.observe_top_k].tolist(), logprobs[:, : source.observe_top_k].tolist())
 
-    # How much is drafted.
+    # Planning.
 
     def draft(self, rows: list[RowBeams]) -> list[Drafts]:
         """The drafts of each row's beams."""
@@ -180,7 +180,7 @@ class Drafting:
         seconds = {nodes: costs.of_pass(rows, nodes) + len(plan.widths) * drafting + host for nodes, plan in plans.items()}
         return max(plans.items(), key=lambda one: (1 + one[1].steps) / seconds[one[0]])[1]
 
-    # What is drafted.
+    # The drafts.
 
     def _propose(self, rows: list[RowBeams], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
         sequences = [row.prompt + beam.tokens for row in rows for beam in row.beams] if self.observing else []

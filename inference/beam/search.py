@@ -47,7 +47,7 @@ class Search:
     def step(self, logprobs_KM: np.ndarray, tokens_KM: np.ndarray) -> None:
         """Continue the beams, given the likeliest next tokens of each, at least as many as there are candidates."""
         if np.isneginf(logprobs_KM).all():
-            raise UserError("the logits processors rule out every token after every beam; allow some, such as the one that ends a text")
+            raise UserError("the logits processors rule out every token after every beam; allow some, such as the one that ends a sequence")
         scores_K1 = np.array([beam.score for beam in self.running], np.float32)[:, None]
         totals = (logprobs_KM + scores_K1).ravel()
         chosen = _best(totals, self.rules.candidates)

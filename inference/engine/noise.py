@@ -1,7 +1,7 @@
-"""Shared noise: the Gumbel noise of a token position, a function of the row's seed and the position and nothing else.
+"""Shared noise: Gumbel noise for each token position, a function of the row's seed and the position only.
 
 ``argmax_v (log p(v) + g(v))`` is an exact sample of p (Gumbel-max). Keyed by (seed, position), it makes the token at a
-position a function of the text before it and the seed: the same for any tree, any drafter, any batch, or none.
+position a function of the tokens before it and the seed: the same for any tree, any drafter, any batch, or none.
 
 The generator is counter-based: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) over the vocabulary, from a
 start that hashes the seed and the position. Shape suffixes: B rows, P positions, V vocabulary.

@@ -43,7 +43,7 @@ COUNTING = (
     known.ExponentialDecayLengthPenalty,
     known.SuppressTokensAtBeginLogitsProcessor,
 )
-"""Processors that look at nothing but how many ids there are."""
+"""Processors that depend only on the number of ids."""
 
 
 BY_ROW = (
@@ -51,7 +51,7 @@ BY_ROW = (
     known.EncoderRepetitionPenaltyLogitsProcessor,
     known.EncoderNoRepeatNGramLogitsProcessor,
 )
-"""Processors that know the prompts or the rows by number."""
+"""Processors that know prompts or rows by number."""
 
 
 def is_blind(processor: LogitsProcessor) -> bool:
@@ -63,22 +63,22 @@ def is_blind(processor: LogitsProcessor) -> bool:
 
 @dataclass(frozen=True)
 class Filters:
-    """What keeps unlikely tokens out of a sample; the draft's logits are filtered as the backbone's are."""
+    """top-k, top-p and min-p; draft logits are filtered as the backbone's are."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __call__(self, logits_NV: Tensor) -> Tensor:
-        """-inf where a token is out (0, 1 and 0 filter nothing)."""
-        nothing: Any = None   # these do not look at the text
+        """-inf where a token is filtered out (0, 1 and 0 filter nothing)."""
+        ids: Any = None   # these do not look at the ids
         if self.top_k:
-            logits_NV = TopKLogitsWarper(self.top_k)(nothing, logits_NV)
+            logits_NV = TopKLogitsWarper(self.top_k)(ids, logits_NV)
         if self.top_p < 1:
-            logits_NV = TopPLogitsWarper(self.top_p)(nothing, logits_NV)
-        if self.min_p:   # transformers' own can't be recorded
-            chances_NV = logits_NV.softmax(-1)
-            logits_NV = logits_NV.masked_fill(chances_NV < self.min_p * chances_NV.amax(-1, keepdim=True), -math.inf)
+            logits_NV = TopPLogitsWarper(self.top_p)(ids, logits_NV)
+        if self.min_p:   # transformers' own cannot be captured
+            probs_NV = logits_NV.softmax(-1)
+            logits_NV = logits_NV.masked_fill(probs_NV < self.min_p * probs_NV.amax(-1, keepdim=True), -math.inf)
         return logits_NV
 
 
@@ -108,18 +108,18 @@ class Processing:
 
     @property
     def temperature(self) -> float:
-        """What the drafter's logits are divided by too."""
+        """Draft logits are divided by it too."""
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
 
     @property
     def filters(self) -> Filters | None:
-        """What the drafter's logits are filtered by too; None: nothing."""
-        found = Filters(
+        """Draft logits are filtered by them too; None: not filtered."""
+        filters = Filters(
             next((p.top_k for p in self.processors if isinstance(p, known.TopKLogitsWarper)), 0),
             next((p.top_p for p in self.processors if isinstance(p, known.TopPLogitsWarper)), 1.0),
             next((p.min_p for p in self.processors if isinstance(p, known.MinPLogitsWarper)), 0.0),
         )
-        return None if found == Filters() else found
+        return None if filters == Filters() else filters
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
         """Scores ``[B, N, V]`` (float32). ``histories``: each row's up to and with the root (or the prompt, without a tree)."""
@@ -134,7 +134,7 @@ class Processing:
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
                 key = (b, n) if self.one_by_one else (len(ids_T), history.pads)
                 alike.setdefault(key, []).append((b, n, ids_T))
-        out_BNV = scores_BNV.clone()   # rows with fewer nodes have rubbish at their ends
+        out_BNV = scores_BNV.clone()   # rows with fewer nodes keep raw scores at their ends
         for group in alike.values():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             out_BNV[rows, nodes] = self._apply(torch.stack([ids for _, _, ids in group]), histories[rows[0]].pads, scores_BNV[rows, nodes])
@@ -147,7 +147,7 @@ class Processing:
 
 
 def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProcessor:
-    """transformers tells the repetition penalty each row's padding, row by row; histories here have none."""
+    """transformers passes each row's padding to the repetition penalty; histories here have none."""
     ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
     if not isinstance(ignored, Tensor):
         return processor
@@ -157,11 +157,11 @@ def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProce
 
 
 def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> list[Tensor]:
-    """What has been said before each node speaks: the history, then the tokens on the way down to it."""
+    """The ids up to each node: the history, then the tokens on the path down to it."""
     if tree is None:
         return [history_T]
     tokens, parents = history_T.new_tensor(tree.tokens[row]), tree.parents[row]
-    found = [history_T]
+    histories = [history_T]
     for n in range(1, len(parents)):
-        found.append(torch.cat([found[parents[n]], tokens[n : n + 1]]))
-    return found
+        histories.append(torch.cat([histories[parents[n]], tokens[n : n + 1]]))
+    return histories

@@ -66,7 +66,7 @@ def read_request(
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
     lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     if not lengths and not any(True for c in criteria if not isinstance(c, EosTokenCriteria)):
-        raise UserError("nothing says when to stop; give max_new_tokens or max_length")
+        raise UserError("no stopping criterion; give max_new_tokens or max_length")
     eos = frozenset(int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist())
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
     pad = config._pad_token_tensor

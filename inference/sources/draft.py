@@ -82,7 +82,7 @@ class Draft:
 
     @cached_property
     def node_seconds(self) -> float:
-        """What one more node costs to verify."""
+        """Seconds that one more node costs to verify."""
         rows = len(self.pools)
         return (self.costs.of_pass(rows, BEAM_WIDTH) - self.costs.of_pass(rows, 1)) / (BEAM_WIDTH - 1)
 

@@ -149,11 +149,11 @@ class DrafterSource(Source):
         draft.seconds[self] = watch.seconds
 
     def grow(self, draft: Draft) -> None:
-        """Draft level by level, as deep as pays, or as the tree's shape says."""
+        """Draft level by level, to the depth of the tree's shape, or as deep as it makes decoding faster."""
         rows = len(draft.pools)
         level, nodes = self.roots([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
         for depth in range(min(self.depth_of(draft.shape), max(draft.remaining, default=0))):
-            if draft.shape is None and depth and not self._pays(draft, nodes, depth):
+            if draft.shape is None and depth and not self._is_worth(draft, nodes, depth):
                 return
             with Stopwatch() as watch:
                 level = self.step(depth, level, draft.width, draft.scoring)
@@ -230,7 +230,7 @@ class DrafterSource(Source):
             attached.append(nodes)
         return attached
 
-    def _pays(self, draft: Draft, nodes: list[list[int]], depth: int) -> bool:
+    def _is_worth(self, draft: Draft, nodes: list[list[int]], depth: int) -> bool:
         """Is a depth worth drafting: the tokens it may bring, at the recent rate, against what the depth and one more node cost?"""
         if not draft.rate:
             return True

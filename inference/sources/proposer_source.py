@@ -48,7 +48,7 @@ class ProposerSource(Source):
             node = nodes[parent] if parent >= 0 else 0
             nodes.append(pool.add(self, node, token, score, self.prob(draft, pool.levels[node], score)))
 
-    def propose_after(self, slot: int, tokens: list[int], depths: int) -> Candidates:
-        """What may follow those tokens, prompt and all; what was known of that slot is over."""
-        self.proposer.open(slot, tokens)
-        return self.proposer.propose(slot, depths, MAX_PROPOSED_NODES)
+    def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
+        """Candidates after those tokens, prompt included; they replace the sequence of that number."""
+        self.proposer.open(number, tokens)
+        return self.proposer.propose(number, depths, MAX_PROPOSED_NODES)

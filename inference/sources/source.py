@@ -23,7 +23,7 @@ FIRST_ACCEPTANCE = 0.7
 
 
 class Accepted:
-    """What one decoding step wrote, row by row."""
+    """The tokens that one decoding step wrote, row by row."""
 
     def __init__(self, sequences: list[int], tokens: list[list[int]], paths: list[list[int]], features: Features) -> None:
         self.sequences, self.tokens = sequences, tokens
@@ -43,7 +43,7 @@ class Accepted:
 
 @dataclass
 class Learned:
-    """What verified drafts have taught of a source, in greedy or in sampled decoding."""
+    """Statistics of a source's verified drafts, in greedy or in sampled decoding."""
 
     calibration: Calibration
     stats: SourceStats

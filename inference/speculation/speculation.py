@@ -1,8 +1,8 @@
-"""The sources of one backbone's drafts: which of them draft in a step, how large a tree is verified, and what verified trees teach.
+"""The sources of one backbone's drafts: which of them draft in a step, how large a tree is verified, and the statistics of verified trees.
 
 A tree of N nodes yields ``rows + sum of the path probabilities of the N likeliest nodes`` tokens in expectation; the size chosen is the
 one with the most expected tokens per second, and 1 (autoregressive decoding) is among the choices. All rows of a batch share one size, and
-the slowest of them count most. What is learned stays from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
+the slowest of them count most. Statistics stay from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
