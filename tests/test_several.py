@@ -118,7 +118,7 @@ def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> Non
     for name, file in FILES.items():
         found, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
         for key, tensor in live.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
