@@ -17,9 +17,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
 from headstart.training.data.data import Splits
 from headstart.training.features.source import LiveFeatures
-from headstart.training.plan.fake_model import draw
-from headstart.training.plan.memory import Memory, Size
-from headstart.training.plan.memory_counter import Live as Counted
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
+from headstart.training.plan.memory_counter import MemoryCounter
 from headstart.training.plan.plan import disk, largest, read_data
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
@@ -58,10 +58,11 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert report["memory"]["fits"] and report["advice"] is None and "fits      " in out
     assert report["tokens"]["samples"] == 36 and report["tokens"]["steps"] == 18 and "18 steps" in out
-    assert report["tokens"]["trained_on"] == 2 * report["tokens"]["tokens"]
+    assert report["tokens"]["training_tokens"] == 2 * report["tokens"]["tokens"]
     assert report["fits"]["rows"] > 100 and report["fits"]["length"] == 128, "as long as the backbone's context"
-    assert report["disk"]["states"] > 3 * report["disk"]["heads"] and report["time"] is None and "--no-calibration" in report["no_time"]
-    assert sum(report["memory"]["phases"]["learning"].values()) <= report["memory"]["most"] < 2e9
+    assert report["disk"]["states"] > 3 * report["disk"]["heads"]
+    assert report["time"] is None and "--no-calibration" in report["time_unavailable"]
+    assert sum(report["memory"]["phases"][DRAFT_STEP].values()) <= report["memory"]["peak"] < 2e9
     assert not (small.parent / "out").exists(), "nothing is trained"
 
 
@@ -69,9 +70,9 @@ def test_what_does_not_fit_is_said(small: Path, tmp_path: Path, capsys: pytest.C
     crowded = ["train.batch_size=512", "--memory", "0.51"]
     report = planned(small, tmp_path, *crowded)
     out = capsys.readouterr().out
-    assert not report["memory"]["fits"] and "does not fit: " in out and report["no_time"] == "it does not fit"
+    assert not report["memory"]["fits"] and "does not fit: " in out and report["time_unavailable"] == "it does not fit"
     rows = report["fits"]["rows"]
-    assert 0 < rows < 512 and f"train.micro_batch={rows}" in out and "largest part is torch itself" in out
+    assert 0 < rows < 512 and f"train.micro_batch={rows}" in out and "largest part is torch runtime" in out
     assert planned(small, tmp_path, f"train.batch_size={rows}", "--memory", "0.51", "--no-calibration")["memory"]["fits"]
     report = planned(small, tmp_path, "--memory", "0.1")
     assert report["fits"]["rows"] == report["fits"]["length"] == 0 and "nothing fits" in capsys.readouterr().out
@@ -81,17 +82,17 @@ def test_gpus_share_the_batch(small: Path, tmp_path: Path, capsys: pytest.Captur
     report = planned(small, tmp_path, "--gpus", "2", "--memory", "8")
     assert report["micro_batch"]["rows"] == 2 and report["machine"]["processes"] == 2
     assert report["fits"]["batch_size"] == 2 * report["fits"]["rows"]
-    assert report["memory"]["phases"]["reading"]["gradients"] > 0, "those in the buckets"
+    assert report["memory"]["phases"][TARGET_FORWARD]["gradients"] > 0, "those in the buckets"
     if not torch.accelerator.is_available():
-        assert "no accelerator to time it" in report["no_time"]
+        assert "no accelerator to time it" in report["time_unavailable"]
     assert "2 x " in capsys.readouterr().out
 
 
 def test_real_steps_are_timed_and_nothing_is_kept(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(small, tmp_path)
-    assert report["time"]["seconds_a_step"] > 0
-    assert report["time"]["hours"] == pytest.approx(12 * report["time"]["seconds_a_step"] / 3600)
-    assert "s a step" in capsys.readouterr().out and not (small.parent / "out").exists()
+    assert report["time"]["seconds_per_step"] > 0
+    assert report["time"]["hours"] == pytest.approx(12 * report["time"]["seconds_per_step"] / 3600)
+    assert "s per step" in capsys.readouterr().out and not (small.parent / "out").exists()
 
 
 def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,18 +101,18 @@ def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture
         if path.name != "config.json":
             path.unlink()
     report = planned(recipe, tmp_path)
-    assert report["memory"]["most"] > 0 and report["tokens"]["tokens"] is None and report["micro_batch"]["length"] == 64
-    assert "no tokenizer" in report["not_read"] or "cannot load tokenizer" in report["not_read"]
-    assert "weights" in report["no_time"] and "data      not here" in capsys.readouterr().out
+    assert report["memory"]["peak"] > 0 and report["tokens"]["tokens"] is None and report["micro_batch"]["length"] == 64
+    assert "no tokenizer" in report["data_unavailable"] or "cannot load tokenizer" in report["data_unavailable"]
+    assert "weights" in report["time_unavailable"] and "data      not here" in capsys.readouterr().out
 
 
 def test_what_is_written_to_disk(small: Path) -> None:
-    splits = read_data(load_recipe(small), draw(load_recipe(small), False))
+    splits = read_data(load_recipe(small), make_fake_models(load_recipe(small), False))
     assert isinstance(splits, Splits)
-    sketch = draw(load_recipe(small, ["drafter.kind=eagle3"]), False)
+    models = make_fake_models(load_recipe(small, ["drafter.kind=eagle3"]), False)
 
     def written(*overrides: str) -> dict[str, Any]:
-        return disk(load_recipe(small, ["drafter.kind=eagle3", *overrides]), sketch, splits)
+        return disk(load_recipe(small, ["drafter.kind=eagle3", *overrides]), models, splits)
 
     plain = written()
     assert plain["states"] == 3 * (3 * plain["heads"]) > written("train.optimizer=muon")["states"]
@@ -123,8 +124,8 @@ def test_what_is_written_to_disk(small: Path) -> None:
 def test_features_from_a_cache_need_no_reading(small: Path) -> None:
     for teacher in ("hidden", "topk"):
         recipe = load_recipe(small, ["drafter.kind=eagle3", "cache.dir=x", f"cache.teacher={teacher}"])
-        phases = Memory(recipe, draw(recipe, False), False, False).step(Size(2, 32)).phases
-        assert "backbone activations" not in phases["reading"] and phases["learning"]["features"] > 0
+        phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 32)).phases
+        assert "backbone activations" not in phases[TARGET_FORWARD] and phases[DRAFT_STEP]["features"] > 0
 
 
 MISTAKES = {
@@ -170,10 +171,10 @@ def test_packing_for_recurrent_layers_is_refused_before_anything_is_read(tmp_pat
 
 
 def test_what_is_counted_is_freed() -> None:
-    with Counted() as live:
-        live.part = "a"
+    with MemoryCounter() as counter:
+        counter.part = "a"
         kept = torch.zeros(100)
-        live.part = "b"
+        counter.part = "b"
         for _ in range(3):
             torch.ones(50)
-    assert live.now == 400 and live.most == 600 and live.parts([kept]) == {"gradients": 400, "b": 200}
+    assert counter.bytes == 400 and counter.peak == 600 and counter.parts([kept]) == {"gradients": 400, "b": 200}

@@ -15,15 +15,15 @@ from headstart.heads.methods import methods
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import StepKey
-from headstart.training.plan.fake_model import draw
-from headstart.training.plan.memory import Memory, Size
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.step import TrainStep
 from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
 from tests.block_head import BlockHead
 
-LASTING = ("torch itself", "backbone weights", "drafter weights", "optimiser state", "average")
+PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def allocated(work: Any) -> int:
     return most
 
 
-def real_step(recipe: Recipe, size: Size) -> dict[str, int]:
-    """What a real step takes beside the lasting, by phase."""
+def real_step(recipe: Recipe, size: MicroBatch) -> dict[str, int]:
+    """What a real step takes beside the persistent, by phase."""
     backbone = load_backbone(recipe.backbone.path, attention=recipe.backbone.attention)
     drafter = build(recipe, backbone)
     tokens_BT = torch.randint(0, backbone.vocab, (size.rows, size.length))
@@ -68,21 +68,21 @@ def real_step(recipe: Recipe, size: Size) -> dict[str, int]:
     reading = allocated(lambda: source.read(batch))
     learn()   # what torch sets up once is none of a step's
     drafter.zero_grad()
-    return {"reading": reading, "step": allocated(learn)}
+    return {TARGET_FORWARD: reading, "step": allocated(learn)}
 
 
-CASES: dict[str, tuple[list[str], Size]] = {
-    "medusa": (["drafter.depth=3"], Size(4, 96)),
-    "eagle3": (["drafter.kind=eagle3", "drafter.depth=3"], Size(4, 96)),
-    "many rows": (["drafter.kind=eagle3", "drafter.depth=2"], Size(24, 20)),
-    "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab_size=50"], Size(2, 120)),
-    "packed": (["drafter.kind=eagle3", "data.packing=true"], Size(3, 120)),
-    "bf16": (["drafter.kind=eagle3", "train.precision=bf16"], Size(4, 96)),
-    "small chunks": (["objective.chunk_size=16", "objective.terms={ce: 0.1, tv: 0.9}"], Size(4, 100)),
-    "expected": (["objective.depth_weights=expected"], Size(4, 100)),
-    "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], Size(4, 96)),
-    "eager": (["backbone.attention=eager"], Size(2, 120)),
-    "anchors": (["drafter={kind: tests.block_head}"], Size(4, 120)),
+CASES: dict[str, tuple[list[str], MicroBatch]] = {
+    "medusa": (["drafter.depth=3"], MicroBatch(4, 96)),
+    "eagle3": (["drafter.kind=eagle3", "drafter.depth=3"], MicroBatch(4, 96)),
+    "many rows": (["drafter.kind=eagle3", "drafter.depth=2"], MicroBatch(24, 20)),
+    "draft vocabulary": (["drafter.kind=eagle3", "drafter.draft_vocab_size=50"], MicroBatch(2, 120)),
+    "packed": (["drafter.kind=eagle3", "data.packing=true"], MicroBatch(3, 120)),
+    "bf16": (["drafter.kind=eagle3", "train.precision=bf16"], MicroBatch(4, 96)),
+    "small chunks": (["objective.chunk_size=16", "objective.terms={ce: 0.1, tv: 0.9}"], MicroBatch(4, 100)),
+    "expected": (["objective.depth_weights=expected"], MicroBatch(4, 100)),
+    "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], MicroBatch(4, 96)),
+    "eager": (["backbone.attention=eager"], MicroBatch(2, 120)),
+    "anchors": (["drafter={kind: tests.block_head}"], MicroBatch(4, 120)),
 }
 
 
@@ -90,25 +90,25 @@ CASES: dict[str, tuple[list[str], Size]] = {
 def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
     overrides, size = CASES[name]
     recipe = load_recipe(small, overrides)
-    phases = Memory(recipe, draw(recipe, False), False, False).step(size).phases
+    phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(size).phases
     measured = real_step(recipe, size)
-    planned = {phase: sum(count for part, count in parts.items() if part not in LASTING) for phase, parts in phases.items()}
-    assert 0.7 <= measured["reading"] / planned["reading"] <= 1.5, (measured, planned)
-    assert 0.7 <= measured["step"] / max(planned["reading"], planned["learning"]) <= 1.5, (measured, planned)
+    planned = {phase: sum(count for part, count in parts.items() if part not in PERSISTENT) for phase, parts in phases.items()}
+    assert 0.7 <= measured[TARGET_FORWARD] / planned[TARGET_FORWARD] <= 1.5, (measured, planned)
+    assert 0.7 <= measured["step"] / max(planned[TARGET_FORWARD], planned[DRAFT_STEP]) <= 1.5, (measured, planned)
 
 
 def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Path) -> None:
     overrides = ["drafter.kind=eagle3", "train.ema_decay=0.9", "train.optimizer=muon", f"save.dir={tmp_path}"]
     recipe = load_recipe(small, overrides)
-    parts = Memory(recipe, draw(recipe, False), False, False).lasting()
+    parts = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).persistent()
     run = prepare(recipe)
     weights = [weight for weight in run.drafter.parameters() if weight.requires_grad]
     trained = 4 * sum(weight.numel() for weight in weights)
     matrices = 4 * sum(w.numel() for w in weights if w.ndim == 2 and run.backbone.vocab not in w.shape)
     assert parts["backbone weights"] >= 4 * sum(weight.numel() for weight in run.backbone.model.parameters())
     assert parts["backbone weights"] < 1.02 * 4 * sum(weight.numel() for weight in run.backbone.model.parameters())
-    assert parts["drafter weights"] == parts["average"] == trained
-    assert parts["optimiser state"] == 2 * trained - matrices
+    assert parts["drafter weights"] == parts["weight average"] == trained
+    assert parts["optimizer state"] == 2 * trained - matrices
     run.log.close()
 
 
@@ -116,17 +116,18 @@ def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Pa
 def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
     for accelerator in (False, True):
         recipe = load_recipe(small, [f"drafter={{kind: {kind}}}"])
-        taken = Memory(recipe, draw(recipe, accelerator), accelerator, True).step(Size(2, 32))
-        assert taken.phases["learning"]["drafter activations"] > 0 and taken.phases["learning"]["objective"] > 0
+        memory = MemoryPlan(recipe, make_fake_models(recipe, accelerator), accelerator, True).step(MicroBatch(2, 32))
+        assert memory.phases[DRAFT_STEP]["drafter activations"] > 0 and memory.phases[DRAFT_STEP]["objective"] > 0
 
 
 def test_several_heads_learn_one_after_another(small: Path) -> None:
     alone = [load_recipe(small, [f"drafter={{kind: {kind}, depth: 2}}"]) for kind in ("eagle3", "medusa")]
     both = load_recipe(small, ["drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}"])
-    one, two, together = (Memory(recipe, draw(recipe, False), False, False).step(Size(4, 60)) for recipe in (*alone, both))
-    for part in ("drafter weights", "optimiser state"):
-        assert together.phases["learning"][part] == one.phases["learning"][part] + two.phases["learning"][part]
-    activations = [taken.phases["learning"]["drafter activations"] for taken in (one, two, together)]
+    plans = [MemoryPlan(recipe, make_fake_models(recipe, False), False, False) for recipe in (*alone, both)]
+    one, two, together = (plan.step(MicroBatch(4, 60)) for plan in plans)
+    for part in ("drafter weights", "optimizer state"):
+        assert together.phases[DRAFT_STEP][part] == one.phases[DRAFT_STEP][part] + two.phases[DRAFT_STEP][part]
+    activations = [memory.phases[DRAFT_STEP]["drafter activations"] for memory in (one, two, together)]
     assert activations[2] == activations[0] > activations[1]
 
 
@@ -134,13 +135,13 @@ def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monke
     recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk_size=16"]), {}
     for share in (0.1, 0.4):
         monkeypatch.setattr(BlockHead, "anchor_share", share)
-        phases = Memory(recipe, draw(recipe, False), False, False).step(Size(4, 2000)).phases
-        objective[share] = phases["learning"]["objective"]
+        phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 2000)).phases
+        objective[share] = phases[DRAFT_STEP]["objective"]
     assert 2.5 < objective[0.4] / objective[0.1] < 4.5
 
 
 def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
     recipe = load_recipe(small, ["drafter.kind=eagle3"])
-    memory = Memory(recipe, draw(recipe, False), False, False)
-    most = [memory.step(size).most for size in (Size(2, 32), Size(4, 32), Size(4, 64), Size(4, 64, 0.5))]
+    memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)
+    most = [memory.step(size).peak for size in (MicroBatch(2, 32), MicroBatch(4, 32), MicroBatch(4, 64), MicroBatch(4, 64, 0.5))]
     assert most[0] < most[1] < most[2] > most[3]

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training.plan.fake_model import draw
-from headstart.training.plan.memory import Memory, Size
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.sharding import shard_layers, to_local
 
@@ -97,11 +97,11 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
         torch.distributed.destroy_process_group()
     layers = {name for name in wholes if ".layers." in name}
     assert layers and all(own[name] == wholes[name] / (4 if name in layers else 1) for name in wholes)
-    planned = Memory(recipe, draw(recipe, False), False, False, processes=4)
+    planned = MemoryPlan(recipe, make_fake_models(recipe, False), False, False, processes=4)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert planned.lasting()["backbone weights"] == 4 * sum(own.values()) + buffers
+    assert planned.persistent()["backbone weights"] == 4 * sum(own.values()) + buffers
     layer = sum(wholes[name] for name in layers) // 6
-    assert planned.step(Size(2, 32)).phases["reading"]["gathered layer"] == 2 * 4 * layer
+    assert planned.step(MicroBatch(2, 32)).phases[TARGET_FORWARD]["gathered layer"] == 2 * 4 * layer
 
 
 @pytest.mark.parametrize("change, said", [

@@ -25,7 +25,7 @@ from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample, Splits, load_data, require_vocabulary
 from headstart.training.features.source import require_packable
 from headstart.training.inspect.sample import paint, read_tokens
-from headstart.training.plan.fake_model import FakeModels, draw
+from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.recipe.recipe import Recipe
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
@@ -35,7 +35,7 @@ BINS, BAR_WIDTH = 8, 40
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
     """The report and what to print. Raises UserError for data that training would refuse, and for a sample that does not exist."""
-    models = draw(recipe, accelerator=False)
+    models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
     where = recipe.backbone
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)

@@ -1,1 +1,1 @@
-"""What a recipe will need, before it needs it."""
+"""What a recipe needs in memory, disk and time, before it is trained."""

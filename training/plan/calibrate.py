@@ -1,4 +1,4 @@
-"""How long a step takes: a few of them, by the loop that trains, on the recipe's backbone and data, and nothing of them kept."""
+"""Time per step: a few steps of the real training loop on the recipe's backbone and data, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headstart.training.run.signals import StopSignal
 from headstart.training.setup import prepare
 
 STEPS = 4
-"""The first of them does not count."""
+"""The first of them is a warm-up."""
 
 
-def why_not(recipe: Recipe) -> str | None:
-    """Why the backbone's weights cannot be loaded without fetching them; None if they can."""
+def why_not_loadable(recipe: Recipe) -> str | None:
+    """Why the backbone's weights cannot be loaded without a download; None if they can."""
     path = resolve(recipe.backbone.path)
     if Path(path).is_dir():
         return None if list(Path(path).glob("*.safetensors")) else f"{recipe.backbone.path} has no weights (*.safetensors)"
@@ -33,7 +33,7 @@ def why_not(recipe: Recipe) -> str | None:
 
 
 def live_until_cached(recipe: Recipe) -> Recipe:
-    """The recipe; as long as the features it trains from are not written, one whose backbone reads at every step. Raises UserError."""
+    """The recipe, without its feature cache as long as that is not complete. Raises UserError."""
     settings = recipe.cache
     if settings.dir is None:
         return recipe
@@ -43,14 +43,14 @@ def live_until_cached(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"cache": settings.model_copy(update={"dir": None})})
 
 
-def seconds_a_step(recipe: Recipe, processes: int, steps: int) -> float:
-    """Median of a few steps of one of ``processes``, so without what they say to each other; evaluations do not count.
+def seconds_per_step(recipe: Recipe, processes: int, steps: int) -> float:
+    """Median over a few steps of one of ``processes``, without communication and evaluations.
 
     Raises UserError for what training would refuse.
     """
     share = -(-recipe.train.batch_size // processes)
-    most = recipe.train.micro_batch or share
-    fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= most)
+    limit = recipe.train.micro_batch or share
+    fitting = max(size for size in range(1, share + 1) if share % size == 0 and size <= limit)
     lengths = {"steps": max(steps, STEPS), "epochs": None, "batch_size": share, "micro_batch": fitting}
     with tempfile.TemporaryDirectory(prefix="headstart-plan-") as folder, redirect_stderr(StringIO()):
         sections = {

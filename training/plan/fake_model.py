@@ -1,10 +1,10 @@
-"""A recipe's backbone and drafters as shapes without numbers: from the configuration alone, nothing loaded, nothing computed.
+"""A recipe's backbone and drafters on fake tensors, made from the configuration alone: nothing is loaded or computed.
 
-Every tensor is torch's `FakeTensor` (a tensor of the meta device that stands in for one of the CPU), so a forward or a backward runs
-the code that training runs and gives the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. What code
-asks of numbers that are not there is answered by `Answers`.
+Every tensor is torch's `FakeTensor` (a meta tensor that stands in for one on the CPU), so a forward or a backward runs the code of
+training and gives the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values,
+`FakeValues` supplies them.
 
-Shape suffixes: B batch, T positions, M learned positions, V vocabulary, C head width.
+Shape suffixes: B batch, T positions, V vocabulary, C head width.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from headstart.training.features.source import taps_of
 from headstart.training.recipe.recipe import Recipe
 
 
-class Answers(TorchFunctionMode):
-    """Stands in for numbers: a check passes, a number is 0, ``learned`` places of a mask are true.
+class FakeValues(TorchFunctionMode):
+    """The few values that the code of a training step reads from tensors.
 
-    Attention by torch's own function is answered by its output alone, since its kernels keep no scores; in a sketch it would
-    otherwise take the form for machines without such kernels, with scores ``[B, H, T, T]``.
+    `scaled_dot_product_attention` returns its output alone, since its kernels keep no scores; on fake tensors it would otherwise take
+    the form for machines without such kernels, with scores ``[B, H, T, T]``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.yes = False
-        """What a tensor is as a condition."""
-        self.learned = 0
+        self.packed = False
+        """The truth of a tensor: whether some row holds several documents."""
+        self.label_tokens = 0
+        """The True entries of a mask."""
         self.longest = 0
-        """What a tensor is as a whole number: how long a document may be."""
+        """A tensor as an integer: the last position of the longest document."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,11 +57,11 @@ class Answers(TorchFunctionMode):
         if func is torch.Tensor.__int__:
             return self.longest
         if func is torch.Tensor.__bool__:
-            return self.yes
+            return self.packed
         if func is torch.Tensor.unique:
             return args[0]
         if func is torch.Tensor.nonzero:
-            places = tuple(args[0].new_empty(self.learned, dtype=torch.int64) for _ in args[0].shape)
+            places = tuple(args[0].new_empty(self.label_tokens, dtype=torch.int64) for _ in args[0].shape)
             return places if kwargs.get("as_tuple") else torch.stack(places, -1)
         if func is torch.Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return args[0].flatten(0, args[1].ndim - 1).clone()   # at most all of it
@@ -69,28 +70,28 @@ class Answers(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class FakeModels:
-    """What a run is made of, without numbers. Work with it inside of `drawn`."""
+    """The models of a run on fake tensors; use them inside of `fake_mode`."""
 
     backbone: Backbone
     drafters: dict[str, Drafter]
-    """By the names of the recipe's heads; of the only one the name is empty."""
-    answers: Answers
+    """By name; an only drafter's name is empty."""
+    values: FakeValues
     mode: FakeTensorMode
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Of all drafters, which learn from one reading."""
+        """The taps of all drafters, which train on the same forward pass of the backbone."""
         return taps_of(list(self.drafters.values()))
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """While it is entered, tensors have no numbers."""
-        with self.mode, self.answers:
+    def fake_mode(self) -> Iterator[None]:
+        """While it is entered, new tensors are fake."""
+        with self.mode, self.values:
             yield
 
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
-    """The backbone's configuration: of a hub id that file alone is fetched. Raises UserError where there is none."""
+    """The backbone's configuration; from the hub only that file is fetched. Raises UserError where there is none."""
     path, trust = recipe.backbone.path, recipe.backbone.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust)
@@ -103,32 +104,32 @@ def read_config(recipe: Recipe) -> PretrainedConfig:
     return config
 
 
-def draw(recipe: Recipe, accelerator: bool) -> FakeModels:
+def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     """The recipe's backbone and drafters, in the dtypes they have in training on an accelerator or on a CPU.
 
-    Raises UserError for whatever building the real ones would refuse, and for a model that cannot be built without numbers.
+    Raises UserError for whatever building the real ones would refuse, and for a model that cannot be built on fake tensors.
     """
-    config, where = read_config(recipe), recipe.backbone
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    dtype = torch_dtype(where.dtype) or (own if accelerator else torch.float32)
-    answers, mode = Answers(), FakeTensorMode()
-    kinds = ", ".join(alone.drafter["kind"] for alone in recipe.per_drafter().values())
+    config, settings = read_config(recipe), recipe.backbone
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    dtype = torch_dtype(settings.dtype) or (stored if accelerator else torch.float32)
+    values, mode = FakeValues(), FakeTensorMode()
+    kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:
-        with mode, answers:
+        with mode, values:
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=where.attention, trust_remote_code=where.trust_remote_code
+                    config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=settings.trust_remote_code
                 )
             model.tie_weights()
-            model.config.name_or_path = resolve(where.path)
+            model.config.name_or_path = resolve(settings.path)
             backbone = Backbone(model)
-            _mask_nothing(backbone)
-            return FakeModels(backbone, {name: _drafter(alone, backbone) for name, alone in recipe.per_drafter().items()}, answers, mode)
+            _pass_empty_mask(backbone)
+            return FakeModels(backbone, {name: _drafter(single, backbone) for name, single in recipe.per_drafter().items()}, values, mode)
     except UserError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, StrictDataclassError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"backbone {where.path!r} with {kinds} cannot be built from its configuration alone: {cause}") from None
+        raise UserError(f"backbone {settings.path!r} with {kinds} cannot be built from its configuration alone: {cause}") from None
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
@@ -139,10 +140,10 @@ def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
     return drafter
 
 
-def _mask_nothing(backbone: Backbone) -> None:
-    """Give the model a mask that takes no memory where it is given none.
+def _pass_empty_mask(backbone: Backbone) -> None:
+    """Pass an attention mask without memory where there is none.
 
-    Told none, it makes one here, since it cannot look at numbers to see that none is needed; in training it sees that and makes none.
+    Without it the model would make a real mask, since it cannot read from fake positions that it needs none, as it does in training.
     """
 
     def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

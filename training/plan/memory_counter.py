@@ -1,6 +1,6 @@
-"""Memory counted, not sampled: bytes of tensors as they are made and freed, by the part they are made for.
+"""Exact peak memory: bytes of tensor storages as they are made and freed, by the part of a step they belong to.
 
-Works on tensors without numbers (training/plan/sketch.py) as on real ones.
+It counts fake tensors (training/plan/fake_model.py) and real ones alike.
 
 Shape suffixes: B batch, H heads, T positions, D width.
 """
@@ -21,23 +21,23 @@ Parts = dict[str, int]
 
 class _Made(NamedTuple):
     number: int
-    """Addresses are used again, numbers are not."""
+    """Unique, while addresses are reused."""
     part: str
     size: int
 
 
-class Live(TorchDispatchMode):
-    """The storages made since it was entered and not yet freed; and what there was when they were most."""
+class MemoryCounter(TorchDispatchMode):
+    """The storages made since it was entered and not yet freed, and those that were live at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.part = ""
-        """What is made from here on is of this part."""
+        """The part that new storages belong to."""
         self.rows: int | None = None
-        """B, where what is laid out by heads (``[B, H, ...]``, ``[B H, ...]``) is a part of its own, *attention*."""
-        self.there: dict[int, _Made] = {}
-        self.then: list[_Made] = []
-        self.now = self.most = self.count = 0
+        """B: if set, tensors laid out by heads (``[B, H, ...]``, ``[B H, ...]``) belong to a part of their own, *attention*."""
+        self.live: dict[int, _Made] = {}
+        self.at_peak: list[_Made] = []
+        self.bytes = self.peak = self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -45,12 +45,12 @@ class Live(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self.there:
-                    self.there[storage._cdata] = _Made(self.count, self._part(leaf), storage.nbytes())
-                    self.count, self.now = self.count + 1, self.now + storage.nbytes()
+                if storage._cdata not in before and storage._cdata not in self.live:
+                    self.live[storage._cdata] = _Made(self.count, self._part(leaf), storage.nbytes())
+                    self.count, self.bytes = self.count + 1, self.bytes + storage.nbytes()
                     weakref.finalize(storage, self._freed, storage._cdata)
-        if self.now > self.most:
-            self.most, self.then = self.now, list(self.there.values())
+        if self.bytes > self.peak:
+            self.peak, self.at_peak = self.bytes, list(self.live.values())
         return out
 
     def _part(self, made: Tensor) -> str:
@@ -58,21 +58,21 @@ class Live(TorchDispatchMode):
         return "attention" if by_heads else self.part
 
     def _freed(self, key: int) -> None:
-        self.now -= self.there.pop(key).size
+        self.bytes -= self.live.pop(key).size
 
-    def again(self) -> None:
-        """Look for the most from here on."""
-        self.most, self.then = self.now, list(self.there.values())
+    def reset_peak(self) -> None:
+        """Find the peak from here on."""
+        self.peak, self.at_peak = self.bytes, list(self.live.values())
 
     def rename(self, tensors: list[Tensor], part: str) -> None:
-        """Those tensors are of another part from here on."""
-        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self.there.keys():
-            self.there[key] = self.there[key]._replace(part=part)
+        """Move the tensors to another part."""
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self.live.keys():
+            self.live[key] = self.live[key]._replace(part=part)
 
     def parts(self, gradients: list[Tensor]) -> Parts:
-        """When they were most; ``gradients``, now there, are a part of their own."""
-        keys = {tensor.untyped_storage()._cdata for tensor in gradients} & self.there.keys()
-        numbers, found = {self.there[key].number for key in keys}, Counter[str]()
-        for made in self.then:
-            found["gradients" if made.number in numbers else made.part] += made.size
-        return dict(found)
+        """Bytes by part at the peak; ``gradients``, which are live now, are a part of their own."""
+        keys = {tensor.untyped_storage()._cdata for tensor in gradients} & self.live.keys()
+        numbers, bytes_of = {self.live[key].number for key in keys}, Counter[str]()
+        for made in self.at_peak:
+            bytes_of["gradients" if made.number in numbers else made.part] += made.size
+        return dict(bytes_of)

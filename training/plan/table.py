@@ -1,4 +1,4 @@
-"""A plan (training/plan/plan.py) as lines of text."""
+"""A plan (training/plan/plan.py) as text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from typing import Any
 
 from headstart.support.units import gigabytes
 
-NOTES = {
-    "reading": "the backbone reads", "learning": "the drafter learns", "stepping": "the optimiser steps", "saving": "a checkpoint is made",
-}  # fmt: skip
-
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """What `plan` found, for people."""
+    """The report of `plan`, line by line."""
     machine, batch = report["machine"], report["micro_batch"]
     each = " each" if machine["processes"] > 1 else ""
     head = [
         f"for       {machine['processes']} x {machine['name']} of {gigabytes(machine['memory'])}{each}; "
-        f"{batch['rows']} rows of {batch['length']:,} tokens at once, {batch['learned']:,} of them learned",
+        f"{batch['rows']} rows of {batch['length']:,} tokens per forward, {batch['label_tokens']:,} of them label tokens",
         *_data(report),
         "",
     ]
@@ -25,11 +21,11 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
-    """A column a phase."""
-    parts = list(dict.fromkeys(part for found in phases.values() for part in found))
-    rows = [[part, *(gigabytes(found[part]) if part in found else "" for found in phases.values())] for part in parts]
-    totals = ["in all", *(gigabytes(sum(found.values())) for found in phases.values())]
-    table = [["memory while", *(NOTES[phase] for phase in phases)], *rows, totals]
+    """One column per phase."""
+    parts = list(dict.fromkeys(part for parts_of in phases.values() for part in parts_of))
+    rows = [[part, *(gigabytes(sizes[part]) if part in sizes else "" for sizes in phases.values())] for part in parts]
+    totals = ["total", *(gigabytes(sum(sizes.values())) for sizes in phases.values())]
+    table = [["memory", *phases], *rows, totals]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     cells = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in table]
     return ["  ".join(row).rstrip() for row in cells]
@@ -37,32 +33,32 @@ def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
 
 def _verdict(report: dict[str, Any]) -> list[str]:
     memory, machine, fits = report["memory"], report["machine"], report["fits"]
-    room = gigabytes(machine["usable"])
-    free = " (the rest is left to the allocator)" if machine["usable"] < machine["memory"] else ""
+    usable = gigabytes(machine["usable"])
+    reserve = " (the rest is left to the allocator)" if machine["usable"] < machine["memory"] else ""
     if memory["fits"]:
-        said = f"fits      {gigabytes(memory['most'])} at most, while {NOTES[memory['phase']]}, of {room}{free}"
+        verdict = f"fits      {gigabytes(memory['peak'])} at most, during {memory['phase']}, of {usable}{reserve}"
     else:
-        size = gigabytes(memory["phases"][memory["phase"]][memory["largest"]])
-        said = (
-            f"does not fit: {gigabytes(memory['most'])} while {NOTES[memory['phase']]}, but there are {room}{free}; "
-            f"the largest part is {memory['largest']}, {size}: {report['advice']}"
+        size = gigabytes(memory["phases"][memory["phase"]][memory["largest_part"]])
+        verdict = (
+            f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; "
+            f"the largest part is {memory['largest_part']}, {size}: {report['advice']}"
         )
-    most = (
-        f"largest   {fits['rows']:,} rows of {fits['of_length']:,} tokens at once (train.micro_batch), so batches of "
-        f"{fits['batch_size']:,} without accumulation; or {fits['of_rows']:,} rows of {fits['length']:,} tokens (data.max_length)"
+    limits = (
+        f"largest   {fits['rows']:,} rows of {fits['at_length']:,} tokens per forward (train.micro_batch), so batches of "
+        f"{fits['batch_size']:,} without accumulation; or {fits['at_rows']:,} rows of {fits['length']:,} tokens (data.max_length)"
     )
     none = "largest   nothing fits: not even one row, or rows of four tokens"
-    return [said, most if fits["rows"] or fits["length"] else none]
+    return [verdict, limits if fits["rows"] or fits["length"] else none]
 
 
 def _data(report: dict[str, Any]) -> list[str]:
     tokens = report["tokens"]
     if tokens["tokens"] is None:
-        return [f"data      not here, so rows are taken to be of data.max_length: {report['not_read']}"]
-    share = tokens["learned"] / tokens["tokens"]
+        return [f"data      not here, so rows of data.max_length are assumed: {report['data_unavailable']}"]
+    share = tokens["label_tokens"] / tokens["tokens"]
     return [
-        f"data      {tokens['said']} ({share:.0%})",
-        f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['trained_on']:,} tokens read",
+        f"data      {tokens['summary']} ({share:.0%})",
+        f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
     ]
 
 
@@ -77,9 +73,10 @@ def _disk(disk: dict[str, Any]) -> list[str]:
 
 def _time(report: dict[str, Any]) -> list[str]:
     if report["time"] is None:
-        return [f"time      not measured: {report['no_time']}"]
-    seconds, hours = report["time"]["seconds_a_step"], report["time"]["hours"]
-    alone = "" if report["machine"]["processes"] == 1 else ", by one process alone, without what processes say to each other"
-    alone += ", the backbone reading, since there is no cache yet: from it training is faster" if report["time"]["before_cache"] else ""
+        return [f"time      not measured: {report['time_unavailable']}"]
+    seconds, hours = report["time"]["seconds_per_step"], report["time"]["hours"]
+    notes = "" if report["machine"]["processes"] == 1 else ", measured on one process, without communication"
+    if report["time"]["without_cache"]:
+        notes += ", with the live backbone, since there is no feature cache yet; training from it is faster"
     span = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.0f} minutes" if hours >= 1 / 30 else f"{3600 * hours:,.0f} seconds"
-    return [f"time      {span}: {seconds:.2f} s a step{alone}; evaluations come on top"]
+    return [f"time      {span}: {seconds:.2f} s per step{notes}; evaluations come on top"]
