@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -52,19 +51,15 @@ class FakeValues(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, _, value = (*args, *kwargs.values())[:3]
             return query.new_empty(*query.shape[:-1], value.shape[-1])
-        if func in (torch.Tensor.item, torch.Tensor.__float__):
+        if func is torch.Tensor.item:
             return 0.0 if args[0].is_floating_point() else 0
         if func is torch.Tensor.__int__:
             return self.longest
         if func is torch.Tensor.__bool__:
             return self.packed
-        if func is torch.Tensor.unique:
-            return args[0]
         if func is torch.Tensor.nonzero:
-            places = tuple(args[0].new_empty(self.label_tokens, dtype=torch.int64) for _ in args[0].shape)
-            return places if kwargs.get("as_tuple") else torch.stack(places, -1)
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            return args[0].flatten(0, args[1].ndim - 1).clone()   # at most all of it
+            indices = tuple(args[0].new_empty(self.label_tokens, dtype=torch.int64) for _ in args[0].shape)
+            return indices if kwargs.get("as_tuple") else torch.stack(indices, -1)
         return func(*args, **kwargs)
 
 
