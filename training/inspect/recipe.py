@@ -157,7 +157,7 @@ def _histogram(bins: list[list[int]]) -> Table:
     most = max(count for _, _, count in bins)
     table = Table.grid(padding=(0, 1), pad_edge=True)
     for justify in ("right", "center", "left", "left"):
-        table.add_column(justify=justify)   # type: ignore[arg-type]
+        table.add_column(justify=justify)
     for first, end, count in bins:
         table.add_row(f"{first:,}", "-", f"{end:,}", f"{'#' * -(-BAR_WIDTH * count // most)} {count:,}")
     return table
