@@ -26,7 +26,7 @@ from headstart.heads.backbone.last_layer import last_layer
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, llama_like
+from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, engine_fields, llama_like
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors
@@ -181,24 +181,8 @@ class Eagle3(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
-        config = self.layer_config.to_dict()
-        keep = (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters",
-            "bos_token_id", "eos_token_id", "pad_token_id",
-        )  # fmt: skip
-        rope = config["rope_parameters"]
-        scaled = {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else None
-        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
-        return {name: config[name] for name in keep} | {
+        return engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": scaled,
-            "dtype": dtype,
-            "torch_dtype": dtype,
             "draft_vocab_size": self.config.draft_vocab_size or self.backbone.vocab,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.taps),

@@ -58,6 +58,28 @@ def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig
     )
 
 
+def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The part of a head's ``config.json`` that says of its layer what serving engines read of any Llama."""
+    values = config.to_dict()
+    keep = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    rope = values["rope_parameters"]
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if rope["rope_type"] != "default" else None
+    name = str(dtype).removeprefix("torch.")
+    return {key: values[key] for key in keep} | {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaled,
+        "dtype": name,
+        "torch_dtype": name,
+    }
+
+
 class Rotary(nn.Module):
     """Positions -> cosines and sines."""
 
