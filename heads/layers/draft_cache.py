@@ -89,6 +89,7 @@ class DraftCache(RowState):
             rotation = self.rotary.table(keys.shape[2], self.lengths_B.device)
             return replace(at_home, keys_BGSC=keys, values_BGSC=values, rotation=rotation)
         behind = length - int(self.lengths_B.max())   # more than the nodes if entries are to come, as after drafting was off for long
+        assert behind >= 0, "a ring has no room for so few positions"
         wanted = whole_steps(min(length, self.ring.slots + behind))
         if wanted <= at_home.slots <= 2 * wanted:
             return self

@@ -76,17 +76,21 @@ class DrafterSource(Source):
         """The row of the state that belongs to each row being decoded; None: its own."""
         self._pending: list[tuple[Features, list[int] | None]] = []
         """Features that the state lacks, each with the row of them that belongs to each row being decoded."""
+        self._positions = 0
+        """Positions of the longest row, or some more: rows are padded to one length at every step."""
 
     def start(self, sampled: bool) -> None:
         super().start(sampled)
         self._clear()
 
     def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
+        positions = features.tokens_BT.shape[1]
         if self.state is None and not self._pending:
-            self._pending = [(features, None)]
+            self._pending, self._positions = [(features, None)], positions
             return
-        self.catch_up(0)
-        self.state = self.drafter.join(self.state, self._extended(None, features, 0))
+        self.catch_up(self._positions)
+        self.state = self.drafter.join(self.state, self._extended(None, features, positions))
+        self._positions = max(self._positions, positions)
 
     def extend(self, accepted: Accepted) -> None:
         self.append(accepted.features)
@@ -94,6 +98,7 @@ class DrafterSource(Source):
     def append(self, features: Features) -> None:
         """Features of each row's next tokens, rows right-padded."""
         self._pending.append((features, None))
+        self._positions += features.tokens_BT.shape[1]
 
     def select(self, rows: list[int]) -> None:
         if not rows:
