@@ -67,5 +67,5 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
             f"{type(backbone.model).__name__} changes its logits in an unknown way (transformers {transformers.__version__}); "
             f"known rules: {', '.join(POSTPROCESS)}"
         )
-    rule, value = POSTPROCESS[best[0]], best[1]
-    return lambda logits: rule(logits, value)
+    apply, scale = POSTPROCESS[best[0]], best[1]
+    return lambda logits: apply(logits, scale)

@@ -90,12 +90,12 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
 
     The backbone's ``adapter`` is always trained by AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
     """
-    adapted = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
+    adapted: list[dict[str, Any]] = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
     hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
     if train.optimizer == "muon" and hidden:
-        others = [{"params": [p for name, p in trained.items() if name not in hidden]}, *adapted]
+        others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *adapted]
         return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train)
     groups = [
         {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
