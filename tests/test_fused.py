@@ -18,7 +18,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.objective import objective, require_comparable
+from headstart.training.objective.objective import Sums, objective, require_comparable
 from headstart.training.recipe.recipe import Objective
 
 
@@ -76,7 +76,7 @@ def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
 def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_learn(backbone: Backbone) -> None:
     features = batch(backbone)
     right = run(chunked, Objective(), backbone, drafter := TinyDrafter(backbone, 3, None).double(), features)
-    grads = dict(zip([name for name, _ in drafter.named_parameters()], right[4:], strict=True))
+    grads = dict(zip([name for name, _ in drafter.named_parameters()], right[len(Sums._fields) :], strict=True))
     for frozen in (drafter.head, drafter.mix):
         drafter.requires_grad_(True)
         frozen.requires_grad_(False)
@@ -149,7 +149,7 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)   # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
         found = run(chunked, wanted, backbone, drafter, features)
-    assert {grad.dtype for grad in found[4:]} == {torch.float32}
+    assert {grad.dtype for grad in found[len(Sums._fields) :]} == {torch.float32}
     torch.testing.assert_close(found[0], exact[0].double(), rtol=0.02, atol=0.02)
-    for a, b in zip(found[4:], exact[4:], strict=True):
+    for a, b in zip(found[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
         assert (a - b).norm() < 0.2 * b.norm()   # that of tv jumps where q crosses p
