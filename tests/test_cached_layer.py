@@ -1,0 +1,85 @@
+"""A decoder layer with its cache gives, at accepted positions and at drafted nodes, what it gives when trained: causal attention.
+
+Shape suffixes: B batch, T positions, N nodes, D width.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.layers.causal_attention import divide
+from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.draft_cache import DraftCache
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4
+)
+LENGTHS = (9, 6)
+
+
+@pytest.fixture
+def cached() -> CachedLayer:
+    torch.manual_seed(0)
+    return CachedLayer(DecoderLayer(CONFIG).requires_grad_(False), Rotary(CONFIG))
+
+
+def states(seed: int = 1) -> Tensor:
+    return torch.randn(len(LENGTHS), max(LENGTHS), CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(cached: CachedLayer, state_BTD: Tensor, pieces: tuple[int, ...]) -> DraftCache:
+    """The cache after the rows' positions, fed in pieces of those lengths (rows right-padded)."""
+    lengths_B, start = torch.tensor(LENGTHS), 0
+    cache = cached.empty(torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)).reserve(max(LENGTHS) + 4)
+    for count in pieces:
+        counts_B = (lengths_B - start).clamp(min=0, max=count)
+        offsets_BT = cached.kept_offsets(cache, count, counts_B)
+        piece_BTD = state_BTD[torch.arange(len(LENGTHS))[:, None], (start + offsets_BT).clamp(max=max(LENGTHS) - 1)]
+        cache = cached.extend(cache, cached.layer.inputs(piece_BTD), offsets_BT, counts_B)
+        start += count
+    return cache
+
+
+def trained(cached: CachedLayer, state_TD: Tensor) -> Tensor:
+    """The layer's output at every position of one sequence, as in training."""
+    blocks = divide(None, (1, CONFIG.num_attention_heads, len(state_TD)), state_TD.device)
+    return cached.layer.forward_train([state_TD[None]], [], cached.rotary, blocks)[0][0]
+
+
+@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1,) * 9])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_last_position_attends_to_its_sequence(cached: CachedLayer, pieces: tuple[int, ...], offload: bool) -> None:
+    cached.limit(None, offload=offload)
+    state_BTD = states()
+    cache = filled(cached, state_BTD, pieces)
+    last_B1D = torch.stack([state_BTD[b, length - 1 : length] for b, length in enumerate(LENGTHS)])
+    output_B1D = cached.attend_last(cache, cached.layer.inputs(last_B1D), last_B1D)
+    for b, length in enumerate(LENGTHS):
+        torch.testing.assert_close(output_B1D[b, 0], trained(cached, state_BTD[b, :length])[-1])
+
+
+def test_a_window_holds_sinks_and_the_last_positions(cached: CachedLayer) -> None:
+    """With room for a row's positions a window changes nothing; a shorter one changes the row that is longer than it."""
+    state_BTD = states()
+    last_B1D = torch.stack([state_BTD[b, length - 1 : length] for b, length in enumerate(LENGTHS)])
+    outputs = {}
+    for window in (None, 8, 3):
+        cached.limit(window, sink=2)
+        outputs[window] = cached.attend_last(filled(cached, state_BTD, (9,)), cached.layer.inputs(last_B1D), last_B1D)
+    torch.testing.assert_close(outputs[8], outputs[None])
+    assert not torch.allclose(outputs[3], outputs[None])
+
+
+def test_drafted_nodes_attend_to_the_sequence_and_their_ancestors(cached: CachedLayer) -> None:
+    """Two children of the root, then a child of the second: each node's output is that of its own path appended to the row."""
+    state_BTD, node_BND = states(), states(2)[:, :3]
+    cache = filled(cached, state_BTD, (9,))
+    itself_BNM = torch.eye(2, dtype=torch.bool).expand(len(LENGTHS), 2, 2)
+    first_B2D, cache = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, :2]), node_BND[:, :2], itself_BNM, 0)
+    ancestors_B1M = torch.tensor([[False, True, True]]).expand(len(LENGTHS), 1, 3)
+    second_B1D, _ = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, 2:]), node_BND[:, 2:], ancestors_B1M, 1)
+    for b, length in enumerate(LENGTHS):
+        for path, output_D in (([0], first_B2D[b, 0]), ([1], first_B2D[b, 1]), ([1, 2], second_B1D[b, 0])):
+            torch.testing.assert_close(output_D, trained(cached, torch.cat([state_BTD[b, :length], node_BND[b, path]]))[-1])
