@@ -126,7 +126,7 @@ class SpeculativeModel:
         seed: int | list[int] | None = None,
         tree: TreeSize = "auto",
         speculate: bool = True,
-        batch: int | None = None,
+        batch_size: int | None = None,
         timed: bool = False,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
@@ -134,7 +134,7 @@ class SpeculativeModel:
 
         ``seed``: an int (row i has seed + i), a list with one per row, or None for torch's default generator. ``tree``: "auto" adapts the
         size of the candidate trees to acceptance rates and measured latency; a `TreeShape` fixes it. ``speculate=False``: autoregressive
-        decoding. ``batch``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
+        decoding. ``batch_size``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
         With ``num_beams`` it is transformers' beam search, several steps per pass; a `TreeShape` then counts a row's nodes over its beams.
         Raises UserError (a ValueError) for arguments that are not supported.
         """
@@ -143,8 +143,8 @@ class SpeculativeModel:
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_one_side(request, self.backbone)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
-        if batch is not None:
-            require_count("batch", batch, of="generate")
+        if batch_size is not None:
+            require_count("batch_size", batch_size, of="generate")
         if tree != "auto" and not isinstance(tree, TreeShape):
             raise UserError(f"tree is 'auto' or a TreeShape; got {tree!r}")
         shape = tree if isinstance(tree, TreeShape) else None
@@ -154,9 +154,9 @@ class SpeculativeModel:
         engine = self.engine(speculate and bool(self.drafters or self.proposers))
         decoder: Decoder | BeamDecoder
         if request.beams is not None:
-            decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch or len(request.ids_BT))
+            decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
         else:
-            decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch or len(input_ids))
+            decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
         passes = list(decoder.run(timed))
         if streamer is not None:
             streamer.end()

@@ -64,7 +64,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
         assert torch.equal(out.sequences, alone) and out.tau > 1.2
         others = [(TreeShape(5, 1), None), ("auto", 2)] if len(given) > 1 else []
         for tree, batch in [(TreeShape(14, 4), 2), *others]:
-            assert torch.equal(say(of, rows, tree=tree, batch=batch, **ending).sequences, truth), (tree, batch)
+            assert torch.equal(say(of, rows, tree=tree, batch_size=batch, **ending).sequences, truth), (tree, batch)
 
 
 @each_family
@@ -79,7 +79,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     for drafter in (model, early):
         of = SpeculativeModel(on, proposers=[drafter], capture="off")
         for batch in (None, 2):
-            out = say(of, rows, tree=TreeShape(5, 1), batch=batch, **options)
+            out = say(of, rows, tree=TreeShape(5, 1), batch_size=batch, **options)
             assert torch.equal(out.sequences, truth) and out.accept_lengths == [[5] * 5] * 3, (type(drafter), batch)
         found.append(say(of, rows, tree=TreeShape(24, 6), **options).accept_lengths)
     assert found[0] == found[1]
@@ -160,7 +160,7 @@ def test_a_long_text_may_join_right_after_one_that_ended_at_once() -> None:
     lengths = [text.index(0) if 0 in text else 12 for text in truth[:, -12:].tolist()]
     assert lengths == [12, 3, 1, 12], "the third text ends with its first token"
     for drafter in (random_drafter("eagle3", on), *drafters("llama")):
-        assert torch.equal(say(SpeculativeModel(on, proposers=[drafter]), rows, batch=2, tree=TreeShape(24, 4), **options), truth)
+        assert torch.equal(say(SpeculativeModel(on, proposers=[drafter]), rows, batch_size=2, tree=TreeShape(24, 4), **options), truth)
 
 
 @each_family

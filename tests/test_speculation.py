@@ -251,12 +251,12 @@ def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None
     assert len({text.count(0) for text in together.tolist()}) > 2, "texts of several lengths"
     drafter = random_drafter("eagle3", on)
     for of in (SpeculativeModel(on, drafter), SpeculativeModel(on), SpeculativeModel(on, Scripted(on, unpadded(together, rows), "nearly"))):
-        out = say(of, rows, batch=batch, return_dict_in_generate=True, **options)
+        out = say(of, rows, batch_size=batch, return_dict_in_generate=True, **options)
         assert torch.equal(out.sequences, together)
         alone = say(of, rows, return_dict_in_generate=True, **options)
         assert list(map(sum, out.accept_lengths)) == list(map(sum, alone.accept_lengths))
     with pytest.raises(ValueError, match="batch.*at least 1; got 0"):
-        say(of, rows, batch=0, **options)
+        say(of, rows, batch_size=0, **options)
 
 
 @pytest.mark.parametrize("sizes", [TREE_SIZES, TUNED_SIZES, CURVE_SIZES])

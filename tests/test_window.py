@@ -150,7 +150,7 @@ def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample:
         options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sample, "seed": 3}
         plain = say(of, rows, speculate=False, **options)
         for tree in (TreeShape(12, 4), "auto"):
-            assert unpadded(say(of, rows, tree=tree, batch=batch, **options), rows) == unpadded(plain, rows), tree
+            assert unpadded(say(of, rows, tree=tree, batch_size=batch, **options), rows) == unpadded(plain, rows), tree
     assert [source.captured for source in of.engine(True).speculation.of_kind(DrafterSource)] == [capture == "trace"]
 
 
