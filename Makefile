@@ -7,7 +7,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
+# --multi_gpu is accelerate's word for several local processes; on a CPU they use gloo.
+LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
+  --mixed_precision no --dynamo_backend no
 
 .PHONY: install demo test lint
 
