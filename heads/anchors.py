@@ -1,4 +1,4 @@
-"""Anchors: the positions a drafter is trained at when it is not trained at all of them.
+"""Anchors: the positions that a drafter drafts from in training, if not from all.
 
 Shape suffixes: B batch, T positions, D width, K depth, M anchors.
 """
@@ -21,17 +21,17 @@ class Anchors:
 
 
 def at_all_positions(tokens_BT: Tensor) -> Anchors:
-    """An anchor at every position, row after row."""
+    """Anchors at all positions, in row-major order."""
     B, T = tokens_BT.shape
     device = tokens_BT.device
     return Anchors(torch.arange(B, device=device).repeat_interleave(T), torch.arange(T, device=device).repeat(B))
 
 
 def gather_anchors(dense: list[Tensor], at: Anchors) -> list[Tensor]:
-    """Dense results ``[B, max(T-2-k, 0), D]`` of each depth -> ``[M, D]``.
+    """Select the anchors' rows from dense results: ``[B, max(T-2-k, 0), D]`` per depth -> ``[M, D]``.
 
-    A depth that has no result at an anchor takes another position's: shapes stay fixed, every depth stays in the autograd graph,
-    and the objective does not count it.
+    A depth without a result at an anchor takes another position's, which the objective ignores: shapes stay fixed and every depth
+    stays in the autograd graph.
     """
     taken = []
     for hidden_BTD in dense:
@@ -42,7 +42,7 @@ def gather_anchors(dense: list[Tensor], at: Anchors) -> list[Tensor]:
 
 
 def dense_from_anchors(forward: Callable[[Anchors], list[Tensor]], tokens_BT: Tensor) -> list[Tensor]:
-    """Dense results ``[B, max(T-2-k, 0), D]`` of a drafter that knows only how to draft from anchors."""
+    """Compute dense results ``[B, max(T-2-k, 0), D]`` with a drafter that only drafts from anchors."""
     B, T = tokens_BT.shape
     at_all = forward(at_all_positions(tokens_BT))
     return [hidden_MD.unflatten(0, (B, T))[:, : max(T - 2 - k, 0)] for k, hidden_MD in enumerate(at_all)]

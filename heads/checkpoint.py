@@ -1,9 +1,9 @@
-"""A drafter on disk: the directory serving engines load, plus ``headstart.json`` with the feature contract and provenance.
+"""Drafter checkpoints: a directory that serving engines load, plus ``headstart.json`` with metadata.
 
-    config.json             what engines read (each drafter's `config`)
-    <file_name>             the weights, safetensors, under the names engines expect (each drafter's `tensors`)
-    headstart.json          kind and arguments, the backbone's contract, a hash of the weights, where they come from
-    adapter/                a PEFT adapter, if the backbone carries one: heads trained together with it draft for the adapted backbone
+    config.json             for serving engines (`Drafter.engine_config`)
+    <file_name>             safetensors weights under the engines' names (`Drafter.tensors`)
+    headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
+    adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weig
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A hash of the chat template; None if the tokenizer has none."""
+    """Hash the chat template; None if the tokenizer has none."""
     template = tokenizer.chat_template
     return value_hash(template) if template else None
 
 
 def recipe_template(card: dict[str, Any]) -> str | None:
-    """The chat template that the recipe of a checkpoint brought along, if it did."""
+    """Return the chat template set in the checkpoint's recipe, if any."""
     template = card["provenance"].get("recipe", {}).get("data", {}).get("chat_template")
     return template if isinstance(template, str) else None
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
-    """Write the checkpoint so that ``folder`` never holds a half-written file: each is renamed into place, the metadata last."""
-    config, tensors = drafter.engine_config(), drafter.tensors()   # which a drafter may refuse, before anything is there
+    """Write the checkpoint; each file is renamed into place when complete, the metadata last."""
+    config, tensors = drafter.engine_config(), drafter.tensors()   # may raise, so before anything is written
     backbone = drafter.backbone
     module = type(drafter).__module__
-    # Renamed in the order in which the blocks end: the innermost first.
+    # Files are renamed as the blocks end, the innermost first.
     adapter = backbone.adapter
     if adapter is not None:
         with atomic(folder / ADAPTER, folder=True) as adapter_folder:
@@ -84,7 +84,7 @@ def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
 
 
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The local folder of a checkpoint (fetched if ``path`` is a hub id) and its ``headstart.json``."""
+    """Return the local folder of a checkpoint (downloaded if ``path`` is a hub id) and its ``headstart.json``."""
     folder = Path(path)
     if not folder.is_dir():
         folder = _fetch(str(path))
@@ -108,10 +108,10 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
 def load_drafter(
     path: str | Path, backbone: Backbone, *, tokenizer: PreTrainedTokenizerBase | None = None, allow_finetuned: bool = False
 ) -> Drafter:
-    """The trained drafter of a checkpoint, in the backbone's dtype and on its device.
+    """Load a trained drafter, in the backbone's dtype and on its device.
 
-    Raises UserError when the files are missing or damaged, or when the backbone is not the one the heads were trained on
-    (``allow_finetuned`` allows another one of the same shape; the text stays exact, only fewer tokens may be accepted).
+    Raises UserError if files are missing or damaged, or if the backbone is not the one the heads were trained on. ``allow_finetuned``
+    allows another backbone of the same shape: decoding stays lossless, but fewer tokens may be accepted.
     """
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
@@ -137,7 +137,7 @@ def load_drafter(
 
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
-    """Refuse a backbone that the heads were not trained on, naming both sides."""
+    """Raise UserError, naming both backbones, if the heads were trained on another one."""
     trained, found = dict(card["contract"]), backbone.contract()
     weights, own_weights = trained.pop("weights", None), found.pop("weights")
     on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
@@ -163,7 +163,7 @@ def _fetch(path: str) -> Path:
 
 
 def same_weights(ours: Any, theirs: Any) -> bool:
-    """Whether two fingerprints are of the same weights, each rounded to a dtype of its own."""
+    """Compare two fingerprints, allowing for rounding to different dtypes."""
     if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
         return False
     scale = max(map(abs, ours), default=0.0)

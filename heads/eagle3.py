@@ -1,9 +1,9 @@
-"""EAGLE-3 (2503.01840): one decoder layer that reads three fused backbone layers, trained on its own outputs.
+"""EAGLE-3 (2503.01840): one decoder layer over fused hidden states of three backbone layers, trained on its own outputs.
 
-Row t of the first pass is the pair (embedding of ``x_{t+1}``, fused taps of t); what comes out drafts ``x_{t+2}`` and, before
-its norm, is fed back in place of the fused taps for the next depth. The training-time test runs those ``depth`` passes at
-all positions at once: pass k attends to the keys of the first pass up to t and to its own earlier passes at t. Names, norm
-order and the state fed back are those that serving engines load (``norm_before_residual`` false).
+In the first pass, position t takes the pair (embedding of ``x_{t+1}``, fused taps of t). Its output drafts ``x_{t+2}`` and, before
+the norm, replaces the fused taps at the next depth. The training-time test runs the ``depth`` passes at all positions at once: pass k
+attends to the keys of pass 0 up to t and to those of passes 1 to k at t. Names, norm order and the state fed back are as
+serving engines expect (``norm_before_residual`` false).
 
 Shape suffixes: B batch, T positions, S keys, D width, H heads, N tree nodes, M drafted nodes so far, K depth.
 """
@@ -35,7 +35,7 @@ from headstart.support.errors import UserError
 
 @dataclass(frozen=True)
 class State(RowState):
-    """The keys of a row's pairs, the state that waits for its next token, and the nodes drafted last."""
+    """KV cache of the pairs, the fused state that awaits its next token, and the last drafted nodes."""
 
     cache: DraftCache
     pending_BD: Tensor
@@ -89,17 +89,17 @@ class Eagle3(Drafter):
         self.vocabulary = tokens
 
     def use_vocabulary(self, tokens: Tensor) -> None:
-        """Draft these backbone tokens (int64 ``[DV]``) and no others; the output layer starts as the backbone's rows of them."""
+        """Restrict drafts to these backbone tokens (int64 ``[DV]``) and copy their rows of the backbone's output layer."""
         tokens = tokens.sort().values.to(self.d2t.device)
         assert len(tokens) == self.config.draft_vocab_size and len(tokens.unique()) == len(tokens)
         self._set_vocabulary(tokens)
         self.lm_head.weight.data.copy_(self.backbone.unembed.weight[tokens.to(self.backbone.device)])
 
     def init_from(self, backbone: Backbone) -> None:
-        """The fused state starts as the deepest tap with a little of the others, each scaled to unit size; the layer as the backbone's
-        last where the shapes agree; the output layer as the backbone's.
+        """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layer as
+        the backbone's last if the shapes agree; and the output layer as the backbone's.
 
-        Residual streams are tens of units large, beside which the layer's own first contributions would not count.
+        Without the scaling, residual streams, whose entries are in the tens, would dominate the layer's initial output.
         """
         super().init_from(backbone)
         D = self.fc.out_features
@@ -107,7 +107,7 @@ class Eagle3(Drafter):
         taps = backbone.read(tokens_1T, taps=self.taps).taps or {}
         self.fc.weight[:, -D:] += torch.eye(D)
         for i, tap in enumerate(self.taps):
-            size = taps[tap].float().square().mean(-1).sqrt().median()  # of positions: the first is often an outlier
+            size = taps[tap].float().square().mean(-1).sqrt().median()  # median over positions: the first is often an outlier
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
         if (last := last_layer(backbone)) is not None and self.midlayer.start_as(last[0]):
             self.norm.weight.copy_(last[1])
@@ -115,7 +115,7 @@ class Eagle3(Drafter):
         self.lm_head.weight.copy_(backbone.unembed.weight[rows])
 
     def fuse(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
-        """The tapped layers side by side, brought to one width: ``[B, T, D]``; of the positions ``index_BT`` of each row alone."""
+        """Concatenate and project the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
         assert features.taps is not None
         taps_BTX = torch.cat([features.taps[tap] for tap in self.taps], -1)
         if index_BT is not None:
@@ -152,7 +152,10 @@ class Eagle3(Drafter):
         self.cached.limit(window, sink, offload)
 
     def begin(self, features: Features, state: State | None = None) -> State:
-        """Pairs join a token to the state before it, so the last state waits for its token; a sequence's first token makes no pair."""
+        """Extend the KV cache with pairs (token, fused state of the position before it).
+
+        The last fused state is kept until its token is known; a sequence's first token forms no pair.
+        """
         counts_B = features.lengths_B
         last_B = (counts_B - 1).clamp(min=0)
         if state is None:
@@ -180,7 +183,7 @@ class Eagle3(Drafter):
         return hidden_BND, replace(state, cache=cache, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
 
     def engine_config(self) -> dict[str, Any]:
-        """One directory for every engine that loads EAGLE-3; both countings of the tapped layers."""
+        """Return a configuration for all engines that load EAGLE-3, with taps counted in both conventions in use."""
         return engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.config.draft_vocab_size or self.backbone.vocab,

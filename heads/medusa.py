@@ -1,7 +1,7 @@
-"""Medusa (2401.10774): independent heads; head k drafts k+2 tokens ahead from the last hidden state alone.
+"""Medusa (2401.10774): independent heads; head k drafts ``x_{t+2+k}`` from the final hidden state of position t alone.
 
-Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and an output layer of its own. The blocks start as the identity and
-the output layers as the backbone's, so an untrained head repeats the backbone's own next-token distribution.
+Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and its own output layer. The blocks start as the identity and
+the output layers as the backbone's, so an untrained head gives the backbone's next-token distribution.
 
 Shape suffixes: B batch, T positions, D width, N tree nodes, K depth.
 """
@@ -32,7 +32,7 @@ class ResBlock(nn.Module):
 
 
 class Medusa(Drafter):
-    """`trained_depth` heads, each on the final hidden state of the last position."""
+    """`trained_depth` heads over the final hidden state of the last position."""
 
     class Config(DrafterConfig):
         depth: Annotated[int, Ge(1)] = 4
@@ -62,12 +62,12 @@ class Medusa(Drafter):
 
     @property
     def max_depth(self) -> int:
-        """A head per depth."""
+        """Number of heads, one per depth."""
         return self.trained_depth
 
     @property
     def _heads(self) -> list[Any]:
-        """Each a sequence: residual blocks, then the output layer."""
+        """The heads; each is a sequence of residual blocks and the output layer."""
         return list(self.heads)
 
     def forward_dense(self, features: Features) -> list[Tensor]:
@@ -79,7 +79,7 @@ class Medusa(Drafter):
         return self._heads[depth][-1](hidden)
 
     def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
-        """The state is the hidden state ``[B, 1, D]`` of each row's last position."""
+        """Return the hidden state ``[B, 1, D]`` of each row's last position."""
         hidden_BTD = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
         lengths_B = features.lengths_B
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
@@ -90,7 +90,7 @@ class Medusa(Drafter):
         return torch.cat([head[:-1](state) for head in self._heads], 1), state
 
     def engine_config(self) -> dict[str, Any]:
-        """No ``architectures``: one engine that reads this layout refuses files that name one."""
+        """Return the configuration without ``architectures``, since one engine rejects Medusa files that have it."""
         return {
             "medusa_num_heads": self.config.depth,
             "medusa_num_layers": self.config.layers,

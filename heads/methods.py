@@ -1,4 +1,4 @@
-"""Kinds of drafters: found by their class, constructed without weights, built fresh."""
+"""Find drafter classes by kind, and construct drafters without weights or newly initialised."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from headstart.support.errors import UserError
 
 
 def drafters_of(module: str) -> list[type[Drafter]]:
-    """The concrete drafters that a module defines."""
+    """List the concrete drafter classes that a module defines."""
     classes = [value for value in vars(importlib.import_module(module)).values() if isinstance(value, type)]
     return [one for one in classes if issubclass(one, Drafter) and one.__module__ == module and not inspect.isabstract(one)]
 
 
 def methods() -> list[str]:
-    """The kinds of drafter that ship: every module of this folder that defines one."""
+    """List the built-in drafter kinds: the modules of this package that define one."""
     names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg]
     return sorted(name for name in names if drafters_of(f"headstart.heads.{name}"))
 
 
 def find_drafter(kind: str) -> type[Drafter]:
-    """``medusa`` is the drafter in heads/medusa.py; a dotted name is a module of the user's own. Raises UserError."""
+    """Return the drafter class: ``medusa`` is in heads/medusa.py, a dotted name is a user's module. Raises UserError."""
     known = methods()
     if "." not in kind and kind not in known:
         near = difflib.get_close_matches(kind, known, 1)
@@ -51,9 +51,9 @@ def find_drafter(kind: str) -> type[Drafter]:
 
 
 def construct_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
-    """A drafter of that kind without weights: all are NaN until they are loaded or initialised.
+    """Construct a drafter without weights: all are NaN until loaded or initialised.
 
-    Raises UserError for an unknown kind, an unknown argument, or a value the drafter refuses.
+    Raises UserError for an unknown kind, an unknown argument, or an invalid value.
     """
     cls = find_drafter(kind)
     config = parse(cls.Config, arguments, "drafter")
@@ -66,7 +66,7 @@ def construct_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any
 
 
 def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
-    """A fresh drafter of that kind with its start values. Raises UserError as `construct_drafter` does."""
+    """Construct a newly initialised drafter. Raises UserError as `construct_drafter` does."""
     drafter = construct_drafter(kind, backbone, arguments)
     with torch.no_grad():
         drafter.init_from(backbone)
@@ -75,7 +75,7 @@ def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -
 
 
 def require_weights(drafter: Drafter, source: str) -> None:
-    """Raise UserError naming a weight that ``source`` has left without a number."""
+    """Raise UserError naming the first weight with a NaN; ``source`` is where the weights came from."""
     for name, tensor in drafter.state_dict().items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise UserError(f"{source} leaves weight {name} of {type(drafter).__name__} not a number (NaN): missed, or damaged")

@@ -1,1 +1,1 @@
-"""The frozen model that heads are trained on, seen through the few things heads and the decoder need of it."""
+"""The frozen target model behind the narrow interface that heads and the decoder use."""

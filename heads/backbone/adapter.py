@@ -1,6 +1,6 @@
-"""PEFT adapters on a backbone: attached, saved, loaded, identified. The only module that knows PEFT.
+"""Attach, save, load and identify PEFT adapters of a backbone. This is the only module that uses PEFT.
 
-PEFT replaces layers of the model in place, so from then on the model's own forward and ``generate`` compute with the adapter.
+PEFT replaces layers of the model in place, so the model's own forward and ``generate`` then use the adapter too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 FOLDER = "adapter"
-"""The adapter's folder in a checkpoint of heads."""
+"""The adapter's folder in a heads checkpoint."""
 WEIGHTS = "adapter_model.safetensors"
 SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-"""Settings of an adapter that its output depends on beside its weights."""
+"""Settings that determine an adapter's output together with its weights."""
 BASE_LAYER = ".base_layer."
-"""What PEFT puts into the names of the layers it wraps."""
+"""Infix that PEFT adds to the parameter names of the layers it wraps."""
 
 
 class Adapter:
-    """The active adapter of a PEFT model that injects its weights into the model's own layers, as LoRA does."""
+    """The active adapter of a PEFT model, of a kind that changes the model's layers, such as LoRA."""
 
     def __init__(self, peft: PeftModel) -> None:
         from peft.tuners.tuners_utils import BaseTuner
@@ -51,7 +51,7 @@ class Adapter:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside the context the adapter's dropout is active; the model's own modules stay in evaluation mode."""
+        """Activate the adapter's dropout; the model's own modules stay in evaluation mode."""
         for module in self.dropouts:
             module.train()
         try:
@@ -61,7 +61,7 @@ class Adapter:
                 module.eval()
 
     def digest(self) -> str:
-        """A hash of the adapter's weights and scaling: the same for the adapter in memory and loaded from its folder."""
+        """Hash the adapter's weights and scaling; saving and loading do not change the hash."""
         config = self.peft.peft_config[self.peft.active_adapter].to_dict()
         digest = hashlib.sha256(json.dumps({key: config.get(key) for key in SCALING}, sort_keys=True, default=str).encode())
         for name, weight in sorted(self.parameters.items()):
@@ -69,14 +69,14 @@ class Adapter:
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
-        """Write a standard PEFT adapter."""
+        """Write the adapter in PEFT's standard format."""
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)   # safetensors makes it private
+        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)   # safetensors creates it with mode 600
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
-    """The model itself and the adapter on it, if there is one."""
-    if "peft" not in sys.modules:   # then it cannot be one of its models
+    """Return the underlying model and its adapter, if any."""
+    if "peft" not in sys.modules:   # no PeftModel can exist
         return model, None
     from peft import PeftModel
 
@@ -87,10 +87,10 @@ def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter
 
 
 def new_adapter(model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str]) -> Adapter:
-    """Attach a fresh LoRA adapter (2106.09685), which at first changes nothing.
+    """Attach a new LoRA adapter (2106.09685); it starts as the identity.
 
-    ``target_modules`` as PEFT has it: "all-linear" (but the output layer), a regular expression, or the ends of module names.
-    Raises UserError without PEFT, or if the model has no such modules.
+    ``target_modules`` as in PEFT: "all-linear" (all but the output layer), a regular expression, or a list of module name suffixes.
+    Raises UserError if PEFT is not installed or the model has no such modules.
     """
     peft = _peft()
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -102,7 +102,10 @@ def new_adapter(model: PreTrainedModel, rank: int, alpha: float, dropout: float,
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> Adapter:
-    """Attach the adapter saved in ``folder``. Raises UserError without PEFT, or if its weights are missing or do not fit the model."""
+    """Attach the adapter saved in ``folder``.
+
+    Raises UserError if PEFT is not installed, or if the weights are missing or do not fit the model.
+    """
     peft = _peft()
     if not (folder / WEIGHTS).is_file() or not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} lacks adapter_config.json or {WEIGHTS}; train or fetch the heads again")
@@ -125,7 +128,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Adapter:
 
 
 def base_parameters(module: nn.Module, adapter: Adapter | None) -> dict[str, Tensor]:
-    """A module's own parameters under their names without an adapter."""
+    """Return a module's parameters without the adapter's, under the names they have without an adapter."""
     added = set() if adapter is None else {id(weight) for weight in adapter.parameters.values()}
     return {name.replace(BASE_LAYER, "."): weight for name, weight in module.named_parameters() if id(weight) not in added}
 

@@ -1,6 +1,6 @@
-"""A causal model of `transformers`, unmodified, seen through the few things drafters and the decoder need of it.
+"""Wrap an unmodified causal language model of `transformers` in the interface that drafters and the decoder use.
 
-The only code that knows model classes. Shape suffixes: B batch, T positions, S slots (keys), D width, V vocabulary.
+All handling of model classes is here. Shape suffixes: B batch, T positions, S slots (keys), D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 EMBEDDED = "embedded"
-"""The name of the small backbone that ships with the project."""
+"""Name of the small backbone that ships with the package."""
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
 
 class Backbone:
-    """A causal language model with `embed`, `readout` and `read`. The model object is the caller's own and stays usable as it is.
+    """A causal language model with `embed`, `readout` and `read`. The caller may keep using the model object.
 
-    Its weights are frozen. A ``PeftModel`` brings an adapter, which decoding uses; with ``trainable`` the adapter's weights are trained.
+    Its weights are frozen. The adapter of a ``PeftModel`` is used in decoding and, with ``trainable``, trained.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False) -> None:
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}
-        """The adapter's weights by name, if they are to be trained; empty for a frozen backbone."""
+        """The adapter's weights by name if they are trained; empty for a frozen backbone."""
         self._heads_without_adapter: str | None = None
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
@@ -57,13 +57,13 @@ class Backbone:
         self.num_layers: int = self.config.num_hidden_layers
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
-        """The context length by the configuration."""
+        """Context length stated by the configuration."""
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
-        """Sequence length beyond which the rotary frequencies change (None: they never do), and whether they change only once."""
+        """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(self.base, self.num_layers)
         self.windows = _windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
-        """The recurrent layers, which keep a state instead of keys and values; None if there are none."""
+        """The layers that keep a recurrent state instead of keys and values; None if there are none."""
         self._postprocess = find_postprocessing(self)
         require_masks(self)
         if trainable:
@@ -77,16 +77,16 @@ class Backbone:
             weight.requires_grad_(True)
 
     def add_lora(self, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] = "all-linear") -> None:
-        """Attach a fresh LoRA adapter to the model, to be trained."""
+        """Attach a new, trainable LoRA adapter to the model."""
         assert self.adapter is None
         self.adapter = new_adapter(self.model, rank, alpha, dropout, target_modules)
         self.model.requires_grad_(False)
         self._unfreeze()
 
     def require_adapter(self, checkpoint: str, folder: Path, digest: str | None, allow_other: bool = False) -> None:
-        """Attach the adapter that heads were trained with, if it is not there yet. ``digest`` None: they were trained without one.
+        """Attach the adapter that heads were trained with, unless it is attached already. ``digest`` None: trained without one.
 
-        Raises UserError if the backbone carries another adapter (unless ``allow_other``), or for a damaged or missing one.
+        Raises UserError if the backbone has another adapter (unless ``allow_other``), or if this one is damaged or missing.
         """
         if digest is None:
             self._heads_without_adapter = checkpoint
@@ -105,13 +105,13 @@ class Backbone:
 
     @property
     def name(self) -> str:
-        """The folder or hub id it was loaded from; ``embedded`` for the one that ships with the project."""
+        """Folder or hub id the model was loaded from; ``embedded`` for the one that ships with the package."""
         name = str(self.model.config.name_or_path)
         return EMBEDDED if name == resolve(EMBEDDED) else name
 
     @property
     def precision(self) -> str:
-        """The dtype of its computation, and the quantization of its weights if there is one."""
+        """Compute dtype, followed by the quantization scheme if the weights are quantized."""
         return f"{str(self.dtype).removeprefix('torch.')} {quantization(self.model)}".strip()
 
     @property
@@ -123,7 +123,7 @@ class Backbone:
         return self.embed.weight.dtype
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """Final hidden states ``[..., D]`` -> logits ``[..., V]``, soft-capped or scaled as the family does."""
+        """Map final hidden states ``[..., D]`` to logits ``[..., V]``, soft-capped or scaled as in the model's own forward."""
         return self._postprocess(self.unembed(hidden))
 
     def read(
@@ -134,11 +134,12 @@ class Backbone:
         attention_mask: dict[str, Tensor] | None = None,
         taps: tuple[int, ...] = (),
     ) -> Features:
-        """The features of the tokens; with a cache they continue it. They carry gradients if the backbone is trainable and grad is enabled.
+        """Run a forward pass over the tokens, after those in ``cache`` if given, and return their features.
 
-        ``attention_mask``: for each of `windows`, ``[B, T, S]`` that is True where a position may look; None: causal. Padding at the
-        right end needs no mask, since nothing before it looks there. Recurrent layers follow no mask, but the tree that is read along
-        a `heads.recurrent.Branch`; and with them the cache is one made for the model's configuration.
+        Features carry gradients if the backbone is trainable and grad is enabled. ``attention_mask`` holds ``[B, T, S]`` for each key
+        of `windows`, True where a position may attend; None: causal. Right padding needs no mask, since no position before it attends
+        to it. Recurrent layers ignore masks: they follow the `Branch` of `Recurrent.along`, and their cache must be made for the
+        model's configuration.
         """
         masked = attention_mask is not None or (cache is not None and not cache.layers)
         if self.recurrent is not None and not self.recurrent.reading and masked:
@@ -159,7 +160,7 @@ class Backbone:
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     def fingerprint(self) -> list[float]:
-        """32 values each of the embedding and of the output layer, in the current dtype; compared by `checkpoint.same_weights`."""
+        """Return 32 values each of the embedding and the output layer, in the current dtype; `checkpoint.same_weights` compares them."""
         values: list[float] = []
         for weight in (self.embed.weight, self.unembed.weight):
             if weight.dtype.is_floating_point:
@@ -168,7 +169,7 @@ class Backbone:
         return [float(f"{value:.6g}") for value in values]
 
     def contract(self) -> dict[str, Any]:
-        """Properties that a drafter depends on, stored with its checkpoint and compared when it is loaded."""
+        """Return the properties that a drafter depends on; its checkpoint stores them, and loading compares them."""
         return {
             "model_type": self.config.model_type,
             "hidden_size": self.dim,
@@ -179,7 +180,7 @@ class Backbone:
 
 
 def resolve(path: str) -> str:
-    """``embedded`` -> the folder of the backbone that ships; anything else unchanged."""
+    """Map ``embedded`` to the folder of the backbone that ships with the package; return anything else unchanged."""
     if path != EMBEDDED:
         return path
     import headstart.recipes as recipes
@@ -196,10 +197,11 @@ def load_backbone(
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
-    """A frozen backbone from a folder or hub id (or ``embedded``). Safetensors only; code from a repository only if that is allowed.
+    """Load a frozen backbone from a folder, a hub id or ``embedded``; safetensors only.
 
-    ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the CPU; int8, int4: see `quantization`. ``place`` brings the
-    model from the CPU to the device, if not as it is. Raises UserError.
+    ``trust_remote_code`` allows code from the model's repository. ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the
+    CPU; int8, int4: see `quantization`. ``place`` moves the model from the CPU to the device; by default it is moved whole. Raises
+    UserError.
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
@@ -228,7 +230,7 @@ def load_backbone(
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a backbone. Raises UserError when there is none."""
+    """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
@@ -246,7 +248,7 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """The model's list of decoder layers. Raises UserError if it has none."""
+    """Find the model's list of decoder layers. Raises UserError if it has none."""
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if not lists:
         raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
@@ -254,8 +256,8 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
-    """Kind of attention layer -> the size of its attention window (None: unlimited)."""
-    # Without layer_types a window is every layer's (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo's are called attention_layers.
+    """Map each kind of attention layer to its window size (None: unlimited)."""
+    # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
     unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]

@@ -1,4 +1,4 @@
-"""Features: the backbone's hidden states over consecutive tokens, which is all that drafters see of it.
+"""Features: the backbone's hidden states over consecutive tokens, the input of drafters.
 
 Shape suffixes: B batch, T positions, D width.
 """
@@ -15,20 +15,20 @@ from headstart.support.pytree import map_tensors
 
 @dataclass(frozen=True)
 class Features:
-    """The backbone's hidden states over consecutive tokens; a drafter cannot tell whether they were computed or read from disk."""
+    """The backbone's hidden states over consecutive tokens, computed live or read from a feature cache."""
 
     tokens_BT: Tensor
     hidden_BTD: Tensor
     """The final hidden state, after the final norm."""
     taps: dict[int, Tensor] | None = None
-    """Tap number -> [B, T, D]: the residual stream after that many layers (0 is the embedding), before the final norm."""
+    """Tap number -> [B, T, D]: the residual stream after that many layers (0: the embedding), before the final norm."""
     loss_mask_BT: Tensor | None = None
-    """True where ``x_j`` is a label: a token to learn to draft."""
+    """True where token ``x_j`` is a label, that is, has a loss."""
     document_BT: Tensor | None = None
-    """Number of each position's document; -1 is padding, at the right end of a row. None: one document per row, no padding."""
+    """Document index of each position; -1 marks right padding. None: one document per row, no padding."""
 
     def gather(self, index_BT: Tensor, valid_BT: Tensor) -> Features:
-        """The positions ``index_BT`` of each row; where ``valid_BT`` is False the position is padding."""
+        """Select the positions ``index_BT`` of each row; those where ``valid_BT`` is False become padding."""
 
         def pick(x_BTD: Tensor) -> Tensor:
             return x_BTD.gather(1, index_BT[..., None].expand(-1, -1, x_BTD.shape[-1]))
@@ -38,19 +38,19 @@ class Features:
         return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
 
     def rows(self, rows_B: Tensor) -> Features:
-        """The rows ``rows_B`` (int64) of the batch, in that order."""
+        """Select the rows ``rows_B`` (int64) of the batch, in that order."""
         return map_tensors(lambda tensor: tensor[rows_B], self)
 
     @property
     def lengths_B(self) -> Tensor:
-        """Number of positions of each row that are not padding."""
+        """Length of each row without padding."""
         if self.document_BT is None:
             return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
         return (self.document_BT >= 0).sum(1)
 
 
 def join_features(parts: list[Features]) -> Features:
-    """Concatenate features of consecutive tokens; rows are right-padded, as those of each part are."""
+    """Concatenate the features of consecutive tokens, which may be right-padded; the result is right-padded too."""
     if len(parts) == 1:
         return parts[0]
     taps = None if parts[0].taps is None else {tap: torch.cat([part.taps[tap] for part in parts if part.taps], 1) for tap in parts[0].taps}
@@ -62,5 +62,5 @@ def join_features(parts: list[Features]) -> Features:
 
 
 def _valid(features: Features) -> Tensor:
-    """True where a position is no padding, ``[B, T]``."""
+    """``[B, T]``, False at padding."""
     return torch.ones_like(features.tokens_BT, dtype=torch.bool) if features.document_BT is None else features.document_BT >= 0

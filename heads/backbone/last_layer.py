@@ -1,4 +1,4 @@
-"""The backbone's last decoder layer as initial weights of a drafter's layer, if it is a Llama layer by its parameter names."""
+"""Initial weights for a drafter's layer: the backbone's last decoder layer, if its parameters are named as in Llama."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LAYER = {
     "input_layernorm.weight", "post_attention_layernorm.weight",
 }  # fmt: skip
 NORM = "norm.weight"
-"""The norm behind the last layer."""
+"""The norm after the last layer."""
 QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 
 @torch.no_grad()
 def last_layer(backbone: Backbone) -> tuple[dict[str, Tensor], Tensor] | None:
-    """The weights of the last decoder layer by their names in it, and that of the final norm; None if the names are others.
+    """Return the weights of the last decoder layer by name, and the weight of the final norm; None if the names are not Llama's.
 
-    Query and key projections with norms of their own (Qwen3) are left out: their sizes differ. With a sharded backbone all processes
-    have to call it.
+    Query and key projections followed by norms (Qwen3) are left out, since their scale differs. With a sharded backbone all processes
+    must call this.
     """
     parameters = base_parameters(backbone.layers[-1], backbone.adapter)
     weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
@@ -36,7 +36,7 @@ def last_layer(backbone: Backbone) -> tuple[dict[str, Tensor], Tensor] | None:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """The values of a weight that may be sharded or quantized."""
+    """Return a weight as a plain tensor: gathered if sharded, dequantized if quantized."""
     weight = weight.detach()
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return weight if type(weight) is Tensor else weight.dequantize()

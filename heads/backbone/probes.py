@@ -1,4 +1,4 @@
-"""Checks of a model by running it once when it is loaded: does it follow tree masks, and how does it post-process its logits?"""
+"""Test forward passes when a model is loaded: they check that it follows tree masks and find how it post-processes its logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def require_masks(backbone: Backbone) -> None:
-    """Raise UserError unless a token has the same state among masked siblings as alone: the model follows 4-D masks and positions."""
+    """Raise UserError unless the model follows 4-D masks and explicit positions.
+
+    A token must have the same hidden state among masked siblings as without them.
+    """
     N = min(24, backbone.max_positions or 24)
     tokens = torch.arange(N, device=backbone.device)[None] % backbone.vocab
     seen = torch.ones(N, N, dtype=torch.bool, device=backbone.device).tril()
@@ -48,9 +51,9 @@ POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @torch.no_grad()
 def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
-    """What the model does to the output layer's logits: the rule with a value in its configuration that reproduces its own logits.
+    """Find the rule of `POSTPROCESS`, with its value in the configuration, that reproduces the model's own logits.
 
-    Raises UserError where none does.
+    Raises UserError if none does.
     """
     config = backbone.config.to_dict()
     tokens = torch.arange(2, device=backbone.device)[None]

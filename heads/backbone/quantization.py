@@ -1,4 +1,4 @@
-"""Backbones with 8- or 4-bit weights: quantized checkpoints, as transformers loads them, or quantized by quanto while loading.
+"""Backbones with 8- or 4-bit weights: quantized checkpoints, or weights that quanto quantizes on loading.
 
 Decoding is lossless with respect to the quantized model.
 """
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, QuantoConfig
 from headstart.support.errors import UserError
 
 INTEGERS = ("int8", "int4")
-"""Dtypes of the linear layers' weights; embedding and output layer stay unquantized, so that the same heads fit."""
+"""Weight dtypes of the linear layers; the embedding and output layer stay unquantized, so that the same heads fit."""
 
 
 def quantizing(dtype: str) -> QuantoConfig | None:
-    """The argument of `from_pretrained` for weights of that dtype, if any. Raises UserError without the library."""
+    """Return the ``quantization_config`` for `from_pretrained`, if any. Raises UserError if optimum-quanto is not installed."""
     if dtype not in INTEGERS:
         return None
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
@@ -28,7 +28,7 @@ def quantizing(dtype: str) -> QuantoConfig | None:
 
 
 def quantization(model: PreTrainedModel) -> str:
-    """The quantization scheme of a model with a checksum of its settings; empty if it is not quantized."""
+    """Return a model's quantization method and a checksum of its settings; empty if it is not quantized."""
     settings: Any = model.config.to_dict().get("quantization_config")
     if not settings:
         return ""

@@ -1,17 +1,17 @@
-"""Layers of the gated delta rule (2412.06464) reading a tree: a node's state is its parent's, updated by the node's own token.
+"""Run gated delta rule layers (2412.06464) over a candidate tree: each node updates its parent's state with its own token.
 
-Such a layer keeps two things of a row's text, whatever its length: a matrix a head, the state, and the last inputs of a short
-convolution, the window. With S the state before the root and g the sum of the log decays on a node's path,
+Such a layer keeps two tensors per row, whose size does not depend on the sequence length: the state, one matrix per head, and the
+window, the last inputs of a short convolution. With S the state before the root and g the sum of the log decays on a node's path,
 
     u_i = beta_i (v_i - e^g_i S' k_i - sum_j e^(g_i - g_j) (k_i . k_j) u_j)      over the ancestors j of i: a triangular system
     o_i = e^g_i S' q_i + sum_j e^(g_i - g_j) (q_i . k_j) u_j                     over the ancestors and i itself
-    S_i = e^g_i S + sum_j e^(g_i - g_j) k_j u_j'                                 likewise
+    S_i = e^g_i S + sum_j e^(g_i - g_j) k_j u_j'                                 over the ancestors and i itself
 
-so a tree is read in a few matrix products, no node needs a state of its own, and the state behind an accepted path is one sum.
-For a chain it is the form in which these layers read prompts.
+so a tree takes a few matrix products, no state per node is stored, and the state after an accepted path is one sum.
+For a chain this is the chunked form in which these layers run a prefill.
 
-The model runs its own code: while a tree is read, a layer's forward is the layer's own function with a namespace in which two
-names, the convolution and the rule, mean ours.
+The model's own code runs: during a tree forward pass each layer's forward function gets a namespace in which the names of the
+convolution and of the rule refer to the functions here.
 
 Shape suffixes: L recurrent layers, B batch, H heads, N and M tree nodes, K key width, V value width, C channels, W window,
 J inputs of a convolution (W + 1).
@@ -33,27 +33,27 @@ from transformers.activations import ACT2FN
 from headstart.support.errors import UserError
 
 KIND = "linear_attention"
-"""What transformers calls a layer with such a state."""
+"""transformers' name for such a layer in ``layer_types``."""
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""The functions that the forward of such a layer calls."""
+"""The functions that such a layer's forward calls."""
 
 
 @dataclass(frozen=True)
 class States:
-    """What the layers keep of each row's text."""
+    """State and window of all recurrent layers for each row."""
 
     state_LBHKV: Tensor
     window_LBCW: Tensor
 
     @staticmethod
     def of(cache: Any, numbers: Sequence[int]) -> States:
-        """Those layers' of a `transformers` cache."""
+        """Collect the states of the layers ``numbers`` from a `transformers` cache."""
         layers = [cache.layers[number] for number in numbers]
-        windows = [layer.conv_states[0][..., 1:] for layer in layers]   # the oldest input is out of reach for the next token
+        windows = [layer.conv_states[0][..., 1:] for layer in layers]   # the next token does not use the oldest input
         return States(torch.stack([layer.recurrent_states[0] for layer in layers]), torch.stack(windows))
 
     def behind(self, added: Added, node_B: Tensor) -> States:
-        """The states once each row's text goes on to that node of the tree."""
+        """Return the states after each row's sequence is extended to ``node_B`` of its tree."""
         rows_B = torch.arange(len(node_B), device=node_B.device)
         L, _, H, _ = added.decay_LBHN.shape
         C = added.input_LBCN.shape[2]
@@ -67,42 +67,42 @@ class States:
         return States(sum_LBH1[..., None].exp() * self.state_LBHKV + gain_LBHKV, window_LBCW)
 
     def overwrite(self, other: States) -> None:
-        """Take another's numbers; the tensors stay where they are."""
+        """Copy another's values in place; the tensors keep their addresses."""
         self.state_LBHKV.copy_(other.state_LBHKV)
         self.window_LBCW.copy_(other.window_LBCW)
 
 
 @dataclass(frozen=True)
 class Added:
-    """What the nodes of a tree add to the states, in every layer."""
+    """Contributions of a tree's nodes to the states, for all layers."""
 
     key_LBHNK: Tensor
     update_LBHNV: Tensor
     decay_LBHN: Tensor
-    """Log decays, summed along the path."""
+    """Log decays summed along each node's path."""
     input_LBCN: Tensor
     seen_BNM: Tensor
-    """True where node m is an ancestor of node n, or n itself."""
+    """True where node m is an ancestor of node n or n itself."""
     places_BNJ: Tensor
-    """Where the inputs of a node's convolution lie in window and nodes, the oldest first."""
+    """Indices of each node's convolution inputs in the window followed by the nodes, oldest first."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """What one layer makes of the nodes' tokens."""
+    """One layer's projections of the nodes."""
 
     query_BHNK: Tensor
     key_BHNK: Tensor
     value_BHNV: Tensor
     decay_BHN: Tensor
-    """Log of what the state is multiplied by."""
+    """Log of the factor that decays the state."""
     beta_BHN: Tensor
 
 
 def delta_rule(nodes: Nodes, state_BHKV: Tensor, seen_BNM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What each node reads from its own state and its update u, both ``[B, H, N, V]``; its log decay summed along the path ``[B, H, N]``.
+    """Return each node's output o and update u, both ``[B, H, N, V]``, and its log decay summed along the path, ``[B, H, N]``.
 
-    A parent stands before its children. Queries are scaled by the caller.
+    Parents must precede their children. The caller scales the queries.
     """
     sum_BHN = (seen_BNM[:, None].to(nodes.decay_BHN.dtype) @ nodes.decay_BHN[..., None])[..., 0]
     between_BHNM = (sum_BHN[..., None] - sum_BHN[..., None, :]).masked_fill(~seen_BNM[:, None], -torch.inf).exp()
@@ -116,7 +116,10 @@ def delta_rule(nodes: Nodes, state_BHKV: Tensor, seen_BNM: Tensor) -> tuple[Tens
 
 
 def convolution_places(seen_BNM: Tensor, depths_BN: Tensor, width: int) -> Tensor:
-    """``[B, N, width]``: where each node's last ``width`` inputs lie in ``width - 1`` of the text, then the nodes; the oldest first."""
+    """Return the indices ``[B, N, width]`` of each node's last ``width`` inputs, oldest first.
+
+    They index the ``width - 1`` inputs before the root followed by the nodes.
+    """
     depth_BNJ = depths_BN[..., None] - torch.arange(width - 1, -1, -1, device=depths_BN.device)
     there_BNJM = seen_BNM[:, :, None] & (depths_BN[:, None, None] == depth_BNJ[..., None])
     node_BNJ = there_BNJM.to(torch.uint8).argmax(-1)
@@ -124,7 +127,7 @@ def convolution_places(seen_BNM: Tensor, depths_BN: Tensor, width: int) -> Tenso
 
 
 class Branch:
-    """One tree on its way through the layers. ``states`` None: nothing stands before the root."""
+    """One tree's forward pass through the recurrent layers. ``states`` None: the root is the first token."""
 
     def __init__(self, states: States | None, seen_BNM: Tensor, depths_BN: Tensor) -> None:
         self.states, self.seen_BNM, self.depths_BN = states, seen_BNM, depths_BN
@@ -133,7 +136,7 @@ class Branch:
         self.rest: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def convolve(self, layer: int, input_BCN: Tensor, weight_CJ: Tensor, bias_C: Tensor | None) -> Tensor:
-        """A layer's convolution along each node's path, ``[B, C, N]``; in fp32 at least, as a convolution adds up."""
+        """Convolve along each node's path, ``[B, C, N]``, accumulating in at least fp32 as a convolution kernel does."""
         B, C, N = input_BCN.shape
         J = weight_CJ.shape[1]
         if self.places_BNJ is None:
@@ -147,7 +150,7 @@ class Branch:
         return (out_BCN if bias_C is None else out_BCN + bias_C[:, None]).to(weight_CJ.dtype)
 
     def apply(self, layer: int, nodes: Nodes) -> Tensor:
-        """What a layer's rule gives for each node, ``[B, H, N, V]``."""
+        """Apply a layer's delta rule; returns the nodes' outputs ``[B, H, N, V]``."""
         B, H, _, K = nodes.key_BHNK.shape
         empty = nodes.key_BHNK.new_zeros(B, H, K, nodes.value_BHNV.shape[-1]) if self.states is None else self.states.state_LBHKV[layer]
         out_BHNV, *added = delta_rule(nodes, empty.to(nodes.key_BHNK.dtype), self.seen_BNM)
@@ -155,14 +158,14 @@ class Branch:
         return out_BHNV
 
     def added(self) -> Added:
-        """Once all layers have read it."""
+        """Return the nodes' contributions after the tree has passed all layers."""
         assert self.places_BNJ is not None
         keys, updates, decays = (torch.stack(parts) for parts in zip(*self.rest, strict=True))
         return Added(keys, updates, decays, torch.stack(self.inputs), self.seen_BNM, self.places_BNJ)
 
 
 class Layer:
-    """One module of the model, and its forward with the convolution and the rule of the branch that is being read."""
+    """One recurrent module of the model, and its forward with the convolution and rule of the current branch."""
 
     def __init__(self, module: nn.Module, place: int) -> None:
         self.module, self.place = module, place
@@ -173,19 +176,19 @@ class Layer:
         self.own.__kwdefaults__ = own.__kwdefaults__
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Without cache and mask: what stands before the nodes, and who follows whom, the branch knows."""
+        """Run the module's forward without cache and mask; the branch has the previous states and the tree's structure."""
         return self.own(self.module, hidden_states)
 
     def convolve(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
-        """``[B, C, N]`` and weights ``[C, J]``."""
+        """Replacement of the convolution: inputs ``[B, C, N]``, weights ``[C, J]``."""
         assert self.branch is not None
         out_BCN = self.branch.convolve(self.place, hidden_states, weight, bias)
         return (out_BCN if activation is None else ACT2FN[activation](out_BCN)).to(hidden_states.dtype)
 
     def rule(self, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
-        """``[B, N, H, ...]`` each; several value heads may share a key head."""
+        """Replacement of the rule: tensors ``[B, N, H, ...]``; several value heads may share a key head."""
         assert self.branch is not None
         groups = value.shape[2] // key.shape[2]
         query, key = (one.repeat_interleave(groups, 2) if groups > 1 else one for one in (query, key))
@@ -198,7 +201,7 @@ class Layer:
 
 
 class Recurrent:
-    """The recurrent layers of a model: ``numbers`` are their places among all its layers. Raises UserError for layers of another rule."""
+    """The recurrent layers of a model; ``numbers`` are their indices among all its layers."""
 
     def __init__(self, modules: dict[int, nn.Module]) -> None:
         self.numbers = tuple(modules)
@@ -207,7 +210,7 @@ class Recurrent:
 
     @contextmanager
     def along(self, branch: Branch) -> Iterator[None]:
-        """While the model reads the nodes of a tree."""
+        """Run the model's forward pass over a tree's nodes inside this context."""
         before = [vars(layer.module).get("forward") for layer in self.layers]
         self.reading = True
         try:
@@ -225,9 +228,9 @@ class Recurrent:
 
 
 def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Recurrent | None:
-    """The recurrent layers of a model of that name, given the kind of each of its layers; None: it has none.
+    """Find the recurrent layers by the kind of each layer; None if there are none. ``name`` is for errors.
 
-    Raises UserError where a layer's rule is not the gated delta rule, or a kind beside it is not supported.
+    Raises UserError if a layer does not follow the gated delta rule, or if the other layers are of an unsupported kind.
     """
     found: dict[int, nn.Module] = {}
     for number, kind in enumerate(kinds):
@@ -249,6 +252,6 @@ def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Re
 
 
 def _called(module: nn.Module) -> set[str]:
-    """The names that a module's forward mentions."""
+    """Names that a module's forward refers to."""
     own = inspect.unwrap(type(module).forward)
     return set(own.__code__.co_names) if isinstance(own, FunctionType) else set()

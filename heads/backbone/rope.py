@@ -6,13 +6,13 @@ from typing import Any
 
 
 def rope_switch(config: Any) -> tuple[int | None, bool]:
-    """The sequence length beyond which the rotary frequencies change (None: they never do), and whether they change only once.
+    """Return the sequence length beyond which the rotary frequencies change (None: never), and whether they change only once.
 
-    LongRoPE (2402.13753) has one set of frequencies for short and one for long sequences; dynamic NTK scaling has one for each length.
+    LongRoPE (2402.13753) has one set of frequencies for short and one for long sequences; dynamic NTK scaling has one per length.
     """
     stated = config.to_dict()
     rope = stated.get("rope_parameters") or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # of the whole model, or of each kind of layer
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # one for the model, or one per kind of layer
     names = [str(one.get("rope_type")) for one in kinds]
     if not any(name == "longrope" or "dynamic" in name for name in names):
         return None, True

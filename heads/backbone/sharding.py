@@ -1,4 +1,4 @@
-"""Backbones whose layers FSDP2 has sharded over the processes."""
+"""Backbones whose layers are sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from headstart.heads.backbone.backbone import Backbone
 
 
 def is_sharded(backbone: Backbone) -> bool:
-    """Whether the backbone's layers are sharded over the processes."""
+    """Return True if the backbone's layers are sharded over the processes."""
     return any(isinstance(layer, FSDPModule) for layer in backbone.layers)

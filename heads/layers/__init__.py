@@ -1,1 +1,1 @@
-"""Layers that heads are made of: decoder layer, attention, caches."""
+"""Building blocks of heads: decoder layer, attention, KV caches."""

@@ -1,7 +1,7 @@
-"""A decoder layer that decodes with a KV cache of its own, bounded or offloaded if asked.
+"""A decoder layer with its own KV cache, optionally bounded or offloaded.
 
-Accepted positions extend the cache; drafted nodes lie behind them and are overwritten by what is accepted. A drafter holds one
-`CachedLayer` for each of its layers, and their `DraftCache`s in its state.
+Accepted positions extend the cache; drafted nodes are stored after them and overwritten by the next accepted ones. A drafter has
+one `CachedLayer` per layer and keeps their `DraftCache`s in its state.
 
 Shape suffixes: B batch, T new positions, N nodes, M nodes drafted so far, S slots, D width, X width of the attention's input.
 """
@@ -18,7 +18,7 @@ from headstart.heads.layers.tree_mask import visible_slots
 
 
 class CachedLayer:
-    """``layer`` with its cache. Not a module: the drafter registers the layer under the name that serving engines expect."""
+    """A layer used with a KV cache. Not a module: the drafter registers the layer under the name that serving engines expect."""
 
     def __init__(self, layer: DecoderLayer, rotary: Rotary) -> None:
         self.layer, self.rotary = layer, rotary
@@ -26,28 +26,28 @@ class CachedLayer:
         self.offload = False
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
-        """See `Drafter.limit`; holds for caches made from now on."""
+        """See `Drafter.limit`; applies to caches made later."""
         self.ring, self.offload = None if window is None else Ring(window, sink), offload
 
     def empty(self, tokens_BT: Tensor) -> DraftCache:
-        """The cache of new sequences, with room for so many positions."""
+        """Return an empty cache with capacity for ``tokens_BT``."""
         attention = self.layer.self_attn
         like_B = tokens_BT.new_empty(len(tokens_BT), dtype=self.layer.dtype)
         shape = (attention.num_kv, tokens_BT.shape[1], attention.head_dim)
         return DraftCache.empty(like_B, shape, self.rotary, self.ring, self.offload)
 
     def kept_offsets(self, cache: DraftCache, positions: int, counts_B: Tensor) -> Tensor:
-        """Which of ``positions`` new positions to compute keys of, ``[B, T]``: all, or the only ones that a ring keeps."""
+        """Return the offsets ``[B, T]`` of the new positions to compute keys for: all, or those that the ring keeps."""
         if cache.ring is None or cache.ring.slots >= positions:
             return torch.arange(positions, device=counts_B.device).expand(len(counts_B), -1)
         return cache.ring.kept(counts_B)
 
     def extend(self, cache: DraftCache, x_BTX: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> DraftCache:
-        """The cache with ``counts_B`` more positions per row, of which ``x_BTX`` (see `DecoderLayer.inputs`) are at ``offsets_BT``."""
+        """Extend the cache by ``counts_B`` positions per row; ``x_BTX`` (see `DecoderLayer.inputs`) are those at ``offsets_BT``."""
         return cache.extend(*self.layer.keys_values(x_BTX, cache.rotation_at(offsets_BT)), offsets_BT, counts_B)
 
     def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
-        """The layer's output ``[B, 1, D]`` at each row's last position, whose keys are in the cache already."""
+        """Return the layer's output ``[B, 1, D]`` at each row's last position, which is in the cache already."""
         cache = cache.on_device()
         slots_S = torch.arange(cache.slots, device=x_B1X.device)
         mask_B1S = (slots_S < cache.ends_B[:, None])[:, None]
@@ -56,9 +56,9 @@ class CachedLayer:
     def attend_nodes(
         self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, ancestors_BNM: Tensor, offsets: Tensor | int
     ) -> tuple[Tensor, DraftCache]:
-        """The layer's output ``[B, N, D]`` at the last N of M drafted nodes, and the cache with them behind each row's end.
+        """Return the layer's output ``[B, N, D]`` at the last N of M drafted nodes, and the cache with these nodes.
 
-        ``offsets`` (``[N]``, or one for all): positions of the nodes, counted from the row's end.
+        ``offsets`` (``[N]``, or one for all): the nodes' positions, counted from the row's end.
         """
         cache = cache.on_device()
         N, M = ancestors_BNM.shape[1:]

@@ -1,10 +1,10 @@
-"""Attention of every position to those before it in its document, in blocks: memory grows with the length, not with its square.
+"""Causal attention within documents, computed in blocks so that memory grows linearly with the length.
 
-A block is a run of queries, which take the keys from the beginning of their earliest document to their own end; keys of other
-documents and of the future cost nothing. A block's scores live while it is worked on and are made again for the gradients
-(compare 2205.14135), so that what is left is the result and its log-sum-exp, by which further scores can join the softmax.
+A block is a range of consecutive queries; its keys range from the start of their earliest document to the last query, and other keys
+are not computed with. Scores exist for one block at a time and are recomputed for the gradients (as in 2205.14135). The log-sum-exp
+is returned too, so that more scores can be added to the softmax.
 
-Shape suffixes: B batch, T positions, S keys, H heads, G heads of keys, R heads of queries a head of keys, C head width.
+Shape suffixes: B batch, T positions, S keys, H query heads, G key heads, R query heads per key head, C head width.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch.autograd.function import once_differentiable
 from headstart.heads.layers.chunking import ChunkPolicy, chunk_policy
 
 CACHED, HELD = 2**18, 2**27
-"""Scores of a block: on a CPU those that stay in its caches (1 MB in fp32), on an accelerator 512 MB of them."""
+"""Scores per block: on a CPU as many as fit its caches (1 MB in fp32), on an accelerator 512 MB."""
 LEAST, MOST = 64, 512
-"""Queries of a block; no more than the longest document has, since a block takes the keys of all documents it touches."""
+"""Bounds of the queries per block. A block takes the keys of all documents it touches, so it is no longer than the longest."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How rows of some positions are divided."""
+    """Division of rows into blocks of queries."""
 
     bounds: tuple[tuple[int, int, int], ...]
-    """Of each block: its first query, the one behind its last, and the first key that any of them sees."""
+    """(first query, last query + 1, first key) of each block."""
     starts_BT: Tensor | None
-    """The first position of each position's document; None: 0."""
+    """Start of each position's document; None: 0."""
     policy: ChunkPolicy = field(default_factory=chunk_policy)
 
     def upto(self, positions: int) -> Iterator[tuple[int, int, int]]:
-        """The bounds, as far as there are that many positions."""
+        """Yield the bounds clipped to ``positions``, as selected by the chunk policy."""
         yield from self.policy.select([(first, min(end, positions), low) for first, end, low in self.bounds if first < positions])
 
     def barred(self, first: int, end: int, low: int, device: torch.device) -> Tensor:
-        """``[1 or B, 1, 1, end - first, end - low]``: True where a query of the block does not see a key."""
+        """Return the mask ``[1 or B, 1, 1, end - first, end - low]``, True where a query does not attend to a key."""
         key_S = torch.arange(low, end, device=device)
         barred_TS = key_S > torch.arange(first, end, device=device)[:, None]
         if self.starts_BT is None:
@@ -49,7 +49,7 @@ class Blocks:
 
 
 def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> Blocks:
-    """Blocks for rows of ``shape`` (B, H, T); documents are runs of one number. Reads the documents on the host."""
+    """Divide rows of ``shape`` (B, H, T) into blocks. A document is a run of equal numbers; copies ``document_BT`` to the host."""
     B, H, T = shape
     starts_BT, span = None, T
     if document_BT is not None and bool((documents := document_BT[:, :T].cpu()).gt(0).any()):
@@ -66,15 +66,15 @@ def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torc
 
 
 def attend_past(query_BHTC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """What each position takes from the values up to its own, ``[B, H, T, C]``, and the log of what its softmax divides by, ``[B, H, T]``.
+    """Return the attention output ``[B, H, T, C]`` and the log-sum-exp of the scores ``[B, H, T]``; both carry gradients.
 
-    Scores are divided by the root of C. S is at least T; H is a multiple of G. Both results carry gradients.
+    Scores are divided by the square root of C. S must be at least T, and H a multiple of G.
     """
     return _Past.apply(query_BHTC, keys_BGSC, values_BGSC, blocks)
 
 
 def join(query_BHTC: Tensor, mixed_BHTC: Tensor, logsum_BHT: Tensor, others: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The result of `attend_past` with more in its softmax: keys and values ``[B, G, T, C]`` that each position alone sees at its place."""
+    """Add keys and values ``[B, G, T, C]`` to the softmax of `attend_past`; position t attends to theirs at t only."""
     query_BGRTC = query_BHTC.unflatten(1, (others[0][0].shape[1], -1))
     scale = query_BHTC.shape[-1] ** -0.5
     scores = [logsum_BHT, *((query_BGRTC * key[:, :, None]).sum(-1).flatten(1, 2) * scale for key, _ in others)]
@@ -129,26 +129,26 @@ class _Past(torch.autograd.Function):
 
 
 def _grouped(x_BHTC: Tensor, keys_BGSC: Tensor) -> Tensor:
-    """``[B, G, R, T, C]``."""
+    """Split the heads: ``[B, G, R, T, C]``."""
     return x_BHTC.unflatten(1, (keys_BGSC.shape[1], -1))
 
 
 def _times(x_BGRTX: Tensor, other_BGXY: Tensor) -> Tensor:
-    """``[B, G, R, T, Y]``: one product a head of keys."""
+    """Multiply with one matrix per key head: ``[B, G, R, T, Y]``."""
     return (x_BGRTX.flatten(2, 3) @ other_BGXY).unflatten(2, x_BGRTX.shape[2:4])
 
 
 def _summed(x_BGRTS: Tensor, y_BGRTC: Tensor) -> Tensor:
-    """``[B, G, S, C]``: summed over the queries of a head of keys."""
+    """Multiply and sum over the queries of each key head: ``[B, G, S, C]``."""
     return x_BGRTS.flatten(2, 3).mT @ y_BGRTC.flatten(2, 3)
 
 
 def _scores(scaled_BGRTC: Tensor, keys_BGSC: Tensor, blocks: Blocks, bounds: tuple[int, int, int]) -> Tensor:
-    """``[B, G, R, T, S]`` of a block, in fp32 or wider; -inf where barred."""
+    """Compute a block's scores ``[B, G, R, T, S]`` in fp32 or wider; -inf where masked."""
     first, end, low = bounds
     scores = _times(scaled_BGRTC[:, :, :, first:end], keys_BGSC[:, :, low:end].mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if blocks.starts_BT is None:   # what lies before the block is seen by all of it
+    if blocks.starts_BT is None:   # keys before the block need no mask
         scores[..., first - low :].masked_fill_(blocks.barred(first, end, first, scores.device), float("-inf"))
         return scores
     return scores.masked_fill_(blocks.barred(first, end, low, scores.device), float("-inf"))

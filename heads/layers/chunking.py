@@ -1,4 +1,4 @@
-"""How work over many positions is cut into pieces, and how memory planning cuts it: one policy for all code that works in pieces."""
+"""One policy for all code that computes in chunks; memory planning overrides it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ChunkPolicy:
-    """The default runs every piece, of the size that suits the device the tensors are on."""
+    """Chunk sizes and which chunks to run. The default runs all, sized for the tensors' device."""
 
     device_type: str | None = None
-    """Sizes that suit this type of device; None: the device of the tensors."""
+    """Device type to size chunks for; None: that of the tensors."""
     ends_only: bool = False
-    """Run only the first two pieces and the last. The result is wrong, but its peak memory is that of all of them."""
+    """Run only the first two chunks and the last: results are wrong, but peak memory is that of a full run."""
 
     def select(self, pieces: list[T]) -> list[T]:
         return pieces if not self.ends_only or len(pieces) < 4 else [*pieces[:2], pieces[-1]]
@@ -28,7 +28,7 @@ _policy: ContextVar[ChunkPolicy] = ContextVar("chunk_policy")
 
 
 def chunk_policy() -> ChunkPolicy:
-    """The policy in force: that of the innermost `use_chunk_policy`, else the default."""
+    """Return the policy of the innermost `use_chunk_policy`, or the default."""
     return _policy.get(ChunkPolicy())
 
 

@@ -1,4 +1,4 @@
-"""Llama-shaped decoder layers of heads, over the residual stream or over pairs (embedding, state); and their rotary table.
+"""Llama-like decoder layers for heads, over the residual stream or over pairs (embedding, state), and their rotary embedding.
 
 Shape suffixes: B batch, T positions, N nodes, S keys, D width, H heads, C head width.
 """
@@ -18,23 +18,23 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
 OTHER_STREAM_SCALE = 0.1
-"""Scale of the columns that read the embedding in a layer that starts as the backbone's: its first steps then disturb the rest little."""
+"""Scale of the random columns for the embedding in a layer initialised from the backbone's, so that they perturb it little."""
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``."""
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """From which the rotation of any position is computed, where a table would grow with the sequence."""
+    """Rotary frequencies, to compute the rotation of any position where a table would grow with the sequence."""
 
     per_C: Tensor
     """Radians per position."""
     scale_1: Tensor
-    """Factor of cosines and sines."""
+    """Factor applied to cosines and sines."""
 
 
 def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig:
-    """The configuration of one Llama layer with the backbone's widths, heads, context and rotary base."""
+    """Configure one Llama layer with the backbone's widths, attention heads, context and rotary base."""
     config: dict[str, Any] = backbone.config.to_dict()
     heads = backbone.config.num_attention_heads
     rope = config.get("rope_parameters")
@@ -59,7 +59,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig
 
 
 def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The part of a head's ``config.json`` that says of its layer what serving engines read of any Llama."""
+    """Return the fields of a head's ``config.json`` that serving engines expect of any Llama."""
     values = config.to_dict()
     keep = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -81,31 +81,31 @@ def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 class Rotary(nn.Module):
-    """Positions -> cosines and sines."""
+    """Rotary embedding: positions -> cosines and sines."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.compute = [LlamaRotaryEmbedding(config)]  # no submodule: .to(bfloat16) would round its frequencies
+        self.compute = [LlamaRotaryEmbedding(config)]  # not a submodule: .to(bfloat16) would round its frequencies
 
     def table(self, positions: int, device: torch.device) -> Rotation:
-        """Cosines and sines ``[positions, C]`` of all positions below that."""
+        """Return cosines and sines ``[positions, C]`` of positions 0 to ``positions - 1``."""
         positions_1T = torch.arange(positions)[None]
         cos, sin = self.compute[0](positions_1T.float(), positions_1T)
         return cos[0].to(device), sin[0].to(device)
 
     def frequencies(self, device: torch.device) -> Frequencies:
-        """Those of sequences of the lengths that the configuration was made for."""
+        """Return the frequencies for sequences within the original context length."""
         per_C = self.compute[0].original_inv_freq.float().repeat(2)
         return Frequencies(per_C.to(device), torch.full((1,), float(self.compute[0].attention_scaling), device=device))
 
     def forward(self, first: int, count: int, device: torch.device) -> Rotation:
-        """Rotation of ``count`` positions from ``first`` on: ``[1, 1, count, C]``."""
+        """Return the rotation of ``count`` positions from ``first``: ``[1, 1, count, C]``."""
         cos, sin = self.table(first + count, device)
         return cos[None, None, first:], sin[None, None, first:]
 
 
 def rotary_at(rotation: Rotation | Frequencies, positions_BT: Tensor) -> Rotation:
-    """The rotation of each position, ``[B, 1, T, C]``, from a table or from frequencies."""
+    """Return the rotation of each position, ``[B, 1, T, C]``, from a table or from frequencies."""
     if isinstance(rotation, Frequencies):
         angles_B1TC = positions_BT[:, None, :, None].float() * rotation.per_C
         return angles_B1TC.cos() * rotation.scale_1, angles_B1TC.sin() * rotation.scale_1
@@ -113,7 +113,7 @@ def rotary_at(rotation: Rotation | Frequencies, positions_BT: Tensor) -> Rotatio
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its weight, whatever autocast hands it."""
+    """RMSNorm computed in the dtype of its weight, even under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -142,13 +142,13 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer. Its attention reads `inputs` of the residual stream; what attention and feed-forward part give is added to it."""
+    """A Llama layer: attention over `inputs`, then the feed-forward part, each added to the residual stream."""
 
     state_norm = "input_layernorm"
-    """The norm of the residual stream before attention."""
+    """Name of the norm of the residual stream before attention."""
 
     def __init__(self, config: LlamaConfig, width: int | None = None) -> None:
-        """``width`` of the attention's input; None: that of the residual stream."""
+        """``width`` is that of the attention's input; None: that of the residual stream."""
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Norm(D, eps=eps)
@@ -161,15 +161,15 @@ class DecoderLayer(nn.Module):
         return self.self_attn.o_proj.weight.dtype
 
     def inputs(self, *streams: Tensor) -> Tensor:
-        """What queries, keys and values are projected from; the last stream is the residual one."""
+        """Return the attention's input; the last of ``streams`` is the residual stream."""
         (state_BTD,) = streams
         return self.input_layernorm(state_BTD)
 
     @torch.no_grad()
     def start_as(self, layer: Mapping[str, Tensor]) -> bool:
-        """Copy the weights of a decoder layer of these shapes, by Llama's names; False, with nothing copied, if a shape differs.
+        """Copy the weights of a decoder layer, by Llama's names; if a shape differs, copy nothing and return False.
 
-        Columns that read another stream than the residual one keep a tenth of their random start.
+        Columns for streams other than the residual one keep their random values, scaled by `OTHER_STREAM_SCALE`.
         """
         weights = {name: self.get_parameter(name.replace("input_layernorm", self.state_norm)) for name in layer}
         parts = {name: weight[..., -layer[name].shape[-1] :] for name, weight in weights.items()}
@@ -185,12 +185,12 @@ class DecoderLayer(nn.Module):
         return rotate(attn.split(attn.k_proj(x), attn.num_kv), rotation), attn.split(attn.v_proj(x), attn.num_kv)
 
     def finish(self, state: Tensor, mixed_BHTC: Tensor) -> Tensor:
-        """The residual stream after attention and the feed-forward part."""
+        """Return the residual stream after the attention output and the feed-forward part are added."""
         state = state + self.self_attn.o_proj(mixed_BHTC.transpose(1, 2).flatten(2))
         return state + self.mlp(self.post_attention_layernorm(state))
 
     def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
-        """Output at N positions that attend to the keys and values ``past`` where the mask is True."""
+        """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
         attn = self.self_attn
         query = rotate(attn.split(attn.q_proj(x), attn.num_heads), rotation)
         grouped = attn.num_kv != attn.num_heads
@@ -200,9 +200,9 @@ class DecoderLayer(nn.Module):
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Training, pass number ``len(passes)`` at all positions: the output, and this pass's keys and values.
+        """Compute pass ``len(passes)`` at all positions, for training; returns the output and this pass's keys and values.
 
-        Pass 0 is causal attention. In pass k position t is rotated as t + k; it attends to pass 0 up to t and to later passes at t alone.
+        Pass 0 is causal attention. In pass k, position t is rotated as t + k and attends to pass 0 up to t and to passes 1 to k at t.
         """
         attn, k, state = self.self_attn, len(passes), streams[-1]
         T = state.shape[1]
@@ -216,7 +216,7 @@ class DecoderLayer(nn.Module):
 
 
 class PairLayer(DecoderLayer):
-    """A layer whose attention reads norm(embedding) beside norm(state) (2503.01840)."""
+    """A layer whose attention input is norm(embedding) concatenated with norm(state) (2503.01840)."""
 
     state_norm = "hidden_norm"
 
@@ -225,6 +225,6 @@ class PairLayer(DecoderLayer):
         self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
 
     def inputs(self, *streams: Tensor) -> Tensor:
-        """``[B, T, 2D]`` of embedding and state."""
+        """Concatenate the normed embedding and state: ``[B, T, 2D]``."""
         embedded_BTD, state_BTD = streams
         return torch.cat([self.input_layernorm(embedded_BTD.to(state_BTD.dtype)), self.hidden_norm(state_BTD)], -1)

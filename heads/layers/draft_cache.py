@@ -1,11 +1,11 @@
-"""KV cache of a drafter's layer: the keys and values of all positions, or of a bounded number of them.
+"""KV cache of a drafter's layer, over all positions or a bounded number of them.
 
-The entry of position p keeps that position whatever slot it lies in. Without a `Ring` that is slot p, and room grows with the sequence.
-With one, the first positions have slots of their own and the others share as many slots as the window is long (attention sinks,
-2309.17453); this changes what is drafted, never what is written. Drafted nodes lie behind a row's entries, and the next entries
-overwrite them. The cache may live in host memory: then a draft works on a copy, which is dropped after it.
+Keys keep the rotation of their position whatever their slot. Without a `Ring`, position p is in slot p and the cache grows with the
+sequence. With one, the first ``sink`` positions keep their slots and the others share ``window`` slots (attention sinks, 2309.17453);
+this changes the drafts, never the output. Drafted nodes are stored after a row's entries and overwritten by the next ones. The cache
+may be kept in host memory; each draft then uses a copy on the device, which is dropped afterwards.
 
-Shape suffixes: B batch, G heads of keys, S slots, T new positions, C head width.
+Shape suffixes: B batch, G key heads, S slots, T new positions, C head width.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from headstart.heads.layers.row_state import RowState
 
 @dataclass(frozen=True)
 class Ring:
-    """A row keeps its first ``sink`` positions and its last ``window``."""
+    """Bounds a row to its first ``sink`` and last ``window`` positions."""
 
     window: int
     sink: int
 
     @property
     def slots(self) -> int:
-        """The most positions a row keeps."""
+        """Maximum number of positions kept per row."""
         return self.window + self.sink
 
     def kept(self, counts_B: Tensor) -> Tensor:
-        """Indices among ``counts_B`` new positions of those that may be kept: int64 ``[B, slots]``, some twice."""
+        """Return the indices of those among ``counts_B`` new positions that may be kept: int64 ``[B, slots]``, possibly repeated."""
         first_S = torch.arange(self.sink, device=counts_B.device)
         last_BS = counts_B[:, None] - self.window + torch.arange(self.window, device=counts_B.device)
         return torch.cat([first_S.expand(len(counts_B), -1), last_BS], 1).clamp(min=0)
 
     def slots_of(self, positions_BT: Tensor, ends_B: Tensor) -> Tensor:
-        """Slots of positions once rows have ``ends_B`` of them. What is too old and what is padding go where drafted nodes will lie."""
+        """Return the slots of positions in rows of length ``ends_B``; expired positions and padding get the first slot after the ring."""
         ends_B1 = ends_B[:, None]
         old_BT = (positions_BT >= self.sink) & (positions_BT < ends_B1 - self.window)
         padding_BT = positions_BT >= ends_B1.clamp(min=self.slots)
@@ -49,22 +49,22 @@ class Ring:
 
 @dataclass(frozen=True)
 class DraftCache(RowState):
-    """Keys and values of rows of different lengths."""
+    """Keys and values of one layer, for rows of different lengths."""
 
     keys_BGSC: Tensor
     values_BGSC: Tensor
     lengths_B: Tensor
-    """Positions of each row, including those that are no longer kept."""
+    """Length of each row, including positions no longer kept."""
     rotation: Rotation | Frequencies
-    """Of all positions there is room for."""
+    """Rotary table for all slots, or the frequencies if there is a ring."""
     rotary: Rotary
     ring: Ring | None = None
     home: tuple[Tensor, Tensor] | None = None
-    """During a draft: the keys and values in host memory that the others are a copy of."""
+    """During a draft of an offloaded cache: the originals in host memory."""
 
     @staticmethod
     def empty(like_B: Tensor, shape: tuple[int, int, int], rotary: Rotary, ring: Ring | None, offload: bool) -> DraftCache:
-        """Room for ``shape`` (G, T, C): rows of up to T positions. ``like_B`` has the dtype, the device and the number of rows."""
+        """Allocate a cache of ``shape`` (G, T, C), T the capacity in positions; ``like_B`` gives dtype, device and number of rows."""
         (G, T, C), device = shape, like_B.device
         slots = whole_steps(T if ring is None else min(T, ring.slots + 1))
         home = torch.device("cpu") if offload else device
@@ -76,11 +76,11 @@ class DraftCache(RowState):
 
     @property
     def ends_B(self) -> Tensor:
-        """The first slot of each row behind its entries."""
+        """First slot of each row after its entries."""
         return self.lengths_B if self.ring is None else self.lengths_B.clamp(max=self.ring.slots)
 
     def reserve(self, length: int) -> DraftCache:
-        """With room for rows of ``length`` positions, drafted nodes included. A ring has the room it needs and not much more."""
+        """Return a cache with capacity for ``length`` positions per row, drafted nodes included. A ring also shrinks to what it needs."""
         at_home = self.at_home()
         if self.ring is None:
             if at_home.slots >= length:
@@ -88,7 +88,7 @@ class DraftCache(RowState):
             keys, values = (grown(store, length) for store in at_home.past)
             rotation = self.rotary.table(keys.shape[2], self.lengths_B.device)
             return replace(at_home, keys_BGSC=keys, values_BGSC=values, rotation=rotation)
-        behind = length - int(self.lengths_B.max())   # more than the nodes if entries are to come, as after drafting was off for long
+        behind = length - int(self.lengths_B.max())   # includes accepted positions still to be added, after drafting was paused
         assert behind >= 0, "a ring has no room for so few positions"
         wanted = whole_steps(min(length, self.ring.slots + behind))
         if wanted <= at_home.slots <= 2 * wanted:
@@ -111,20 +111,20 @@ class DraftCache(RowState):
 
     @property
     def past(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """The keys and the values."""
         return self.keys_BGSC, self.values_BGSC
 
     @property
     def slots(self) -> int:
-        """Slots of a row."""
+        """Slots per row."""
         return self.keys_BGSC.shape[2]
 
     def rotation_at(self, offsets: Tensor | int) -> Rotation:
-        """The rotation at positions counted from each row's end; ``offsets`` is ``[B, T]`` or ``[T]``."""
+        """Return the rotation at ``offsets`` (``[B, T]``, ``[T]`` or one) from each row's end."""
         return rotary_at(self.rotation, self.lengths_B[:, None] + offsets)
 
     def extend(self, keys_BGTC: Tensor, values_BGTC: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> DraftCache:
-        """With ``counts_B`` more positions per row; the keys and values given are at ``offsets_BT`` behind its end, some padding."""
+        """Append ``counts_B`` positions per row; the given keys and values are at ``offsets_BT`` from its end, possibly padding."""
         ends_B, slots_BT = self.lengths_B + counts_B, self.lengths_B[:, None] + offsets_BT
         if self.ring is not None:
             slots_BT = self.ring.slots_of(slots_BT, ends_B)
@@ -135,7 +135,7 @@ class DraftCache(RowState):
         return replace(at_home, lengths_B=ends_B)
 
     def on_device(self) -> DraftCache:
-        """For a draft: on the device that drafts."""
+        """Return the cache on the drafting device, copied there if it is offloaded."""
         device = self.lengths_B.device
         if self.keys_BGSC.device == device:
             return self
@@ -143,5 +143,5 @@ class DraftCache(RowState):
         return replace(self, keys_BGSC=keys, values_BGSC=values, home=self.past)
 
     def at_home(self) -> DraftCache:
-        """After a draft: where it is kept."""
+        """Return the cache where it is kept between drafts, dropping a device copy."""
         return self if self.home is None else replace(self, keys_BGSC=self.home[0], values_BGSC=self.home[1], home=None)

@@ -1,7 +1,7 @@
-"""Keys and values of ragged rows ``[..., B, H, S, D]``: row b keeps its past in slots 0 .. length_b - 1, drafted nodes behind it.
+"""Keys and values of ragged rows ``[..., B, H, S, D]``: row b has its past in slots 0 .. length_b - 1, then its drafted nodes.
 
-Nothing is padded or re-aligned when rows accept different numbers of tokens: lengths differ, slots do not move. These functions read
-nothing on the host and branch on shapes alone, so that they can be captured.
+Rows may accept different numbers of tokens without padding or moving slots. These functions copy nothing to the host and branch on
+shapes only, so that they can be captured.
 
 Shape suffixes: L layers, B batch, H heads, N nodes written, P positions moved, S slots, D head width.
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 STEP = 64
-"""Slots are added in steps, so that few shapes occur."""
+"""Capacities are multiples of this, so that few shapes occur."""
 
 
 def whole_steps(slots: int) -> int:
-    """The next multiple of `STEP`."""
+    """Round up to a multiple of `STEP`."""
     return -(-slots // STEP) * STEP
 
 
@@ -30,7 +30,7 @@ def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
 
 
 def move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
-    """Copy P entries of each row to other slots of that row, in place."""
+    """Copy P entries of each row to other slots of the row, in place."""
     L, B, H, _, D = store_LBHSD.shape
     if B == 1:
         store_LBHSD.index_copy_(3, target_BP[0], store_LBHSD.index_select(3, source_BP[0]))
@@ -40,7 +40,7 @@ def move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
 
 
 def sized(store: Tensor, slots: int) -> Tensor:
-    """The store with exactly ``slots`` slots, the first of which keep their contents."""
+    """Return the store with exactly ``slots`` slots; contents are kept as far as they fit."""
     have = store.shape[-2]
     if have == slots:
         return store
@@ -50,22 +50,22 @@ def sized(store: Tensor, slots: int) -> Tensor:
 
 
 def grown(store: Tensor, slots: int) -> Tensor:
-    """The store with at least ``slots`` slots; it doubles, so that growing stays cheap."""
+    """Return the store with at least ``slots`` slots; capacity at least doubles, so that growing is cheap on average."""
     have = store.shape[-2]
     return store if have >= slots else sized(store, whole_steps(max(slots, 2 * have)))
 
 
 def select_rows(store: Tensor, rows_B: Tensor) -> Tensor:
-    """The rows ``rows_B`` (int64) of a store, in that order."""
+    """Select the rows ``rows_B`` (int64) of a store, in that order."""
     return _pinned_as(store, store.index_select(-4, rows_B.to(store.device)))
 
 
 def join_rows(one: Tensor, other: Tensor) -> Tensor:
-    """The rows of two stores, the other's behind; as many slots as the larger has."""
+    """Concatenate the rows of two stores, with as many slots as the larger has."""
     slots = max(one.shape[-2], other.shape[-2])
     return _pinned_as(one, torch.cat([sized(one, slots), sized(other, slots)], -4))
 
 
 def _pinned_as(like: Tensor, store: Tensor) -> Tensor:
-    """In pinned memory if the other store is, so that it moves to an accelerator at full speed."""
+    """Pin ``store`` if ``like`` is pinned, for fast copies to an accelerator."""
     return store.pin_memory() if like.is_pinned() else store

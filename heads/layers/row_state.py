@@ -1,4 +1,4 @@
-"""What a drafter keeps per row while it decodes: a dataclass of tensors that rows enter and leave."""
+"""A drafter's state in decoding: a dataclass of tensors with one entry per row, which can be selected and joined by rows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 
 def drafted() -> Any:
-    """A field about drafted nodes: None until nodes are drafted, and again in what `select` and `join` return."""
+    """Declare a field about drafted nodes: None until nodes are drafted, and reset to None by `select` and `join`."""
     return field(default=None, metadata={"drafted": True})
 
 
 @dataclass(frozen=True)
 class RowState:
-    """Fields are tensors ``[B, ...]``, further row states, or None where nothing is there yet."""
+    """Fields are tensors ``[B, ...]``, nested row states, or None if not set yet."""
 
     def select(self, rows_B: Tensor) -> Self:
-        """The rows ``rows_B`` (int64), in that order; a row may come twice."""
+        """Select the rows ``rows_B`` (int64), in that order; rows may be repeated."""
         changes: dict[str, Any] = {}
         for name, value in self._lasting().items():
             changes[name] = value.select(rows_B) if isinstance(value, RowState) else value[rows_B]
         return self._with(changes)
 
     def join(self, other: Self) -> Self:
-        """The rows of both, the other's behind."""
+        """Append the rows of another state."""
         changes: dict[str, Any] = {}
         for name, value in self._lasting().items():
             theirs = getattr(other, name)
@@ -34,7 +34,7 @@ class RowState:
         return self._with(changes)
 
     def reserve(self, length: int) -> Self:
-        """With room for ``length`` positions per row, drafted nodes included."""
+        """Return the state with capacity for ``length`` positions per row, drafted nodes included."""
         parts = {one.name: getattr(self, one.name) for one in fields(self)}
         return replace(self, **{name: part.reserve(length) for name, part in parts.items() if isinstance(part, RowState)})
 

@@ -1,7 +1,7 @@
-"""Ancestors in a tree of drafted nodes, and the attention masks they make.
+"""Ancestor relations in a candidate tree, and the attention masks that follow from them.
 
-Row b keeps its past in slots ``0 .. length_b - 1``; node m of its tree lies in slot ``length_b + m``. A node attends to its row's past,
-to its ancestors and to itself. The tensor functions read nothing on the host and branch on shapes alone, so that they can be captured.
+Row b has its past in slots ``0 .. length_b - 1`` and node m of its tree in slot ``length_b + m``. A node attends to its row's past,
+its ancestors and itself. The tensor functions copy nothing to the host and branch on shapes only, so that they can be captured.
 
 Shape suffixes: B batch, N nodes (the last of the M), M nodes, S slots.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def ancestors_from_parents(parents: Sequence[Sequence[int]]) -> np.ndarray:
-    """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself.
+    """Return ``[B, N, N]``, True where the second node is an ancestor of the first or the first itself.
 
-    ``parents[b][n]`` is the parent of node n, which stands before it; node 0 is the root and its own parent. Rows with fewer nodes
-    than the longest have copies of the root at the end.
+    ``parents[b][n]`` is the parent of node n and precedes it; node 0 is the root and its own parent. Shorter rows are padded with
+    nodes whose only ancestor is the root.
     """
     B, N = len(parents), max(map(len, parents))
     ancestors = np.zeros((B, N, N), dtype=np.bool_)
@@ -33,9 +33,9 @@ def ancestors_from_parents(parents: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def extend_ancestors(ancestors_BNM: Tensor | None, parents_BN: Tensor) -> Tensor:
-    """Ancestors of the next level's nodes among all nodes so far, themselves included: ``[B, N', M + N']``.
+    """Return the ancestors of the next level's nodes among all nodes so far, themselves included: ``[B, N', M + N']``.
 
-    ``ancestors_BNM`` are those of the level before (None: this is the first level), in which ``parents_BN`` are the parents' indices.
+    ``ancestors_BNM`` are those of the previous level (None: this is the first); ``parents_BN`` are the parents' indices in that level.
     """
     B, N = parents_BN.shape
     itself_BNN = torch.eye(N, dtype=torch.bool, device=parents_BN.device).expand(B, N, N)
@@ -46,7 +46,7 @@ def extend_ancestors(ancestors_BNM: Tensor | None, parents_BN: Tensor) -> Tensor
 
 
 def visible_slots(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
-    """``[B, N, S]``, True where a node attends: its row's past, its ancestors and itself."""
+    """Return the mask ``[B, N, S]``, True where a node attends: its row's past, its ancestors and itself."""
     N, M = ancestors_BNM.shape[1:]
     index_BS = torch.arange(slots, device=lengths_B.device) - lengths_B[:, None]
     node_BNS = index_BS.clamp(min=0).clamp(max=M - 1)[:, None].expand(-1, N, -1)
@@ -57,9 +57,9 @@ def visible_slots(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tenso
 def masks_by_kind(
     positions_BN: Tensor, positions_BM: Tensor, ancestors_BNM: Tensor, lengths_B: Tensor, slots: int, windows: dict[str, int | None]
 ) -> dict[str, Tensor]:
-    """For each kind of attention layer ``[B, N, S]``, True where a node at ``positions_BN`` attends.
+    """Return the mask ``[B, N, S]`` of each kind of attention layer, True where a node at ``positions_BN`` attends.
 
-    ``positions_BM`` are the positions of all nodes; a window counts positions, in which a node's siblings stand at the same place.
+    ``positions_BM`` are the positions of all nodes. Windows count positions, and siblings share a position.
     """
     allowed_BNS = visible_slots(lengths_B, ancestors_BNM, slots)
     if not any(windows.values()):
