@@ -1,6 +1,6 @@
-"""The decoding loop: draft a tree, verify it in one forward pass, keep the tokens that decoding without drafts would have written.
+"""The decoding loop: draft a tree, verify it in one forward pass, keep the tokens that autoregressive decoding would have written.
 
-Rows leave when their sequences have ended, and waiting ones take their place; no row changes what another one gets.
+A row is removed when its sequence has ended and a waiting sequence takes its place; rows do not affect each other's tokens.
 
 Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 """
@@ -32,7 +32,7 @@ from headstart.inference.speculation.speculation import Speculation
 
 
 class Decoder:
-    """One call's sequences. Those being decoded are the rows, each with a root: the last token, which the backbone has not read yet.
+    """Decodes the sequences of one call. Sequences being decoded are rows; each has a root: its last token, not yet read by the backbone.
 
     ``speculation`` without sources: autoregressive decoding. ``shape`` None: adaptive trees. ``batch``: rows decoded at once.
     """
@@ -54,7 +54,7 @@ class Decoder:
         speculation.start(seeds_B is not None)
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
-        """One decoding step after another until every sequence has ended."""
+        """Make decoding steps until every sequence has ended."""
         self._admit()
         clock = Clock(self.device, exact_times)
         while self.rows:
@@ -86,7 +86,7 @@ class Decoder:
     # Drafting.
 
     def _draft(self) -> tuple[Draft, CandidateTree, Tensor | None]:
-        """The draft, the tree to verify, and the noise of the picks at its levels."""
+        """The draft, the tree to verify, and the noise for the picks at each of its levels."""
         sources = self.speculation.active(self.shape)
         if not sources:
             return Draft([], []), root_only(self.roots), self._noise(0, 1)
@@ -111,7 +111,7 @@ class Decoder:
         return draft, tree, noise_BPV
 
     def _noise(self, first: int, end: int) -> Any:
-        """The noise ``[B, P, V]`` of the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
+        """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None
         positions = [self.prompts.lengths[number] + len(self.sequences[number].written) + first for number in self.rows]
@@ -141,7 +141,7 @@ class Decoder:
         return Accepted(self.rows, written, paths, features)
 
     def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
-        """Keep the accepted paths; rows whose sequences have ended leave."""
+        """Keep the accepted paths and remove rows whose sequences have ended."""
         self.cache.keep(paths, list(map(len, paths)))
         for source in self.speculation.sources:
             source.extend(accepted)
@@ -160,14 +160,14 @@ class Decoder:
     # Admitting.
 
     def _admit(self) -> None:
-        """Let waiting sequences take free rows."""
+        """Start waiting sequences in free rows."""
         while self.waiting and len(self.rows) < self.batch:
             count = self.batch - len(self.rows)
             numbers, self.waiting = self.waiting[:count], self.waiting[count:]
             self._start(numbers)
 
     def _start(self, numbers: list[int]) -> None:
-        """Prefill their prompts, pick their first tokens, and put them behind the rows there are."""
+        """Prefill the prompts of these sequences, pick their first tokens, and append them to the rows."""
         features, cache, logits_B1V = self.prompts.prefill(numbers)
         scores_B1V = self.request.processing(logits_B1V, self._histories(numbers), None)
         noise_B1V = None
@@ -194,7 +194,7 @@ class Decoder:
         return [self.sequences[number].history for number in (numbers[:1] if processing.blind else numbers)]
 
     def _collect(self, number: int, path: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
-        """Keep scores and logits where the call asks for them."""
+        """Collect scores and logits if the call asks for them."""
         if self.request.scores:
             self.scores[number].extend(scores_NV[path].float())
         if self.request.logits:

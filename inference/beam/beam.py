@@ -1,9 +1,9 @@
-"""Speculative beam search: transformers' own beams, several steps per forward pass.
+"""Speculative beam search: the beams of transformers' beam search, several steps per forward pass.
 
-A step needs the log-probabilities after each beam. A pass verifies the last tokens of all beams of all rows and the drafts behind them;
-then steps are made as long as every new beam is among the verified nodes. Drafts change how many steps a pass makes, never their result.
-(The idea: Andronov et al., J. Cheminformatics 2025, who draft for each beam. Here the nodes are chosen over all beams of a row, and
-verified nodes that are not used yet stay for the next pass.)
+A beam search step needs the log-probabilities after each beam. One forward pass verifies the last token of every beam of every row and
+the drafts that follow it; then steps are made as long as all new beams are among the verified nodes. Drafts change how many steps a pass
+makes, never their result. (Andronov et al., J. Cheminformatics 2025, draft for each beam; here the nodes are chosen over all beams of a
+row, and verified nodes that are not used yet are kept for the next pass.)
 
 Shape suffixes: B batch, T positions, N nodes, K beams, M likeliest next tokens, V vocabulary.
 """
@@ -36,15 +36,15 @@ from headstart.support.errors import UserError
 
 
 class Beams:
-    """The parts of beam search that are kept from call to call."""
+    """The state of beam search that is kept from call to call."""
 
     def __init__(self, reader: Reader, speculation: Speculation) -> None:
         self.reader, self.speculation = reader, speculation
         self.breadths: dict[int, tuple[Breadth, Breadth]] = {}
-        """By number of beams."""
+        """By number of beams: one `Breadth` for rows without known top-k tokens, one for rows with some (see `Drafting`)."""
 
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting:
-        """The drafts of one call."""
+        """The `Drafting` of one call."""
         return Drafting(self.speculation, self.breadths.setdefault(beams, (Breadth(beams), Breadth(beams))), shape)
 
 
@@ -57,10 +57,10 @@ class Row:
     search: Search
     trie: BeamTrie
     last: list[int]
-    """Of each beam, the node of its last token but one, which is verified."""
+    """For each beam, the node of its second-to-last token, which is verified (-1: the last shared token)."""
 
     def known(self) -> list[dict[tuple[int, ...], TopK]]:
-        """For each beam, the top k after its last token and after nodes behind it, by the tokens behind it."""
+        """For each beam, the verified top k after its last token and after its descendants, keyed by the tokens after the last one."""
         beams = self.search.running
         nodes = [self.trie.find(node, beam.tokens[-1]) for node, beam in zip(self.last, beams, strict=True)]
         paths: dict[int, tuple[int, ...]] = {}
@@ -73,19 +73,19 @@ class Row:
 
 @dataclass
 class RowSteps:
-    """The steps that a pass made in a row."""
+    """The steps that a forward pass made in a row."""
 
     count: int = 0
     origins: list[int] = field(default_factory=list)
-    """Of each new beam, the one it continues."""
+    """For each new beam, the beam it continues."""
     last: list[int] = field(default_factory=list)
-    """Of each new beam, the last verified node."""
+    """For each new beam, its last verified node."""
 
 
 class BeamDecoder:
-    """One call's beam searches. ``shape``: its ``nodes`` are a row's, the beams' last tokens among them; None: adaptive.
+    """Runs the beam searches of one call. ``shape``: its ``nodes`` are those of a row, each beam's last token included; None: adaptive.
 
-    ``batch``: rows decoded at once; the next ones begin when all of them are over.
+    ``batch``: rows decoded at once; the next rows start when all of these have finished.
     """
 
     def __init__(self, beams: Beams, request: Request, rules: BeamRules, shape: TreeShape | None, batch: int) -> None:
@@ -104,7 +104,7 @@ class BeamDecoder:
         self.cache: RaggedCache
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
-        """One forward pass after another until every row is over."""
+        """Make forward passes until every row has finished."""
         for first in range(0, len(self.searches), self.batch):
             self._start(list(range(first, min(first + self.batch, len(self.searches)))))
             clock = Clock(self.device, exact_times)
@@ -112,7 +112,7 @@ class BeamDecoder:
                 yield self._pass(clock)
 
     def _start(self, numbers: list[int]) -> None:
-        """Prefill prompts and make the first step of each."""
+        """Prefill the prompts and make the first step of each."""
         features, self.cache, logits_B1V = self.prompts.prefill(numbers)
         beams = self.rules.beams
         prompts = [self.prompts.tokens(number) for number in numbers]
@@ -142,7 +142,7 @@ class BeamDecoder:
         return Pass([written.get(number, 0) for number in range(len(self.searches))], nodes, drafting, verifying, host)
 
     def _draft(self) -> list[Drafts]:
-        """Add the beams' last tokens to the tries, and the drafts that are to be verified."""
+        """Add the last token of each beam and the drafts to verify to the tries."""
         drafts = self.drafting.draft([RowBeams(row.search.running, row.prompt, self._remaining(row), row.known()) for row in self.rows])
         for row, drafted in zip(self.rows, drafts, strict=True):
             add = row.trie.add
@@ -153,11 +153,11 @@ class BeamDecoder:
         return drafts
 
     def _remaining(self, row: Row) -> int:
-        """How many tokens may be drafted behind a beam's last one, so that another one may follow them."""
+        """The number of tokens that may be drafted after a beam's last one; one more token can still follow them."""
         return max(self.prompts.remaining(row.number, len(row.search.running[0].tokens)) - 1, 0)
 
     def _top_k(self, logits_BNV: Tensor, histories: list[History]) -> list[list[TopK]]:
-        """The likeliest tokens after each node, by processed log-probabilities, on the host."""
+        """The most likely tokens after each node by processed log-probabilities, on the host."""
         B, N, V = logits_BNV.shape
         logprobs_BNV = logits_BNV.float().log_softmax(-1)
         scores_BNV = self.request.processing(logprobs_BNV.view(B * N, 1, V), histories, None).view(B, N, V)
@@ -171,7 +171,7 @@ class BeamDecoder:
         return [[one(b, n) for n in range(N)] for b in range(B)]
 
     def _histories(self, nodes: int) -> list[History]:
-        """For each new node the tokens that end in it; rows are padded to so many."""
+        """The token history of each new node; each row is padded to ``nodes`` histories."""
         if not self.request.processing.processors:
             return []
         padded: list[History] = []
@@ -184,7 +184,7 @@ class BeamDecoder:
         return padded
 
     def _steps(self, row: Row, drafts: Drafts, top_k: list[TopK]) -> RowSteps:
-        """Make steps as long as the nodes they need are verified."""
+        """Make steps as long as the nodes they need have been verified."""
         steps, trie, search, nodes = RowSteps(0, list(range(self.rules.beams))), row.trie, row.search, list(row.last)
         top_k = top_k[: trie.new]
         if self.drafting.observing:
@@ -204,7 +204,7 @@ class BeamDecoder:
                 return steps
 
     def _step(self, row: Row, top_k: list[TopK]) -> None:
-        """One step of a row, given the top k after each beam."""
+        """Make one step of a row from the top k after each beam."""
         for beam, one in enumerate(top_k, row.number * self.rules.beams):
             if one.scores_V is not None:
                 self.scores[beam].append(one.scores_V)
@@ -213,7 +213,7 @@ class BeamDecoder:
         row.search.step(np.stack([one.logprobs_M for one in top_k]), np.stack([one.tokens_M for one in top_k]))
 
     def _advance(self, drafts: list[Drafts], top_k: list[list[TopK]], features: Features) -> list[RowSteps]:
-        """Make steps, and keep the nodes of the new beams; rows that are over leave."""
+        """Make steps, keep the nodes of the new beams, and remove finished rows."""
         self.drafting.add(features, [row.trie.verified for row in self.rows])
         steps = [self._steps(row, drafts[b], top_k[b]) for b, row in enumerate(self.rows)]
         K, rows = self.rules.beams, range(len(self.rows))
@@ -250,11 +250,11 @@ class BeamDecoder:
         return torch.cat([ids_BT, ids_BT.new_tensor(written).view(len(tokens), longest)], 1)
 
     def sequences_scores(self) -> Tensor:
-        """For each sequence the sum of its log-probabilities, with the length penalty."""
+        """The sum of log-probabilities of each sequence, with the length penalty."""
         return torch.tensor([float(beam.score) for beam in self._best()], device=self.device)
 
     def beam_indices(self) -> Tensor:
-        """For each token of each sequence the beam of the whole batch that it continued; -1 after the end."""
+        """For each token of each sequence, the index in the whole batch of the beam it continued; -1 after the end."""
         indices = []
         for row, search in enumerate(self.searches):
             for beam in search.best[: self.rules.returned]:

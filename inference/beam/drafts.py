@@ -1,9 +1,9 @@
-"""Drafts for the beams of some rows, ranked as beam search ranks, and which of them a pass verifies.
+"""Drafts for the beams of some rows, ranked by beam score, and the choice of those that a pass verifies.
 
-The sources are those of greedy decoding. A drafter keeps a state for each beam, which follows it when beams part; drafters that draft on
-the backbone's cache sit out, since it has no row for each beam. Of the proposers only those take part that observe next-token
-distributions (they know alternatives); one that continues n-grams knows one continuation. Where the backbone has already verified a
-beam's last token, its top k stand in for drafts.
+The sources are those of greedy decoding. A drafter keeps one state per beam, which is copied when beams branch; drafters that use the
+backbone's cache do not take part, because that cache has no row per beam. Only proposers that observe next-token distributions take part:
+beam search needs alternative tokens, and an n-gram proposer knows only continuations it has seen. Where a beam's last token has already
+been verified, its top-k tokens replace the drafts.
 
 Shape suffixes: B rows, R beams of all rows, W drafts of a beam and depth, N nodes, M likeliest next tokens.
 """
@@ -30,53 +30,53 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.speculation.speculation import Speculation
 
 PLAN_INTERVAL = 8
-"""Passes between two plans, where they follow measured times."""
+"""Passes between two plans when plans depend on measured times."""
 MIN_TOTAL = -1e8
-"""Paths of a lower total score are not drafted."""
+"""Paths with a lower total score are not drafted."""
 DRAFT_PART, HOST_PART = "beam search: a draft level", "beam search: steps"
-"""Parts of a step in the cost model."""
+"""Names of step parts in the cost model."""
 
 Path = tuple[int, tuple[int, ...]]
-"""A beam, and the tokens drafted after its last one."""
+"""The index of a beam, and the tokens drafted after its last token."""
 
 
 @dataclass(frozen=True)
 class RowBeams:
-    """A row that is to be drafted for."""
+    """The beams of one row, to draft for."""
 
     beams: list[Beam]
     prompt: list[int]
     remaining: int
-    """How many depths may be drafted."""
+    """Maximum number of depths to draft."""
     known: list[dict[tuple[int, ...], TopK]]
-    """For each beam the top k after its last token and after drafts behind it, as far as those were verified."""
+    """For each beam, the top k after its last token and after drafts that follow it, where they have been verified."""
 
     @property
     def fresh(self) -> bool:
-        """True if nothing is known."""
+        """True if ``known`` is empty for every beam."""
         return not any(self.known)
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts of one row by depth, each with its rank, and those that are verified, parents before children."""
+    """The drafts of one row: the rank of each by depth, and those chosen for verification, parents before children."""
 
     ranks: list[dict[Path, int]]
     chosen: list[Path]
     breadth: Breadth | None = None
-    """Learns which ranks were needed."""
+    """Updated with the ranks that turned out to be needed."""
 
     def learn(self, depth: int, paths: list[Path]) -> None:
-        """These are the beams at that depth."""
+        """Record the paths of the new beams at that depth."""
         if self.breadth is not None and depth < len(self.ranks):
             ranks = [self.ranks[depth].get(path) for path in paths]
             self.breadth.learn(depth, None if None in ranks else 1 + max(rank for rank in ranks if rank is not None))
 
 
 class Drafting:
-    """One call's drafts. Rows of the drafters' states are beams: those of the first row, then those of the second, ...
+    """Drafts for one call. The rows of the drafters' states are beams: all beams of the first row, then those of the second, ...
 
-    ``breadths``: for rows of which nothing is known beforehand, and for those of which something is.
+    ``breadths``: one for rows without known top-k tokens, one for rows with some (`RowBeams.fresh`).
     """
 
     def __init__(self, speculation: Speculation, breadths: tuple[Breadth, Breadth], shape: TreeShape | None) -> None:
@@ -88,14 +88,14 @@ class Drafting:
         self.deepest = max([0, *(source.depth_of(shape) for source in self.drafters), *([DEPTHS] if self.observing else [])])
         self.observe_top_k = max((source.observe_top_k for source in self.observing), default=0)
         self.features: NodeFeatures
-        """Of verified nodes, for drafters."""
+        """The features of verified nodes, read by drafters."""
         self.passes = 0
         self.plans = (Plan((), 0.0), Plan((), 0.0))
 
     # The beams.
 
     def start(self, features: Features) -> None:
-        """New rows, with the features of their prompts."""
+        """Start new rows from the features of their prompts."""
         rows = [row for row in range(len(features.tokens_BT)) for _ in range(self.beams)]
         for source in self.drafters:
             source.join([], [], features)
@@ -105,12 +105,12 @@ class Drafting:
             self.features = NodeFeatures(features)
 
     def add(self, features: Features, verified: list[int]) -> None:
-        """The nodes just verified of each row, which had so many before."""
+        """Add the features of the nodes just verified; ``verified``: how many verified nodes each row had before."""
         if self.drafters:
             self.features.add(features, verified)
 
     def follow(self, origins: list[int], rows: list[int], nodes: list[list[int]]) -> None:
-        """The beams are now those that continue these beams, each by these nodes of its row."""
+        """Replace the beams: new beam i continues beam ``origins[i]`` by the nodes ``nodes[i]`` of row ``rows[i]``."""
         if self.drafters:
             features = self.features.of(rows, nodes)
             for source in self.drafters:
@@ -118,26 +118,26 @@ class Drafting:
                 source.append(features)
 
     def keep(self, nodes: list[list[int]]) -> None:
-        """Only these nodes of each row go on, numbered from 0."""
+        """Keep only these nodes of each row and renumber them from 0."""
         if self.drafters:
             self.features.keep(nodes)
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows."""
+        """Keep only these rows."""
         for source in self.drafters:
             source.select([row * self.beams + beam for row in rows for beam in range(self.beams)])
         if self.drafters and rows:
             self.features.select(rows)
 
     def observe(self, tokens: list[int], top_tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Verified nodes: for each its token, and the likeliest next ones ``[N, M]``."""
+        """Pass the token of each verified node and its most likely next tokens ``[N, M]`` to the proposers."""
         for source in self.observing:
             source.observe(tokens, top_tokens[:, : source.observe_top_k].tolist(), logprobs[:, : source.observe_top_k].tolist())
 
     # Planning.
 
     def draft(self, rows: list[RowBeams]) -> list[Drafts]:
-        """The drafts of each row's beams."""
+        """Draft for the beams of each row."""
         if not self.deepest:
             return [Drafts([], []) for _ in rows]
         with Stopwatch() as watch:
@@ -159,7 +159,7 @@ class Drafting:
         return drafts
 
     def _plan(self, rows: list[RowBeams]) -> None:
-        """How many drafts of each depth are verified: those that make decoding fastest, or as many as the shape allows."""
+        """Choose how many drafts to verify at each depth: the fastest plan by measured times, or the largest that the shape allows."""
         remaining = max(row.remaining for row in rows)
         for breadth in self.breadths:
             breadth.fade()
@@ -175,7 +175,7 @@ class Drafting:
             return breadth.plans(deepest)[units] if units > 0 else Plan((), 0.0)
         costs = self.speculation.costs
         candidates = breadth.plans(min(self.deepest, remaining))
-        plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}   # the best of each size
+        plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}   # the best plan of each size
         drafting, host = costs.part(DRAFT_PART, rows), costs.part(HOST_PART, rows)
         seconds = {nodes: costs.of_pass(rows, nodes) + len(plan.widths) * drafting + host for nodes, plan in plans.items()}
         return max(plans.items(), key=lambda one: (1 + one[1].steps) / seconds[one[0]])[1]
@@ -193,7 +193,7 @@ class Drafting:
                     known[paths[-1]] = max(score, known.get(paths[-1], score))
 
     def _grow(self, source: DrafterSource, rows: list[RowBeams], deepest: int, scores: list[dict[tuple[int, ...], float]]) -> None:
-        """Let a drafter draft level by level."""
+        """Run a drafter level by level."""
         level = source.roots([beam.tokens[-1] for row in rows for beam in row.beams])
         paths: list[list[tuple[int, ...]]] = [[()] for _ in scores]
         for depth in range(min(deepest, source.depth_of(self.shape))):
@@ -207,7 +207,7 @@ class Drafting:
                     known[path] = max(value, known.get(path, value))
 
     def _rank(self, row: RowBeams, scores: list[dict[tuple[int, ...], float]], plan: Plan) -> Drafts:
-        """All drafts of a row by depth and total score, and of those whose parents are verified too as many as are planned."""
+        """Rank a row's drafts at each depth by total score and choose the planned number among those whose parents are chosen."""
         levels: list[list[tuple[float, Path]]] = [[] for _ in plan.widths[: row.remaining]]
         for number, (beam, known, drafted) in enumerate(zip(row.beams, row.known, scores, strict=True)):
             own = {path: score for path, score in drafted.items() if path[:-1] not in known}
@@ -232,7 +232,7 @@ class Drafting:
 
 
 def _corrected(level: Level, known: list[TopK | None]) -> Level:
-    """The drafts of depth 0 with the backbone's own top k in their place, for the beams where it is known."""
+    """The drafts of depth 0, replaced by the backbone's own top k for the beams where it is known."""
     beams = [beam for beam, one in enumerate(known) if one is not None]
     if not beams:
         return level

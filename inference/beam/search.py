@@ -1,9 +1,9 @@
-"""Beam search itself, on the host: transformers' rules, step by step, for one row.
+"""Beam search for one row, on the host, by the rules of transformers.
 
-A step needs the likeliest next tokens of each beam and their log-probabilities, nothing else, so its result does not depend on how
-they were computed. Sums are in float32, as in transformers.
+A step needs only the most likely next tokens of each beam and their log-probabilities, so its result does not depend on how they were
+computed. Scores are summed in float32, as in transformers.
 
-Shape suffixes: T positions, K beams, M likeliest next tokens.
+Shape suffixes: T positions, K beams, M most likely next tokens.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class Beam:
 
     tokens: list[int]
     score: np.float32
-    """The sum of its log-probabilities; of an ended one, with the length penalty."""
+    """The sum of its log-probabilities; once it has ended, with the length penalty."""
     origins: list[int]
     """The beam that each token continued."""
     ended: bool = False
 
 
 class Search:
-    """One row: its beams, best first, and the best sequences that have ended so far."""
+    """The search of one row: its running beams, best first, and the best sequences that have ended so far."""
 
     def __init__(self, request: Request, rules: BeamRules, row: int) -> None:
         self.request, self.rules = request, rules
         self.prompt_T = request.ids_BT[row]
         self.running = [Beam([], np.float32(0) if beam == 0 else EXCLUDED, []) for beam in range(rules.beams)]
         self.best = [Beam([], EXCLUDED, []) for _ in range(rules.beams)]
-        """Those that have not `ended` are placeholders."""
+        """Entries that have not `ended` are placeholders."""
         self.over = False
 
     def step(self, logprobs_KM: np.ndarray, tokens_KM: np.ndarray) -> None:
-        """Continue the beams, given the likeliest next tokens of each, at least as many as there are candidates."""
+        """Continue the beams, given the most likely next tokens of each (M must be at least the number of candidates)."""
         if np.isneginf(logprobs_KM).all():
             raise UserError("the logits processors rule out every token after every beam; allow some, such as the one that ends a sequence")
         scores_K1 = np.array([beam.score for beam in self.running], np.float32)[:, None]
@@ -62,11 +62,11 @@ class Search:
         self.running = [replace(candidates[i], score=going[i]) for i in _best(going, self.rules.beams)]
         self._end(candidates, totals, ends)
         full = self.rules.early_stopping is True and all(beam.ended for beam in self.best)
-        # transformers adds nothing to a row that is over while it waits for the other rows of a batch.
+        # transformers adds nothing to a finished row while the other rows of the batch continue.
         self.over = full or not self._may_improve() or bool(ends.all())
 
     def _ends(self, candidates: list[Beam]) -> np.ndarray:
-        """Which of them are complete."""
+        """A mask of the candidates that have ended."""
         request, length = self.request, len(candidates[0].tokens)
         if len(self.prompt_T) + length >= request.limit:
             return np.ones(len(candidates), dtype=np.bool_)
@@ -78,7 +78,7 @@ class Search:
         return ends
 
     def _end(self, candidates: list[Beam], totals: np.ndarray, ends: np.ndarray) -> None:
-        """Add the best of the ended ones to the list; only the first ``beams`` candidates are eligible."""
+        """Merge the ended candidates into the best sequences; only the first ``beams`` candidates are eligible."""
         beams = self.rules.beams
         scores = totals / self._penalty(len(candidates[0].tokens))
         eligible = ends & (np.arange(len(candidates)) < beams)
@@ -86,7 +86,7 @@ class Search:
         self.best = [merged[i] for i in _best(np.array([beam.score for beam in merged], np.float32), beams)]
 
     def _may_improve(self) -> bool:
-        """Could the best beam still end better than the worst of the ended ones, by transformers' estimate of its length?"""
+        """True if the best running beam may still beat the worst ended one, by transformers' estimate of its length."""
         length = len(self.running[0].tokens)
         if self.rules.early_stopping == "never" and self.rules.length_penalty > 0:
             length = self.rules.longest - len(self.prompt_T)
@@ -99,5 +99,5 @@ class Search:
 
 
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the largest, largest first; of equals the first."""
+    """The indices of the largest scores, largest first; ties keep their order."""
     return np.argsort(-scores, kind="stable")[:count]

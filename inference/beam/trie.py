@@ -1,10 +1,10 @@
-"""The beams of a row as one trie: the tokens all of them share are read once, each beam's own tokens and drafts are nodes below.
+"""The beams of a row as one trie: the tokens that all beams share, followed by the tokens and drafts of each beam as nodes.
 
-The cache of a row holds the keys of the shared tokens, in slots that are positions, and behind them those of the trie's nodes,
-each in the slot of its number. After every pass the nodes that are on no beam's path, neither before nor after its last token, are dropped.
+A row's KV cache holds the shared tokens, each in the slot of its position, followed by the trie's nodes in the order of their numbers.
+After every pass, nodes that are neither ancestors nor descendants of a beam's last token are dropped.
 
-Levels count from the end of the shared tokens. Shape suffixes: B batch, N nodes verified now, M nodes of the trie (these among them),
-V vocabulary.
+Levels count from the end of the shared tokens. Shape suffixes: B batch, N nodes verified in this pass, M all nodes of the trie (the N
+included), V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.sizes import padded_size
 
 TRIE_STEP = 64
-"""Tries are padded to multiples of it, so that few shapes occur."""
+"""Tries are padded to multiples of this size, so that few shapes occur."""
 
 
 class BeamTrie:
-    """One row. A parent precedes its children; parent -1 is the last of the tokens that all beams share."""
+    """The trie of one row. A parent precedes its children; parent -1 is the last token that all beams share."""
 
     def __init__(self, shared: int) -> None:
         self.shared = shared
-        """How many tokens, the prompt's among them, every beam begins with."""
+        """The number of tokens that all beams share, prompt included."""
         self.shared_tokens: list[int] = []
-        """Those of them after the prompt."""
+        """The shared tokens after the prompt."""
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.levels: list[int] = []
         self.top_k: list[TopK] = []
-        """Of the nodes that have been verified."""
+        """The top k of each verified node."""
         self._nodes: dict[tuple[int, int], int] = {}
 
     @property
     def verified(self) -> int:
-        """How many nodes have been verified: the first ones."""
+        """The number of verified nodes; they come first."""
         return len(self.top_k)
 
     @property
     def new(self) -> int:
-        """How many have not."""
+        """The number of nodes not verified yet."""
         return len(self.tokens) - len(self.top_k)
 
     def add(self, parent: int, token: int) -> int:
-        """The node of that token below that parent."""
+        """The node of that token below that parent, added if there is none."""
         node = self._nodes.get((parent, token))
         if node is None:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -65,7 +65,7 @@ class BeamTrie:
         return self._nodes.get((parent, token))
 
     def path(self, node: int) -> list[int]:
-        """The nodes down to that one."""
+        """The nodes from the top of the trie down to that one."""
         path = []
         while node >= 0:
             path.append(node)
@@ -73,7 +73,7 @@ class BeamTrie:
         return path[::-1]
 
     def below(self, nodes: list[int]) -> dict[int, int]:
-        """These nodes and their descendants, each with the one of these it descends from."""
+        """Map these nodes and their descendants to the one of these nodes that they descend from."""
         origins = {node: node for node in nodes}
         for node, parent in enumerate(self.parents):
             if parent in origins:
@@ -81,9 +81,10 @@ class BeamTrie:
         return origins
 
     def keep(self, last: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """All nodes have been verified; the beams go on with these tokens after these nodes, which are of one level. Drop all others.
+        """Drop the nodes that no beam needs, once all nodes have been verified. Beam i continues with ``tokens[i]`` after node ``last[i]``;
+        the nodes in ``last`` have one level.
 
-        The old numbers of the nodes kept, and the new ones of ``last``.
+        Returns the old numbers of the nodes kept, and the new numbers of ``last``.
         """
         roots = [self.find(node, token) for node, token in zip(last, tokens, strict=True)]
         ahead = self.below([node for node in roots if node is not None])
@@ -102,12 +103,12 @@ class BeamTrie:
 
     def ancestors(self) -> np.ndarray:
         """``[M, M]``, True where the second node is an ancestor of the first, or the first itself."""
-        return ancestors_from_parents([[0, *(parent + 1 for parent in self.parents)]])[0, 1:, 1:]   # below a root of its own
+        return ancestors_from_parents([[0, *(parent + 1 for parent in self.parents)]])[0, 1:, 1:]   # node 0 is a temporary root
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The likeliest next tokens after a node, best first, by processed log-probabilities; and all scores and logits if wanted."""
+    """The most likely next tokens of a node by processed log-probabilities, best first; all scores and logits where requested."""
 
     logprobs_M: np.ndarray
     tokens_M: np.ndarray
@@ -116,9 +117,9 @@ class TopK:
 
 
 def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tuple[Features, Tensor]:
-    """The features ``[B, N]`` of every row's new nodes, and the logits ``[B, N, V]`` after them, in one forward pass.
+    """Compute the features ``[B, N]`` and logits ``[B, N, V]`` of every row's new nodes in one forward pass.
 
-    A row with fewer nodes is padded with its first new one. The cache's lengths are those of the shared tokens.
+    A row with fewer nodes is padded with its first new one. The cache's lengths count the shared tokens.
     """
     B, N = len(tries), padded_size(max(trie.new for trie in tries))
     M = -(-max(trie.verified + N for trie in tries) // TRIE_STEP) * TRIE_STEP
@@ -133,7 +134,7 @@ def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tup
         above = trie.ancestors()
         ancestors_BNM[b, :, :count] = above[first]
         ancestors_BNM[b, :new, :count] = above[first:]
-    # Every row holds the longest trie, since rows are moved together when it is cut down.
+    # Every row has room for the longest trie: the paths of all rows are moved together when nodes are dropped.
     slots = max(trie.shared for trie in tries) + max(trie.verified for trie in tries) + N
     nodes = (torch.from_numpy(one).to(cache.lengths_B.device) for one in (tokens_BN, levels_BM, ancestors_BNM, index_BN))
     return reader.nodes(cache, cache.stores(slots - cache.longest), *nodes)
