@@ -1,4 +1,4 @@
-"""A parallel head as a stranger would write one: it drafts all depths in one step, trains at a sample of positions, and corrects each
+"""A parallel head as a user of the project would write one: it drafts all depths in one step, trains at sampled anchors, and corrects each
 depth by its parent token.
 
 Shape suffixes: B batch, M anchors, D width, K depth.

@@ -1,4 +1,4 @@
-"""The terms of the objective as their formulas stand, for one position, with autograd: slow, obvious, in float64.
+"""Reference implementation of the objective's terms: their formulas for one position, with autograd, in float64.
 
 Shape suffixes: V draft vocabulary, D width.
 """
@@ -19,7 +19,7 @@ MIXED_TERMS = [{"kl": 0.7, "ce": 0.3}, {"ce": 0.1, "tv": 0.9}, {"lk": 0.5, "js":
 
 
 def term(name: str, p_V: Tensor, log_q_V: Tensor, choice: int | None, wanted: Objective) -> Tensor:
-    """``p_V``: the backbone's probabilities of what can be drafted, not renormalised; ``choice``: place of its first choice there."""
+    """``p_V``: the backbone's probabilities over the draft vocabulary, not renormalised; ``choice``: its argmax there, if present."""
     q_V = log_q_V.exp()
     alpha = torch.minimum(p_V, q_V).sum()
     kl = (p_V * (p_V.log() - log_q_V)).sum()
@@ -29,7 +29,7 @@ def term(name: str, p_V: Tensor, log_q_V: Tensor, choice: int | None, wanted: Ob
         return (q_V * (log_q_V - p_V.log())).sum()
     if name == "js":
         h_V = (p_V + q_V) / 2
-        outside = (1 - p_V.sum()) * math.log(2)   # of KL(p | h) where q is 0
+        outside = (1 - p_V.sum()) * math.log(2)   # the part of KL(p | h) where q is 0
         return ((p_V * (p_V / h_V).log()).sum() + outside + (q_V * (q_V / h_V).log()).sum()) / 2
     if name == "ce":
         return log_q_V.new_zeros(()) if choice is None else -log_q_V[choice]
@@ -55,7 +55,7 @@ def topk_kl(p_V: Tensor, q_V: Tensor, k: int) -> Tensor:
 
 
 def mixture(p_V: Tensor, log_q_V: Tensor, choice: int | None, wanted: Objective) -> Tensor:
-    """Of everything a recipe asks for that compares distributions."""
+    """Weighted sum of the recipe's terms that compare distributions (all but ``features``)."""
     parts = [weight * term(name, p_V, log_q_V, choice, wanted) for name, weight in wanted.terms.items() if weight and name != "features"]
     return torch.stack(parts).sum() if parts else log_q_V.new_zeros(())
 
@@ -66,7 +66,7 @@ def smooth_l1(drafted_D: Tensor, hidden_D: Tensor) -> Tensor:
 
 
 def dpace(confidence: list[float | None]) -> list[float]:
-    """2605.18810, smoothing 0.5; None: a depth that does not count."""
+    """The ``dpace`` depth weights (2605.18810) with smoothing 0.5; None marks a depth without a label."""
     weights = []
     for k in range(len(confidence)):
         total = 0.0

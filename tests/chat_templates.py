@@ -1,4 +1,4 @@
-"""Chat templates in the styles that are met with, and tiny tokenizers to go with them."""
+"""Chat templates in common styles, and tiny tokenizers that use them."""
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,16 +19,16 @@ QWEN3 = """{% set ns = namespace(last=0) %}
 {%- for m in messages %}{% set text = m.content.split('</think>')[-1].lstrip('\n') %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}
 {{- text + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""Thoughts are written only where no user has spoken since."""
+"""Writes thoughts only in turns after the last user message."""
 PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-"""One more special token at the very end."""
+"""Writes one more special token at the very end."""
 PLAIN = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-"""No special token ends a turn."""
+"""Ends turns without a special token."""
 OPENING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
-"""Opens every answer with a thought, which answers need not have."""
+"""Opens every generated answer with a thought, although past answers need not contain one."""
 
 SPECIAL = {
     CHATML: "<|im_start|> <|im_end|>", QWEN3: "<|im_start|> <|im_end|>", OPENING: "<|im_start|> <|im_end|>",
@@ -43,7 +43,7 @@ TURNS = [("user", "What is two?"), ("assistant", "It is four."), ("user", "And t
 
 
 def make_tokenizer(template: str | None = None, trim_offsets: bool = False, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that writes <s> before plain text, with the special tokens of the template."""
+    """A byte-level BPE tokenizer with the template's special tokens that writes <s> before plain text."""
     special = ["<s>", "</s>", *SPECIAL.get(template or "", "").split()]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Tests use no network and one thread each (on a busy two-core machine that is several times faster than two)."""
+"""Tests use no network and one thread each (several times faster than two on a busy two-core machine)."""
 import os
 
 os.environ.update(
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True, scope="session")
 def every_layout_of_linear_layers() -> Iterator[None]:
-    """Captures of one row, of up to four rows and of more use the three layouts, untimed: timing tiny weights says nothing."""
+    """Capture one row, up to four rows and more rows in the three layouts, untimed: timing tiny weights is meaningless."""
     from headstart.inference.capture import trace
 
     with pytest.MonkeyPatch.context() as patch:

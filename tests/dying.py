@@ -1,6 +1,6 @@
-"""A head of the user's own (found by its dotted name) that sends its own process a signal at a forward of choice, or has no number.
+"""A user-defined head (given by its dotted name) that signals its own process at a chosen forward pass, or returns NaN there.
 
-So a test can have a run killed at one certain step, without waiting for it with a stopwatch; or a loss that is not finite there.
+A test can so kill a run at a given step without relying on timing, or make the loss of a step non-finite.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
 
 SIGNAL, FORWARD, NAN = "HEADSTART_TEST_SIGNAL", "HEADSTART_TEST_FORWARD", "HEADSTART_TEST_NAN"
-"""The number of the signal; the forward (from 1) that sends it; forwards that have no number, with commas between."""
+"""Environment variables: the signal's number; the forward pass (from 1) that sends it; comma-separated forward passes that return NaN."""
 
 
 class Dying(Eagle3):
-    """EAGLE-3, 2503.01840, with an end."""
+    """EAGLE-3 (2503.01840) that kills its process or returns NaN on request."""
 
     forwards = 0
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests: tiny random backbones of the families we ship recipes for, drafters with random weights, and scripted ones.
+"""Test helpers: tiny random backbones of the families we ship recipes for, drafters with random weights, and scripted drafters.
 
 Shape suffixes: B batch, T positions, N tree nodes, V vocabulary.
 """
@@ -22,7 +22,7 @@ from headstart.heads.methods import build_drafter, methods
 from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
-"""Every method of heads/: a new one is tested by being there."""
+"""Every method of heads/, discovered by its file, so a new one is tested automatically."""
 STRANGERS = ["tests.strangers.eagle1", "tests.strangers.block"]
 """Drafters as a user of the project would write them."""
 VOCAB, LAYERS = 61, 6
@@ -51,7 +51,7 @@ MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3_5
 
 
 def build(name: str, settings: dict[str, Any], seed: int = 0, loud: float = 2.2) -> PreTrainedModel:
-    """A model of the transformers classes ``<name>Config`` and ``<name>ForCausalLM``, with weights that make it say various things."""
+    """A model of the transformers classes ``<name>Config`` and ``<name>ForCausalLM``, with weights that make its output varied."""
     config = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCAB} | SILENT | settings)
     torch.manual_seed(seed)
     model = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config).eval()
@@ -62,7 +62,7 @@ def build(name: str, settings: dict[str, Any], seed: int = 0, loud: float = 2.2)
 
 @torch.no_grad()
 def shake(module: torch.nn.Module, loud: float = 1.0) -> None:
-    """Random weights of about unit gain; biases and norms off their neutral values."""
+    """Set random weights of about unit gain, with biases and norms off their neutral values."""
     for weight in module.parameters():
         if weight.dim() >= 2:
             weight.normal_(std=loud * weight.shape[-1] ** -0.5)
@@ -71,19 +71,19 @@ def shake(module: torch.nn.Module, loud: float = 1.0) -> None:
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A fresh model of one of `FAMILIES`."""
+    """A new model of one of `FAMILIES`."""
     name, settings = CONFIGS[family]
     return build(name, settings | changes, seed)
 
 
 @functools.cache
 def backbone(family: str) -> Backbone:
-    """One a session: nothing a test does may change it."""
+    """The session's shared backbone of that family; tests must not modify it."""
     return Backbone(tiny(family))
 
 
 def random_drafter(kind: str, on: Backbone, seed: int = 1, **arguments: Any) -> Drafter:
-    """A drafter of that kind with random weights everywhere."""
+    """A drafter of that kind with every weight random."""
     drafter = build_drafter(kind, on, arguments)
     torch.manual_seed(seed)
     shake(drafter)
@@ -96,7 +96,7 @@ def heads(family: str, kind: str) -> SpeculativeModel:
 
 
 def texts(rows: int, length: int, seed: int = 0) -> Tensor:
-    """Random token ids, none of them the padding token."""
+    """Random token ids without the padding token."""
     return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -116,9 +116,9 @@ def read(on: Backbone, tokens_BT: Tensor, drafter: Drafter) -> Features:
 
 
 class Scripted(Drafter):
-    """Knows what the backbone will say, and drafts by it.
+    """A drafter that knows the backbone's continuations.
 
-    ``manner``: "oracle" drafts the truth, "adversary" anything but, "nearly" the truth at seven of ten positions. Off the
+    ``manner``: "oracle" drafts the truth, "adversary" anything else, "nearly" the truth at seven of ten positions. Off the
     true path it drafts as if it were on it.
     """
 
@@ -160,18 +160,18 @@ class Scripted(Drafter):
 
 
 def unpadded(sequences: Tensor, rows: dict[str, Tensor]) -> list[list[int]]:
-    """What generate returned for a left-padded batch, without the padding at the left."""
+    """Sequences returned by generate for a left-padded batch, without the left padding."""
     pads = (rows["attention_mask"] == 0).sum(1).tolist()
     return [text[pad:] for text, pad in zip(sequences.tolist(), pads, strict=True)]
 
 
 def say(of: SpeculativeModel, rows: dict[str, Tensor], **options: Any) -> Any:
-    """One call of transformers' own front door with these heads."""
+    """Call transformers' ``generate`` with these heads."""
     return of.backbone.model.generate(**rows, custom_generate=of.generate, **options)
 
 
 class Noted:
-    """A streamer that keeps what it gets."""
+    """A streamer that keeps everything it receives."""
 
     def __init__(self) -> None:
         self.got: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Processes that train, forked from this one: libraries are imported already, so starting several takes no time."""
+"""Training processes forked from this one: libraries are already imported, so starting several takes no time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headstart.cli.train import main
 
 
 class Forked:
-    """``count`` processes that know of each other, each of them the command with these arguments; what they say goes to ``said``."""
+    """``count`` processes of one group, each running the command with these arguments; their output goes to ``said``."""
 
     def __init__(self, count: int, arguments: list[str], said: Path, **environment: str) -> None:
         with socket.socket() as probe:
@@ -30,7 +30,7 @@ class Forked:
             self.running.append(pid)
 
     def wait(self, seconds: float = 100) -> int:
-        """The first exit status that is not 0 (minus the signal); ends those that take too long."""
+        """The first non-zero exit status (minus the signal); kills the others after a failure or a timeout."""
         end, worst = time.monotonic() + seconds, 0
         while self.running:
             pid, status = os.waitpid(self.running[0], os.WNOHANG)
@@ -45,7 +45,7 @@ class Forked:
         return worst
 
     def kill(self) -> bool:
-        """At once, as a power cut would; whether some of them were running still."""
+        """Kill all of them with SIGKILL, as a power cut would; True if any was still running."""
         for pid in self.running:
             os.kill(pid, signal.SIGKILL)
         ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.running]
@@ -54,7 +54,7 @@ class Forked:
 
 
 def _become(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
-    """Never returns to the test."""
+    """Run the command in the forked process; never returns to the test."""
     status = 1
     try:
         for stream in (1, 2):

@@ -1,4 +1,4 @@
-"""A small drafter, a batch to learn from, and the objective by the book: a loop over positions with whole distributions.
+"""A small drafter, a training batch, and a reference objective: a loop over positions with whole distributions.
 
 Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
 """
@@ -26,7 +26,7 @@ V, B, T = 53, 3, 19
 
 
 class TinyDrafter(Drafter):
-    """The least that is a drafter, with a hidden state of its own width; it corrects by the parent token as some heads do."""
+    """A minimal drafter with a hidden state of its own width; like some heads, it corrects by the parent token."""
 
     def __init__(self, backbone: Backbone, depth: int, vocabulary: Tensor | None) -> None:
         super().__init__(backbone, DrafterConfig(depth=depth))
@@ -63,7 +63,7 @@ def small_backbone(dtype: torch.dtype = torch.float64) -> Backbone:
 
 
 def batch(backbone: Backbone) -> Features:
-    """Two documents in the first row, padding in the second, holes in what is to be learned."""
+    """Two documents in the first row, padding in the second, gaps in the loss mask."""
     generator = torch.Generator().manual_seed(1)
     features = backbone.read(torch.randint(0, V, (B, T), generator=generator))
     document = torch.zeros(B, T, dtype=torch.int64)
@@ -79,7 +79,7 @@ def learned(features: Features) -> int:
 
 
 def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
-    """By the book: a loop over rows, draft positions and depths, with whole distributions. The slow reference."""
+    """Slow reference: a loop over rows, positions and depths, with whole distributions."""
     loss = torch.zeros((), dtype=torch.float64)
     count, correct, alpha = (torch.zeros(drafter.trained_depth, dtype=torch.float64) for _ in range(3))
     tokens, learn, document = features.tokens_BT, features.loss_mask_BT, features.document_BT
@@ -110,12 +110,12 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
 
 
 def chunked(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:
-    """The objective, called as `naive` is."""
+    """The chunked objective, with the signature of `naive`."""
     return objective(FusedLoss(wanted, backbone, drafter), features, hidden)
 
 
 def run(way: Callable[..., Sums], wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features) -> list[Tensor]:
-    """The sums, and the gradient of every weight."""
+    """The sums and the gradient of every weight."""
     drafter.zero_grad()
     sums = way(wanted, backbone, drafter, features, drafter(features))
     sums.loss.backward()

@@ -1,4 +1,4 @@
-"""A small server that speaks as much of OpenAI's protocol as ``regenerate`` asks for, and does as a test's script says."""
+"""A small server that implements the part of OpenAI's protocol that ``regenerate`` uses, scripted by a test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""Status and body: a mapping as JSON, or text."""
+"""HTTP status and body: a mapping sent as JSON, or text."""
 
 
 class Server:
-    """``reply`` makes a reply of the path and the request's body. Keeps what was asked, and how many asked at once."""
+    """Answers with ``reply(path, body)``; keeps the requests and the highest number of concurrent ones."""
 
     def __init__(self, reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> None:
         self.reply, self.seconds = reply, seconds
@@ -32,20 +32,20 @@ class Server:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         time.sleep(self.seconds)
-        with self.lock:   # one at a time, so that a script may count
+        with self.lock:   # one at a time, so that a script can count requests
             self.at_once -= 1
             return self.reply(path, body)
 
 
 def said(content: str | None, finish: str = "stop", tokens: int = 3, **fields: Any) -> Reply:
-    """A whole answer."""
+    """A complete chat answer."""
     message = {"role": "assistant", "content": content, **fields}
     return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": tokens}}
 
 
 @contextmanager
 def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> Iterator[Server]:
-    """The server while it runs; its ``url`` is what ``regenerate.endpoint`` takes."""
+    """Run the server in the block; its ``url`` is a value for ``regenerate.endpoint``."""
     server = Server(reply, seconds)
 
     class Handler(BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0)
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
+            """Silence the request log."""
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}/v1"

@@ -1,4 +1,4 @@
-"""A whole training run in miniature: a random backbone with a byte-level tokenizer on disk, text, and a recipe."""
+"""A complete training run in miniature: a random backbone and a byte-level tokenizer on disk, text, and a recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_backbone(folder: Path) -> None:
 
 
 def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
-    """Backbone, data and ``recipe.yaml`` in ``folder``; the run goes to ``folder/out``."""
+    """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``."""
     make_backbone(folder / "backbone")
     rng = random.Random(0)
     lines = [{"text": " ".join(rng.choices(WORDS, k=rng.randint(3, 9)))} for _ in range(40)]
@@ -59,7 +59,7 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def run(*arguments: str | Path, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command a user types, in a process of its own."""
+    """Run the command a user types, in its own process."""
     command = [sys.executable, *launcher, str(ROOT / "train_heads.py"), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A tiny backbone that has a tokenizer with a chat template and a context of 96, with random heads."""
+"""A tiny backbone with random heads, a chat template and a context of 96."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "nu
 
 @functools.cache
 def talker() -> tuple[SpeculativeModel, Prompter]:
-    """One a session: nothing a test does may change it."""
+    """The session's shared heads and prompter; tests must not modify them."""
     tokenizer = make_tokenizer(CHATML)
     on = Backbone(build("Llama", SIZES | {"vocab_size": len(tokenizer)}))
     return SpeculativeModel(on, random_drafter("medusa", on, depth=3)), Prompter(tokenizer)

@@ -1,4 +1,4 @@
-"""The example configurations of `accelerate`: it reads each of them, each says how it is used, and the documentation names them."""
+"""The example `accelerate` configurations: accelerate reads them, each documents its command, and the documentation names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter trained on the backbone together with heads (Medusa-2): trained, resumed bit for bit, saved, and decoded with."""
+"""A LoRA adapter trained on the backbone together with heads (Medusa-2): training, bit-for-bit resume, saving and decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def joint_recipe(folder: Path, **lora: float) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run."""
+    """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("joint")
     assert Forked(1, [str(joint_recipe(folder))], folder / "said.txt").wait() == 0, (folder / "said.txt").read_text()
     return folder
@@ -73,7 +73,7 @@ def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
     assert {f"average/{name}" for name in moved} <= state.keys()
     assert {f"optimizer/exp_avg/{name}" for name in moved} <= state.keys()
     assert not [name for name in state if "base_layer" in name or "embed_tokens" in name and name.startswith("adapter")]
-    run = prepare(load_recipe(trained / "recipe.yaml"))   # at its last step
+    run = prepare(load_recipe(trained / "recipe.yaml"))   # already at its last step
     base = load_file(trained / "backbone" / "model.safetensors")
     now = {name.replace(".base_layer.", "."): weight for name, weight in run.backbone.model.state_dict().items() if "lora_" not in name}
     assert all(torch.equal(now[name], weight) for name, weight in base.items())
@@ -82,7 +82,7 @@ def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
 
 
 def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
-    """What is saved is the average; PEFT alone loads it, and heads write what that model writes."""
+    """The averaged adapter is saved; PEFT loads it alone, and heads decode exactly what that model generates."""
     out, state = trained / "out", tensors(trained / "out")
     metadata = json.loads((out / "headstart.json").read_text())
     alone = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(trained / "backbone"), str(out / "adapter")).eval()
@@ -94,7 +94,7 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     heads = headstart.load(out, backbone=model)
     assert heads.backbone.adapter is not None and heads.backbone.adapter.digest() == metadata["contract"]["adapter"]
     assert not heads.backbone.trainable and not any(weight.requires_grad for weight in model.parameters())
-    ours = headstart.load(out, backbone=alone)   # as it is: the adapter is there already
+    ours = headstart.load(out, backbone=alone)   # passed as it is: the adapter is already attached
     bare = AutoModelForCausalLM.from_pretrained(trained / "backbone")
     differs = False
     for seed in range(4):
@@ -121,7 +121,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(trained: Path, tmp_path: Pat
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """Gradients of the adapter are summed over processes (without dropout, which each draws for itself)."""
+    """Adapter gradients are summed over processes (without dropout, whose noise differs between processes)."""
     recipe = str(joint_recipe(tmp_path, dropout=0.0))
     for processes in (1, 2):
         said = tmp_path / f"{processes}.txt"
@@ -220,11 +220,11 @@ def test_refused_adapters(trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:
-    """Heads trained without an adapter do not go on a backbone that carries one, unless that is allowed; nor the other way round."""
+    """Heads trained without an adapter are refused on a backbone that has one, and vice versa, unless that is allowed."""
     importlib.import_module("tests.dying")
     on = load_backbone(str(trained / "backbone"), device="cpu")
     headstart.load(trained / "out", backbone=on)
-    headstart.load(trained / "out", backbone=on)   # it is there already
+    headstart.load(trained / "out", backbone=on)   # the adapter is already attached
     plain = load_backbone(str(trained / "backbone"), device="cpu")
     random_drafter("medusa", plain).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="trained without an adapter"):

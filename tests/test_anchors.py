@@ -1,4 +1,4 @@
-"""Training at a sample of positions: the dense loss in expectation, exactly it at a share of 1, and no cut of a step shows.
+"""Training at sampled anchors: the dense loss in expectation, and exactly at a share of 1; independent of how a step is split.
 
 Shape suffixes: M anchors, K depth.
 """
@@ -44,7 +44,7 @@ def backbone() -> Backbone:
 
 
 def at_anchors(share: float, key: StepKey = KEY) -> Callable[..., Sums]:
-    """The objective at anchors, called as `naive` is; what the drafter drafted densely is gathered there."""
+    """The objective at anchors, with the signature of `naive`; the drafter drafts again at the anchors alone."""
 
     def anchored(settings: Objective, backbone: Backbone, drafter: Drafter, features: Features, dense: list[Tensor]) -> Sums:
         anchors = sample_anchors(features, drafter.trained_depth, share, key)
@@ -85,7 +85,7 @@ def test_the_expected_loss_does_not_depend_on_the_share(backbone: Backbone, weig
     assert torch.stack([sums.loss for sums in some]).mean() == pytest.approx(whole.loss.item(), rel=0.05)
     counts_K = torch.stack([sums.count_K for sums in some]).double().mean(0)
     torch.testing.assert_close(counts_K, 0.3 * whole.count_K.double(), rtol=0.1, atol=0)
-    alpha_K = torch.stack([sums.alpha_K for sums in some]).mean(0) / counts_K   # measured on what was sampled
+    alpha_K = torch.stack([sums.alpha_K for sums in some]).mean(0) / counts_K   # measured on the sample
     torch.testing.assert_close(alpha_K, whole.alpha_K / whole.count_K, rtol=0.05, atol=0)
 
 
@@ -130,7 +130,7 @@ def test_a_batch_without_anchors_still_reaches_every_parameter(backbone: Backbon
 
 
 def test_a_run_at_anchors_learns_and_no_cut_of_a_step_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On-policy as well: its rollouts take all depths of one step, each corrected by the token drafted before it."""
+    """Includes on-policy training: its rollouts take all depths from one step, each corrected by the token drafted before it."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     train = {"steps": 16, "batch_size": 5, "schedule": "constant", "lr": 2e-2}

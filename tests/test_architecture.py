@@ -1,4 +1,4 @@
-"""Who may import whom, what imports without extras, how long files and functions may be, what is public.
+"""Import order of the layers, imports without extras, length of files and functions, public names.
 
     train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
 """
@@ -16,18 +16,18 @@ import headstart
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("heads", "inference", "training")
-"""From the bottom up: a layer imports itself and those before it."""
+"""Bottom up: a layer imports itself and the layers before it."""
 FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
 MOST_PARAMETERS = 6
 FRONT_DOOR = {"inference/generate.py": {"generate", "load"}}
-"""Signatures that follow transformers' ``generate`` and ``from_pretrained``."""
+"""Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
 DEFERRED = {
     ("headstart.heads.base", "headstart.heads.checkpoint"),   # Drafter.save_pretrained
-    ("headstart.heads.base", "headstart.heads.methods"),      # the names of an error message
+    ("headstart.heads.base", "headstart.heads.methods"),      # the names in an error message
 }
-"""Imports inside a function that run against the order of packages."""
+"""Imports inside a function that go against the package order."""
 PUBLIC = {
     "Backbone",
     "Drafter",
@@ -41,7 +41,7 @@ PUBLIC = {
     "load_tokenizer",
 }
 FACADE_FOR_ALL = {"__version__", "recipes", "support"}
-"""What any layer may take from `headstart` itself (recipes are data); other public names are imported from where they live."""
+"""Names any layer may take from `headstart` itself (recipes are data); other public names are imported from their own modules."""
 
 
 def sources(folder: str) -> list[Path]:
@@ -49,7 +49,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import of a file, wherever it stands; relative ones made absolute."""
+    """Line and dotted name of every import in a file, at any nesting; relative imports made absolute."""
     package = ["headstart", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -61,7 +61,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def fault(layer: str, name: str) -> str | None:
-    """Why a module of this layer may not import this name."""
+    """The reason a module of this layer may not import this name, if any."""
     top, _, rest = name.partition(".")
     if top in LAYERS:
         return f"write headstart.{name}"
@@ -120,7 +120,7 @@ def module_name(path: Path) -> str:
 
 
 def run_time_imports(path: Path, modules: set[str]) -> Iterator[str]:
-    """Our own modules that a file imports, in functions too, but not for type checking only."""
+    """Modules of the project that a file imports, including inside functions but not under TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     hidden = {id(node) for guard in guards for statement in guard.body for node in ast.walk(statement)}
@@ -131,13 +131,13 @@ def run_time_imports(path: Path, modules: set[str]) -> Iterator[str]:
 
 
 def package_of(module: str) -> str:
-    """The folder of a module; one that lies directly in a layer stands for itself."""
+    """The folder of a module; a module directly in a layer is its own package."""
     above = module.rpartition(".")[0]
     return module if above in {f"headstart.{layer}" for layer in LAYERS} else above
 
 
 def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
-    """Sets of packages that reach each other."""
+    """Sets of packages that import each other, directly or indirectly."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -192,7 +192,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_every_drafter_names_its_paper() -> None:
-    """One file a method, and its first lines say where the method comes from."""
+    """One file per method, whose first lines cite its paper."""
     found = {}
     for path in sources("heads"):
         module = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its value, where it is used, and that a resumed run goes on with it bit for bit."""
+"""The moving average of the weights: its value, where it is used, and bit-for-bit resume."""
 
 from __future__ import annotations
 

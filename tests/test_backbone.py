@@ -1,4 +1,4 @@
-"""The backbone: its readout is the model's own, its taps are the model's own hidden states, and what can't be one is refused in a line."""
+"""The backbone: readout and taps equal the model's own, and unsuitable models are refused in one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3Next": WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
     "RecurrentGemma": WIDE | {"lru_width": 32, "attention_window_size": 16},
 }
-"""Other families: each is decoded exactly, or refused with one line (those in REFUSED)."""
+"""Other families: each is decoded exactly, or refused in one line (those in REFUSED)."""
 REFUSED = {"Mpt", "Bloom", "GPTNeo", "Jamba", "Lfm2", "Mamba", "RecurrentGemma"}
 POSTPROCESSED = ["Cohere", "Cohere2", "Gemma2", "Granite"]
 
@@ -93,7 +93,7 @@ def test_taps_are_the_models_hidden_states(family: str) -> None:
 
 
 def test_a_backbone_is_frozen_and_evaluates() -> None:
-    model = tiny("gpt2").train()  # it has dropout
+    model = tiny("gpt2").train()  # has dropout
     on = Backbone(model)
     assert not any(weight.requires_grad for weight in model.parameters())
     assert torch.equal(on.read(texts(1, 8)).hidden_BTD, on.read(texts(1, 8)).hidden_BTD)
@@ -125,7 +125,7 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_type() -> None:
 
 
 def refused(path: Path | str, **options: Any) -> str:
-    """The message, which must be one line."""
+    """The error message, which must be one line."""
     with pytest.raises(UserError) as caught:
         load_backbone(str(path), **options)
     assert "\n" not in str(caught.value)
@@ -141,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of a good backbone, to be damaged."""
+    """A copy of a valid backbone, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -191,7 +191,7 @@ def test_damaged_backbones(folder: Path) -> None:
 
 
 def test_missing_tensors_are_not_made_up(folder: Path) -> None:
-    """transformers fills them with random numbers and a warning."""
+    """transformers would fill them with random numbers and only warn."""
     tensors = load_file(folder / "model.safetensors")
     save_file(
         {name: tensor for name, tensor in tensors.items() if ".3." not in name}, folder / "model.safetensors", metadata={"format": "pt"}

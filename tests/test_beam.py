@@ -1,4 +1,4 @@
-"""Speculative beam search gives what transformers' own beam search gives, in fewer passes.
+"""Speculative beam search returns the same beams as transformers in fewer forward passes.
 
 Shape suffixes: B batch, N nodes, R beams of all rows.
 """
@@ -30,11 +30,11 @@ from headstart.support.errors import UserError
 
 WIDE = TreeShape(32, 5)
 TRUTHS: dict[str, Any] = {}
-"""What transformers gave, by what it was asked."""
+"""Results of transformers by request."""
 
 
 class Knowing(Drafter):
-    """Drafts by the backbone itself, which reads every path from the start: it knows all that may follow any beam."""
+    """Drafts with the backbone itself, which reads every path from the start, so any continuation of any beam is drafted exactly."""
 
     def __init__(self, on: Backbone, depth: int = 3) -> None:
         super().__init__(on, DrafterConfig(depth=depth))
@@ -66,10 +66,10 @@ def drafting(family: str, kind: str) -> SpeculativeModel:
 
 
 def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | None = None, **options: Any) -> Any:
-    """What came out, once it is known to be what transformers gives."""
+    """The output, checked against transformers."""
     options = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True} | options
     asked = f"{type(of.backbone.model).__name__} {rows} {options}"
-    if asked not in TRUTHS or " at 0x" in asked:   # functions are told apart by addresses, which are used again
+    if asked not in TRUTHS or " at 0x" in asked:   # a function's repr holds an address, which may be reused
         TRUTHS[asked] = own(of, rows, **options)
     theirs, out = TRUTHS[asked], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
     assert torch.equal(out.sequences, theirs.sequences)
@@ -122,7 +122,7 @@ def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None
 
 
 def test_many_ways_to_end() -> None:
-    """There are as many more candidates as tokens that end a text, so that enough beams go on."""
+    """The number of candidates grows with the number of end tokens, so that enough beams continue."""
     options: dict[str, Any] = {"num_return_sequences": 3, "early_stopping": "never", "length_penalty": 3.0}
     for eos in ([0, 12, 16, 27, 15, 51, 37], list(range(VOCAB - 9))):
         same(drafting("llama", "knowing"), left_padded(prompts((9, 4, 6))), num_beams=3, eos_token_id=eos, **options)
@@ -130,14 +130,14 @@ def test_many_ways_to_end() -> None:
 
 @pytest.mark.parametrize("returned,eos,pad", [(1, None, 0), (3, None, 60), (3, 5, 0), (2, [5], 60)])
 def test_what_stands_behind_the_end(returned: int, eos: Any, pad: int) -> None:
-    """Transformers fills up with -1, the end token or the padding token."""
+    """transformers pads with -1, the end token or the padding token."""
     stop = StoppingCriteriaList([Ends(9)])
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": returned, "eos_token_id": eos, "pad_token_id": pad}
     same(drafting("llama", "none"), left_padded(prompts((9, 4))), stopping_criteria=stop, **options)
 
 
 class Ends(After):
-    """Ends the texts whose last token is even, once they are long enough."""
+    """Ends sequences whose last token is even, once they are long enough."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return super().__call__(input_ids, scores) & (input_ids[:, -1] % 2 == 0)
@@ -183,7 +183,7 @@ def test_processors_see_each_beam(options: dict[str, Any]) -> None:
 
 def test_processors_that_know_the_prompt() -> None:
     of = drafting("llama", "knowing")
-    for few in (2, 5, 40):   # fewer than there are beams, too
+    for few in (2, 5, 40):   # also fewer than there are beams
         allow = lambda b, ids, few=few: [(int(ids[-1]) * 7 + i) % VOCAB for i in range(few)]  # noqa: E731
         same(of, row(), num_beams=3, prefix_allowed_tokens_fn=allow)
     same(of, row(), num_beams=3, encoder_no_repeat_ngram_size=1)
@@ -194,7 +194,7 @@ def test_processors_that_know_the_prompt() -> None:
 
 
 def test_scores_and_logits() -> None:
-    """Those of every beam and step; of a row that is over, zeros."""
+    """Scores and logits of every beam and step; zeros for a finished row."""
     options: dict[str, Any] = {"num_beams": 3, "repetition_penalty": 1.4, "output_logits": True}
     rows = left_padded(prompts((9, 4)))
     out = same(drafting("llama", "knowing"), rows, **options)
@@ -223,7 +223,7 @@ def test_ids_alone_rows_in_turn_and_recorded_passes() -> None:
 
 
 def test_proposers() -> None:
-    """What the backbone has said of a token is a draft of some breadth; a continuation of the text is not."""
+    """Top-k tokens that the backbone gave after a token yield drafts of some breadth; a continuation of the sequence does not."""
     rows = {"input_ids": texts(1, 3).repeat(1, 6)}
     for proposers in ([RecyclingProposer()], [SuffixProposer()], [SuffixProposer(), RecyclingProposer()]):
         of = SpeculativeModel(backbone("llama"), proposers=proposers)
@@ -233,7 +233,7 @@ def test_proposers() -> None:
 
 
 def test_draft_models_and_early_exits() -> None:
-    """One that knows all, and one that drafts on the backbone's own cache, which beams share."""
+    """A draft model that is always right, and an early exit that drafts on the backbone's own cache, which beams share."""
     on = backbone("llama")
     for drafter, drafts in ((DraftModel(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
         for rows, new in ((row(), 14), (left_padded(prompts((62, 9))), 8)):
@@ -242,7 +242,7 @@ def test_draft_models_and_early_exits() -> None:
 
 
 def test_rows_of_different_lengths_near_the_end_of_their_slots() -> None:
-    """64 of them: tries of short rows are as long as those of long ones."""
+    """There are 64 slots; tries of short rows are as long as those of long ones."""
     for lengths in ((62,), (61, 4, 30)):
         for kind in ("eagle3", "knowing"):
             same(drafting("llama", kind), left_padded(prompts(lengths)), {"tree": TreeShape(60, 6)}, num_beams=3)

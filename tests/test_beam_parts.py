@@ -1,4 +1,4 @@
-"""The parts of speculative beam search: the trie of a row's texts, the features of its nodes, and how many drafts are worth reading."""
+"""Parts of speculative beam search: the trie of a row's sequences, the features of its nodes, and how many drafts are worth verifying."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NEXT = TopK(np.zeros(1), np.zeros(1))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nodes_read_as_their_texts_do(family: str) -> None:
-    """Pass after pass, rows of very different lengths; a short row's trie would not fit behind a long row's text in its last slots."""
+    """Several passes over rows of very different lengths; a short row's trie would not fit after a long row's last slots."""
     on, make = backbone(family), random.Random(0)
     texts = prompts((30, 3))
     reader, lengths_B = Reader(on, (), Capturer("off", torch.device("cpu"))), torch.tensor([30, 3])
     _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
     tries = [BeamTrie(30), BeamTrie(3)]
-    ends = [[-1], [-1] * 6]   # six texts in the second row
+    ends = [[-1], [-1] * 6]   # six sequences in the second row
     for steps in (3, 2, 1, 2):
         for trie, last in zip(tries, ends, strict=True):
-            trie.add(last[-1], VOCAB - 1)   # goes nowhere
+            trie.add(last[-1], VOCAB - 1)   # a dead end
             for _ in range(steps):
                 last[:] = [trie.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
         features, _ = read_tries(reader, cache, tries)
@@ -94,14 +94,14 @@ def test_breadth_is_learned() -> None:
 
 
 def test_features_of_nodes_by_row_and_number() -> None:
-    """Rows keep different numbers of nodes; a node is known by its number before and after others are dropped."""
+    """Rows keep different numbers of nodes; a node keeps its number when others are dropped."""
 
     def read(first: int) -> Features:
         tokens_BT = torch.arange(first, first + 6).view(2, 3)
         return Features(tokens_BT, tokens_BT[..., None].float(), {4: -tokens_BT[..., None].float()})
 
     kept = NodeFeatures(read(0))
-    kept.add(read(10), [0, 0])   # 10, 11, 12 and 13, 14, 15
+    kept.add(read(10), [0, 0])   # tokens 10, 11, 12 and 13, 14, 15
     found = kept.of([1, 0, 1], [[2], [0, 1], []])
     assert found.tokens_BT[0, 0] == 15 and found.tokens_BT[1].tolist() == [10, 11] and found.lengths_B.tolist() == [1, 2, 0]
     kept.keep([[1, 2], [0]])

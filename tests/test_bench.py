@@ -1,4 +1,4 @@
-"""What `bench` compares: batches, transformers' assisted decoding, several turns, tasks, bandwidth, captures."""
+"""Systems compared by `bench`: batches, transformers' assisted decoding, several turns, tasks, bandwidth, captures."""
 import io
 
 import pytest
@@ -228,4 +228,4 @@ def test_every_kind_of_heads_can_be_compared(kind):
     report = compare([(kind, SpeculativeModel(on, random_drafter(kind, on)))], asked(5, 9), Plan(8, batches=(2,)))
     row = report["results"][0]
     assert row["identical"] and row["kind"] == kind and sum(row["tree_sizes"].values()) == row["passes"]
-    assert (row["nodes"], row["width"]) == (None, None)   # no shape was asked for
+    assert (row["nodes"], row["width"]) == (None, None)   # no shape was requested

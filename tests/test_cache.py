@@ -1,4 +1,4 @@
-"""The ragged cache: what it holds after several passes is what reading the text afresh would have put there; and who sees what.
+"""The ragged cache: after several passes it equals a fresh read of the sequence; attention masks.
 
 Shape suffixes: L layers, B batch, H heads, N tree nodes, S slots, D head width.
 """
@@ -20,7 +20,7 @@ from headstart.inference.generate import SpeculativeModel
 
 
 def audit(decoder: Decoder, on: Backbone) -> None:
-    """Row for row, every layer's keys and values against one plain read of the text."""
+    """Compare every layer's keys and values, row by row, with a single read of the sequence."""
     for row, number in enumerate(decoder.rows):
         text = decoder.sequences[number]
         length = int(decoder.cache.lengths_B[row])
@@ -29,13 +29,13 @@ def audit(decoder: Decoder, on: Backbone) -> None:
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
         for i, own in enumerate(fresh.layers):
             keys, values = decoder.cache.layer(i)
-            kept = own.keys.shape[2]  # a sliding layer of transformers keeps its last keys only
+            kept = own.keys.shape[2]  # transformers' sliding layers keep their last keys only
             torch.testing.assert_close(keys[row, :, length - kept : length], own.keys[0], atol=5e-5, rtol=1e-4)
             torch.testing.assert_close(values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
 
 
 def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, **arguments: object) -> list[list[int]]:
-    """What generate writes, the cache having been audited after every so many passes."""
+    """The output of generate, with the cache audited every ``every`` passes."""
     run, passes = Decoder._advance, []
 
     def advance(self: Decoder, *given: object) -> None:
@@ -63,7 +63,7 @@ def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monke
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_buffers_grow_past_their_first_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """63 tokens and a tree fill the first 64 slots; the drafter's own keys grow with them."""
+    """63 tokens and a tree exceed the first 64 slots; the drafter's own keys grow too."""
     of = heads(family, "eagle3")
     for lengths in ((60,), (61, 30)):
         rows = left_padded(prompts(lengths))
@@ -91,7 +91,7 @@ def test_put_writes_behind_each_rows_end(lengths: list[int]) -> None:
 
 
 def filled(lengths: list[int], slots: int = 24) -> RaggedCache:
-    """Three layers, one of another shape, all slots different."""
+    """Three layers, one of another shape, with different values in every slot."""
     layers = [(torch.randn(len(lengths), 2, slots, d), torch.randn(len(lengths), 2, slots, d)) for d in (4, 4, 8)]
     return RaggedCache(layers, torch.tensor(lengths))
 
@@ -127,7 +127,7 @@ def test_rows_leave_and_join() -> None:
 
 @pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
 def test_who_sees_whom(lengths: list[int]) -> None:
-    """Both masks against a loop: a node sees its row's text and its ancestors, in a window as far back as their positions say."""
+    """Both masks against a loop: a node sees its row's sequence and its ancestors, within a window measured by position."""
     rows, window = len(lengths), 4
     tree, lengths_B = random_tree(9, 50, seed=1, rows=rows), torch.tensor(lengths)
     _, depths_BN, ancestors_BNN = tree.tensors(lengths_B.device)

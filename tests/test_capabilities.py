@@ -1,4 +1,4 @@
-"""What a drafter declares of itself holds: each class attribute against what the drafter does.
+"""Each capability that a drafter declares as a class attribute matches its behaviour.
 
 Shape suffixes: B batch, T positions, K depth, D width, M anchors.
 """
@@ -29,7 +29,7 @@ from headstart.support.errors import UserError
 
 @each_drafter
 def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
-    """Another token at depth 0 changes the drafts below it, or none of them."""
+    """Changing the token at depth 0 changes all drafts below it, or none of them."""
     on, drafter = made("llama", kind, arguments)
     state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
     changed_BK = tokens_BK.clone()
@@ -50,7 +50,7 @@ def test_reads_hidden(kind: str, arguments: dict[str, Any]) -> None:
 
 @each_drafter
 def test_own_readout(kind: str, arguments: dict[str, Any]) -> None:
-    """The backbone's output layer, without weights of the drafter, or weights of its own."""
+    """A drafter without a readout of its own uses the backbone's output layer, without trainable weights."""
     on, drafter = made("llama", kind, arguments)
     drafter.requires_grad_(True)
     hidden, tokens = torch.randn(2, 3, on.dim), texts(2, 3)
@@ -91,7 +91,7 @@ def test_capturable(kind: str, arguments: dict[str, Any]) -> None:
 
 @each_drafter
 def test_anchors(kind: str, arguments: dict[str, Any]) -> None:
-    """At all positions it is the dense forward, in packed rows too; anchors are independent of each other."""
+    """Anchors at all positions equal the dense forward pass, in packed rows too; anchors are independent of each other."""
     on, drafter = made("llama", kind, arguments)
     T = 14
     document_BT = torch.tensor([[0] * T, [0] * 6 + [1] * 6 + [-1] * 2])
@@ -125,7 +125,7 @@ def test_depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]
 
 
 def test_trees_deeper_than_trained() -> None:
-    """A tree's fixed depth, the loaded depth and the recipe's reach past what was trained; the text stays what it is."""
+    """A fixed tree depth or `set_depth` may exceed the trained depth; the output does not change."""
     on, rows = backbone("llama"), left_padded(prompts((9, 4)))
     drafter = random_drafter("eagle3", on, depth=2)
     levels: list[int] = []

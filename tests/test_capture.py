@@ -1,4 +1,4 @@
-"""A captured function gives what the function gives: for new shapes, after the cache has grown, in whole sequences; fallbacks say why."""
+"""A captured function returns the same results for new shapes, after the cache has grown, in whole sequences; fallbacks give a reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_pytrees_come_apart_and_together() -> None:
 
 
 class Counted:
-    """A function that counts how often Python runs it."""
+    """A function that counts its Python calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -75,7 +75,7 @@ def test_new_shapes_are_followed_and_new_constants_captured() -> None:
 
 
 def test_sizes_of_one_are_captured_apart() -> None:
-    """An autoregressive step keeps its own capture, which is faster than that of a tree, though a batch of one row has ones in both."""
+    """An autoregressive step keeps its own capture, faster than a tree's, although a batch of one row has a size of 1 in both."""
     captured, held = captured_by("trace", Counted()), torch.zeros(9)
     for nodes, captures in ((1, 1), (6, 2), (1, 2), (8, 2), (1, 2), (7, 2)):
         x = torch.randn(1, nodes)
@@ -103,7 +103,7 @@ def test_sizes_between_compared_ones_are_followed_at_once() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> None:
-    """Greedy and sampled, one row and five, past the first 64 slots, with fixed and chosen trees."""
+    """Greedy and sampled, one row and five, past the first 64 slots, with fixed and adaptive trees."""
     on = backbone(family)
     drafter = random_drafter(kind, on)
     uncaptured, captured = SpeculativeModel(on, drafter, capture="off"), SpeculativeModel(on, drafter, capture="trace")

@@ -1,4 +1,4 @@
-"""Fallbacks of captures: why a function is not captured is said once and kept; out of memory is no fallback; backends by name."""
+"""Capture fallbacks: the reason is logged once and kept; out of memory is not a fallback; backends are chosen by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why_once(error: type[Exc
         return x + 1
 
     capturer = Capturer("trace", CPU)
-    for _ in range(2):   # two functions of one name, as the levels of a draft
+    for _ in range(2):   # two functions of one name, like the levels of a draft
         captured = capturer.capture(awkward, "awkward")
         for _ in range(3):
             assert torch.equal(captured(None, torch.ones(2)), torch.full((2,), 2.0))
@@ -47,7 +47,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why_once(error: type[Exc
 
 
 def test_a_branch_on_values_is_noticed_at_replay(caplog: pytest.LogCaptureFixture) -> None:
-    """As in a mixture of experts: how many rows an expert gets is a value, and a view of so many a constant to the trace."""
+    """As in a mixture of experts: the number of rows per expert depends on values, but the traced view keeps it constant."""
 
     def experts(held: None, x: Tensor) -> Tensor:
         chosen = x[x > 0]
@@ -130,7 +130,7 @@ def test_without_traces_auto_captures_nothing_and_says_so(
 
 
 def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "jit", None)   # torch and transformers themselves do not decode so, only the choice is tested
+    monkeypatch.setattr(torch, "jit", None)   # only the choice is tested: torch and transformers do not decode without it
     assert "has no torch.jit.trace" in str(Capturer("auto", CPU).report().fallback)
 
 

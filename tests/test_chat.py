@@ -1,4 +1,4 @@
-"""`headstart chat`: what is asked is the whole conversation, answers stream, an answer can be stopped, mistakes are one line."""
+"""`headstart chat`: the prompt is the whole conversation, answers stream and can be stopped, errors are one line."""
 import io
 import json
 import sys
@@ -29,7 +29,7 @@ def house(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def say(house, monkeypatch, capsys):
-    """Run the command on piped lines; status, output, what else was said."""
+    """Run the command on piped lines; returns status, stdout and stderr."""
 
     def run(text: str | io.StringIO, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text) if isinstance(text, str) else text)
@@ -41,7 +41,7 @@ def say(house, monkeypatch, capsys):
 
 
 def answers(*questions: str, system: str | None = None, settings: Settings | None = None, seed: int = 0) -> list[str]:
-    """What the backbone says in one conversation."""
+    """The backbone's answers in one conversation."""
     heads, prompter = talker()
     messages = [{"role": "system", "content": system}] if system else []
     said = []
@@ -90,7 +90,7 @@ def test_an_answer_can_be_stopped(say, monkeypatch, tmp_path):
     report = json.loads(file.read_text())["answers"]
     assert status == 0 and err.count("stopped, 4 tokens") == 2 and out.count("\n") == 2
     assert [(one["tokens"], one["tau"]) for one in report] == [(4, None)] * 2
-    assert answers("two")[0].startswith(report[0]["answer"])   # and the conversation goes on from it
+    assert answers("two")[0].startswith(report[0]["answer"])   # the conversation continues from it
 
 
 def test_no_room_is_said_and_not_the_end(say):
@@ -100,7 +100,7 @@ def test_no_room_is_said_and_not_the_end(say):
     talk = Chat(heads, prompter, Settings(90), 0)
     painter = Painter(prompter.tokenizer, io.StringIO(), False)
     asked = len(prompter.converse([{"role": "user", "content": "two"}]))
-    assert talk.ask("two", painter).tokens == 96 - asked   # what room there is
+    assert talk.ask("two", painter).tokens == 96 - asked   # the remaining context
     with pytest.raises(UserError, match="/reset"):
         talk.ask("more", painter)
     assert len(talk.messages) == 2
@@ -150,7 +150,7 @@ def test_questions_at_a_terminal(say, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     status, out, err = say(Terminal())
-    assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2   # at the beginning, and for Ctrl-C at the question
+    assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2   # at the start, and on Ctrl-C at the prompt
 
 
 MISTAKES = {
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\n"))
     try:
         status = main(argv)
-    except SystemExit as ended:   # argparse's own way
+    except SystemExit as ended:   # argparse's own wording
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""

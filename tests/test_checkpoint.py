@@ -1,4 +1,4 @@
-"""A checkpoint is the directory serving engines load; what is missing, damaged or of another backbone is refused in one line."""
+"""A checkpoint is the directory that serving engines load; missing, damaged or mismatched ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 D, FF, HC, KVC, DV = 32, 48, 32, 16, 23
-"""Widths of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and a draft vocabulary."""
+"""Sizes of the tiny Llama: hidden, feed-forward, heads x head width, key heads x head width; and of a draft vocabulary."""
 METADATA = "headstart.json"
 
 
@@ -126,7 +126,7 @@ def test_medusa_is_the_directory_of_three_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_folder_holds_three_files_and_no_traces(tmp_path: Path, kind: str) -> None:
     drafter = saved(kind, tmp_path / "a" / "b")
-    drafter.save_pretrained(tmp_path / "a" / "b", {"recipe": "another"})  # over the first
+    drafter.save_pretrained(tmp_path / "a" / "b", {"recipe": "another"})  # overwrites the first
     assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(["config.json", METADATA, drafter.file_name])
     folder, card = read_metadata(tmp_path / "a" / "b")
     assert card["kind"] == kind and card["provenance"] == {"recipe": "another"} and card["arguments"] == drafter.arguments
@@ -134,7 +134,7 @@ def test_the_folder_holds_three_files_and_no_traces(tmp_path: Path, kind: str) -
 
 
 def refused(folder: Path | str, on: Backbone | None = None, **options: Any) -> str:
-    """The message: one line."""
+    """The error message, which must be one line."""
     with pytest.raises(UserError) as caught:
         load_drafter(folder, on or backbone("llama"), **options)
     assert "\n" not in str(caught.value)
@@ -200,7 +200,7 @@ def test_cards_that_are_no_cards(tmp_path: Path) -> None:
 
 
 def test_tensors_of_another_drafter(tmp_path: Path) -> None:
-    """Whole files, but not of the drafter the card names."""
+    """Intact files, but not of the drafter the metadata names."""
     saved("eagle3", tmp_path / "heads")
     for arguments in ({"depth": 5, "draft_vocab_size": 20}, {"depth": 5, "taps": [1, 2]}, {"depth": 5, "intermediate_size": 20}):
         rewrite(tmp_path / "heads", arguments=arguments)
@@ -208,7 +208,7 @@ def test_tensors_of_another_drafter(tmp_path: Path) -> None:
 
 
 def test_a_card_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A downloaded folder in the working directory is importable; its card may not have it imported."""
+    """A downloaded folder in the working directory is importable; its metadata must not cause an import."""
     saved("medusa", tmp_path / "downloaded")
     (tmp_path / "downloaded" / "payload.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     rewrite(tmp_path / "downloaded", kind="downloaded.payload")

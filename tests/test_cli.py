@@ -1,4 +1,4 @@
-"""The command ``headstart``: what it writes, what it reports, and one line for every mistake."""
+"""The command ``headstart``: its output, its reports, and one line for every error."""
 import io
 import json
 import re
@@ -32,7 +32,7 @@ ROW_KEYS = {
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Path:
-    """A folder with a tiny backbone, two heads on it, and prompts."""
+    """A folder with a tiny backbone, two untrained heads for it, and prompts."""
     root = tmp_path_factory.mktemp("house")
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_bench(house, tmp_path, capsys):
         max_new_tokens=24, temperature=1.0, seed=5, tree=TreeShape(12, 4),
     )
     last = report["results"][-1]
-    assert {key: last[key] for key in measured} == measured   # the same sums, so to the last bit
+    assert {key: last[key] for key in measured} == measured   # computed from the same sums, so equal to the last bit
     assert "x transformers" in printed.out and "medusa" in printed.out
     assert printed.out.endswith("at temperature 0 also to transformers' generate.\n")
     assert "temperature 1: 100%" in printed.err and "100%" not in printed.out
@@ -195,7 +195,7 @@ def test_chat_template_unless_raw(house, tmp_path, capsys):
 
 
 def broken(house: Path, folder: Path) -> str:
-    """Heads whose weights end too early."""
+    """Heads with a truncated weight file."""
     shutil.copytree(house / "medusa", folder)
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-10])
@@ -241,7 +241,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, house, tmp_path, capsys)
     out = tmp_path / "made" / "x.json"
     try:
         status = main([*argv, *(["--json", str(out)] if argv else [])])
-    except SystemExit as ended:   # argparse's own way
+    except SystemExit as ended:   # argparse's own wording
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""

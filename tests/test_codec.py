@@ -1,4 +1,4 @@
-"""Features as bytes: what rounding may cost, what it takes on disk, and losses that stay what they were.
+"""Encoded features: rounding error, size on disk, and the effect on the loss.
 
 Shape suffixes: B batch, T positions, D width.
 """
@@ -43,7 +43,7 @@ def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8", top: int 
 
 
 def keep(form: CacheFormat, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
-    """What a cache gives back of a batch: each sample read alone, kept, joined."""
+    """The features a cache returns for a batch: each sample read alone, encoded, decoded and joined."""
     live = LiveFeatures(on, form.taps)
     kept = [form.encode(live.read(collate(samples, [[index]])), on.readout) for row in batch.members for index in row]
     return form.decode(concatenate(kept), batch, form.taps)
@@ -61,7 +61,7 @@ def test_no_entry_is_off_by_more_than_half_a_step(huge: bool) -> None:
     kept = form.encode(read, lambda hidden: hidden)
     back = form.decode(kept, collate([Sample(tokens_BT[0], tokens_BT[0] == 0)], [[0]]), (0,))
     step_TD = kept["hidden.token"].float()[:, None] * kept["hidden.channel"].float()
-    # The scales are rounded to 8 bits of precision, so the largest entry of a token may fall a little outside of 127 steps.
+    # The scales are rounded to 8 bits of precision, so the largest entry of a token may lie slightly outside 127 steps.
     off_TD = (back.hidden_BTD[0] - x_TD).abs()
     assert bool((off_TD <= 0.5 * step_TD + x_TD.abs() / 256).all())
     off = off_TD.norm(dim=-1) / x_TD.norm(dim=-1)
@@ -94,7 +94,7 @@ def test_kept_exactly_a_packed_batch_is_what_the_backbone_reads(family: str) -> 
 
 
 def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective, teacher: Backbone | None = None) -> tuple[Tensor, Sums, Tensor]:
-    """Loss per learned token, all sums, and the gradient."""
+    """Loss per label token, all sums, and the gradient."""
     drafter = random_drafter(kind, on).requires_grad_(True)
     sums = objective(FusedLoss(wanted, teacher or on, drafter), features, drafter(features))
     assert features.loss_mask_BT is not None and features.document_BT is not None
@@ -104,7 +104,7 @@ def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective, teac
 
 
 BOUNDS = {"int8": (2e-3, 1.5e-2), "bf16": (5e-4, 5e-3), "exact": (1e-6, 1e-5)}
-"""By how much of itself the loss may differ, and its gradient, whose states are off by 0.7 %, by 0.2 %, and by rounding."""
+"""Relative bounds on the error of the loss and of its gradient; the states are off by 0.7 %, by 0.2 %, and by rounding."""
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -121,7 +121,7 @@ def test_the_loss_is_the_live_one_within_the_error_of_rounding(family: str, kind
 
 
 def test_likeliest_tokens_teach_what_the_hidden_state_does() -> None:
-    """A loss that tells only those apart is the same; the mass of the rest is right, and all of it is a distribution."""
+    """A loss over the kept top-k tokens is unchanged; the mass of the others is right, and the probabilities sum to one."""
     on, samples = backbone("llama"), make_samples()
     batch, taps = collate(samples, ROWS), random_drafter("eagle3", on).taps
     form = form_for(on, taps, "exact", top=8)

@@ -1,4 +1,4 @@
-"""Strict models: what they accept, and the one line each mistake is reported in."""
+"""Strict config models: accepted values, and one line for each mistake."""
 
 from __future__ import annotations
 

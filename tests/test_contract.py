@@ -1,4 +1,4 @@
-"""The contract of every drafter on every family: what is trained is what is run.
+"""The contract of every drafter on every family: training and decoding compute the same.
 
 Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K depth.
 """
@@ -51,7 +51,7 @@ def part(features: Features, start: int, end: int) -> Features:
 
 
 def ragged(features: Features, lengths: list[int]) -> Features:
-    """The first positions of each row; what lies behind is rubbish."""
+    """The first positions of each row; the rest is filled with garbage."""
     longest = max(lengths)
     there = torch.arange(longest) < torch.tensor(lengths)[:, None]
 
@@ -64,7 +64,7 @@ def ragged(features: Features, lengths: list[int]) -> Features:
 
 
 def draft(drafter: Drafter, state: Any, tokens: Sequence[Tensor], parents: Sequence[Tensor]) -> list[Tensor]:
-    """Logits of each depth ``[B, N or 1, DV]``, drafting below the given nodes (the roots first)."""
+    """Logits of each depth ``[B, N or 1, DV]``, drafted below the given nodes (the roots first)."""
     state, logits = drafter.reserve(state, 256), []
     for k, (tokens_BN, parents_BN) in enumerate(zip(tokens, parents, strict=True)):
         if not drafter.all_depths_at_once:
@@ -76,7 +76,7 @@ def draft(drafter: Drafter, state: Any, tokens: Sequence[Tensor], parents: Seque
 
 
 def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
-    """Logits of each depth, drafting along the given tokens (the root first)."""
+    """Logits of each depth, drafted along the given tokens (the root first)."""
     tokens = tokens_BK.split(1, 1)
     return [logits[:, 0] for logits in draft(drafter, state, tokens, [torch.zeros_like(one) for one in tokens])]
 
@@ -114,7 +114,7 @@ def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[
     for cuts in ([9], [1], list(range(1, 15)), [4, 5, 14]):
         state = None
         for start, end in zip([0, *cuts], [*cuts, 15], strict=True):
-            if state is not None:  # what was drafted in between leaves no trace
+            if state is not None:  # drafting in between leaves no trace in the state
                 chain(drafter, state, texts(2, drafter.depth, seed=end))
             state = drafter.begin(part(features, start, end), drafter.reserve(state, 256) if state is not None else None)
         for one, other in zip(whole, chain(drafter, state, next_BK), strict=True):
@@ -124,7 +124,7 @@ def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[
 @each_family
 @each_drafter
 def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[str, Any]) -> None:
-    """Two rounds of ragged rows, one of which brings nothing for some rows and one token for others."""
+    """Two rounds of ragged rows, one of which adds no token to some rows and one token to others."""
     on, drafter = made(family, kind, arguments)
     features, next_BK = read(on, texts(4, 22), drafter), texts(4, drafter.depth, seed=5)
     first, second, third = [9, 1, 14, 6], [3, 5, 0, 1], [0, 1, 2, 4]
@@ -147,7 +147,7 @@ def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[st
 @each_family
 @each_drafter
 def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) -> None:
-    """Siblings, cousins and grandchildren drafted together == each path drafted alone, in ragged rows."""
+    """Siblings, cousins and grandchildren drafted together equal each path drafted alone, in ragged rows."""
     on, drafter = made(family, kind, arguments)
     lengths, N = [9, 4], 5
     features = read(on, texts(2, 9), drafter)

@@ -1,4 +1,4 @@
-"""Conversations: the exact text that is learned under templates of every style, and every way rows can be wrong."""
+"""Conversations: the exact label tokens under templates of every style, and every kind of malformed row."""
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
@@ -10,7 +10,7 @@ from headstart.training.recipe.recipe import Data
 
 
 def learned(tokenizer, sample: Sample) -> list[str]:
-    """The runs of learned tokens, decoded."""
+    """The runs of label tokens, decoded."""
     edges = [0, *(i for i in range(1, len(sample.loss_mask)) if sample.loss_mask[i] != sample.loss_mask[i - 1]), len(sample.loss_mask)]
     runs = [sample.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if sample.loss_mask[a]]
     return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
@@ -37,7 +37,7 @@ def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_of
     tokenizer = make_tokenizer(template, trim_offsets)
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == runs
-    assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # whole, with one <s> at most
+    assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # complete, with at most one <s>
 
 
 MARKED = {
@@ -50,7 +50,7 @@ MARKED = {
 {%- else %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""),
 }  # fmt: skip
-"""A template, and the same with its assistant turns in ``generation`` blocks."""
+"""A template, and the same template with its assistant turns in ``generation`` blocks."""
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -72,7 +72,7 @@ def test_generation_blocks_decide_what_is_learned():
     )
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == ["It is four.", "Six, ünder one condition."]
-    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))   # an opening answers nothing, whatever the template marks
+    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))   # an opening is no label even if marked
     assert learned(tokenizer, sample) == ["It is four.<|im_end|>"]
 
 
@@ -90,7 +90,7 @@ def test_a_token_of_spaces_before_the_answer_is_the_prompts():
         tokenizer = make_tokenizer(PLAIN.replace("assistant: ", "assistant:   ").replace("m.role + ': '", "m.role + ':   '"), trim)
         (sample,) = samples_of(tokenizer, chat(*TURNS[:2]))
         assert learned(tokenizer, sample) == [" It is four.\n"]
-        (sample,) = samples_of(tokenizer, chat(TURNS[0], ("assistant", "<s>It is four.")))    # nothing the last space could join
+        (sample,) = samples_of(tokenizer, chat(TURNS[0], ("assistant", "<s>It is four.")))    # the last space cannot join a token here
         assert learned(tokenizer, sample) == ["<s>It is four.\n"]
 
 
@@ -119,8 +119,8 @@ def test_what_is_not_an_answer_is_not_learned():
     tokenizer = make_tokenizer(CHATML)
     opening = [("assistant", "Hello there"), ("system", "user"), ("user", "Hi"), ("assistant", "Six"), ("user", "And three?")]
     (sample,) = samples_of(tokenizer, chat(*opening))
-    assert learned(tokenizer, sample) == ["Six<|im_end|>"]          # not the greeting, which answers nothing
-    assert "three" not in tokenizer.decode(sample.tokens)           # nor is what nobody answered read
+    assert learned(tokenizer, sample) == ["Six<|im_end|>"]          # without the greeting, which answers no question
+    assert "three" not in tokenizer.decode(sample.tokens)           # an unanswered question is dropped
     (everything,) = samples_of(tokenizer, chat(*opening), loss_on="all")
     assert everything.loss_mask.all() and "three" in tokenizer.decode(everything.tokens)
 
@@ -190,7 +190,7 @@ def test_long_samples():
     kept, stats = make_samples([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
     assert len(kept) == 1 and stats.samples_too_long == 1
     with pytest.raises(UserError, match="no label tokens in x: .*1 samples without label tokens"):
-        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the answer is cut off altogether
+        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the whole answer is cut off
     texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
     assert make_samples(texts, make_tokenizer(), Data(train="x"), source="x")[1].samples_empty == 2
 

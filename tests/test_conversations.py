@@ -1,4 +1,4 @@
-"""``recipes/conversations/run.sh``: from conversations to a report by one command, which goes on where it was and names what is wrong."""
+"""``recipes/conversations/run.sh``: one command from conversations to a report, which resumes where it stopped and names errors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def steps(said: str) -> list[str]:
-    """What was done, and what had been done before (in brackets)."""
+    """Steps that ran, and in brackets those skipped because they were done before."""
     lines = [line.removeprefix("== ") for line in said.splitlines() if line.startswith("== ")]
     return [f"({line.partition(':')[0]})" if ": done before, " in line else line.partition(":")[0] for line in lines]
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model that ends an answer after ten tokens or so, and conversations of one to three questions, one of them asked twice."""
+    """A model that ends an answer after about ten tokens, and conversations of one to three questions, one of which appears twice."""
     folder = tmp_path_factory.mktemp("given")
     tokenizer = make_tokenizer(CHATML)
     model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
@@ -114,7 +114,7 @@ def hold_out(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
-    """Equal questions have equal answers: with one of them held out, all are."""
+    """Equal questions are held out together."""
     questions = [f"why {i % 33} or\u2028not?" for i in range(40)]
     turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": f"since {i}"}] for i, text in enumerate(questions)]
     lines = [json.dumps({"row": i, "messages": one}, ensure_ascii=False) for i, one in enumerate(turns)]

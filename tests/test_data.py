@@ -1,4 +1,4 @@
-"""Data: files and datasets read or refused, held-out rows, batches, order, draft vocabulary, prompts."""
+"""Data: reading and refusing files and datasets, held-out rows, batches, order, draft vocabulary, prompts."""
 import gzip
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(path: Path, rows: list[dict]) -> str:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     match path.name.split(".", 1)[1]:
         case "jsonl":
-            path.write_text(lines + "\n")    # an empty line at the end is nothing
+            path.write_text(lines + "\n")    # an empty line at the end is ignored
         case "jsonl.gz":
             path.write_bytes(gzip.compress(lines.encode()))
         case "json":
@@ -38,7 +38,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def sample(tokens: list[int], learn: str = "") -> Sample:
-    """``learn``: one character a token, x to learn; empty learns all."""
+    """``learn``: one character per token, x for a label token; empty marks all."""
     return Sample(torch.tensor(tokens), torch.tensor([mark == "x" for mark in learn or "x" * len(tokens)]))
 
 
@@ -192,14 +192,14 @@ def test_the_order_depends_on_epoch_and_seed_alone():
     torch.manual_seed(1)
     assert epoch_order(50, 0, 7) == first and sorted(first) == list(range(50)) != first
     assert len({tuple(epoch_order(50, epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
-    assert epoch_order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # written down: a resumed run must find it again
+    assert epoch_order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # pinned: a resumed run must find the same order
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_learned():
     samples = [sample([9, 9, 9, 4, 4, 2, 2], "xxxxx.x"), sample([7, 7, 7], "...")]
     assert vocabulary_by_frequency(samples, 2, 12).tolist() == [4, 9]
     assert vocabulary_by_frequency(samples, 3, 12).tolist() == [2, 4, 9]
-    assert vocabulary_by_frequency(samples, 5, 12).tolist() == [0, 1, 2, 4, 9]    # filled up, lower ids first
+    assert vocabulary_by_frequency(samples, 5, 12).tolist() == [0, 1, 2, 4, 9]    # filled up with the lowest ids
     assert vocabulary_by_frequency(samples, 12, 12).tolist() == list(range(12))
     with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
         vocabulary_by_frequency(samples, 13, 12)

@@ -1,4 +1,4 @@
-"""Drafters without training, a smaller model and the backbone's own first layers: they change no token, and where they are right it shows.
+"""Drafters without training, a smaller model and the backbone's first layers: lossless, and fully accepted where they are right.
 
 Shape suffixes: B batch, T positions, N tree nodes, V vocabulary.
 """
@@ -36,7 +36,7 @@ greedy_and_sampled = pytest.mark.parametrize("sample", [False, True])
 
 @cache
 def near(family: str) -> PreTrainedModel:
-    """A model that is often of the backbone's opinion."""
+    """A perturbed copy of the backbone that often agrees with it."""
     model = copy.deepcopy(backbone(family).model)
     make = torch.Generator().manual_seed(2)
     for weight in model.parameters():
@@ -52,7 +52,7 @@ def drafters(family: str) -> list[Drafter]:
 @each_family
 @greedy_and_sampled
 def test_they_change_no_token(family: str, sample: bool) -> None:
-    """Alone and among others; one row past the first 64 slots; five ragged rows that end at different times, two at once or all."""
+    """Alone and with other sources; one row past the first 64 slots; five ragged rows that end at different times, two at once or all."""
     on, row, rows = backbone(family), left_padded(prompts((59,))), left_padded(prompts())
     options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 20, "return_dict_in_generate": True}
     ending = options | {"eos_token_id": [4, 5, 15, 20]}
@@ -70,7 +70,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
 @each_family
 @greedy_and_sampled
 def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
-    """Chains of its drafts are accepted whole; and its trees are the same whichever cache it drafts on."""
+    """Chains of its drafts are accepted whole, and its trees are the same whichever cache it drafts on."""
     on, rows = backbone(family), left_padded(prompts((59, 3, 20)))
     model, early = DraftModel(on, on.model, depth=4), EarlyExit(on, layers=LAYERS)
     options: dict[str, Any] = {"do_sample": sample, "seed": 8, "top_k": 0, "max_new_tokens": 26, "return_dict_in_generate": True}
@@ -112,7 +112,7 @@ def said_after(model: PreTrainedModel, text_T: Tensor) -> Tensor:
 
 @each_family
 def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> None:
-    """Deeper than the window of sliding layers; some rows bring nothing; a row is left out and one joins."""
+    """Deeper than the sliding window; some rows add no token; one row leaves and one joins."""
     drafter, all_BT, N = DraftModel(backbone(family), near(family), depth=7), texts(4, 90, seed=4), 4
     state = drafter.begin(news(all_BT, [0] * 3, [60, 9, 1]))
     state = drafter.begin(news(all_BT, [60, 9, 1], [4, 0, 2]), drafter.reserve(state, 70))
@@ -136,7 +136,7 @@ def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> N
 
 
 def test_a_draft_model_that_has_rested_reads_all_it_missed() -> None:
-    """Rows that accepted in turns: padding reaches far past the slots."""
+    """Rows that accepted alternately: padding reaches far past the slots."""
     on, all_BT, ends = backbone("llama"), texts(2, 220), [10, 10]
     drafter = DraftModel(on, on.model)
     state, missed = drafter.begin(news(all_BT, [0, 0], ends)), []
@@ -184,7 +184,7 @@ def test_a_draft_model_may_know_fewer_positions() -> None:
 
 
 def words(*changed: int) -> PreTrainedTokenizerFast:
-    """A word for each id; some of them other words."""
+    """A tokenizer with one word per id; the changed ids have other words."""
     vocabulary = {f"{'other' if i in changed else 'word'}{i}": i for i in range(VOCAB)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="word0")))
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 against a plain reference: its training-time test position by position, and what its weights must survive.
+"""EAGLE-3 against a plain reference: training-time test position by position, and properties of its weights.
 
 Shape suffixes: B batch, T positions, D width, H heads, C head width.
 """
@@ -99,12 +99,12 @@ def test_eagle3_is_taught_as_the_plain_reference_says(family: str) -> None:
     "layers,taps", [(32, (2, 16, 29)), (36, (2, 18, 33)), (12, (2, 6, 9)), (6, (1, 3, 5)), (4, (1, 2, 3)), (2, (1,)), (1, (1,))]
 )
 def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
-    """``(2, L//2, L-3)``, as every engine has it; other ones only where that is not three layers."""
+    """``(2, L//2, L-3)``, as in every engine; other taps only where that does not give three layers."""
     assert _taps(None, layers) == taps
 
 
 def test_the_layer_starts_as_the_backbones_last() -> None:
-    """What reads the state is that layer's; a layer shaped otherwise, or asked for in another width, starts as drawn."""
+    """Weights that read the state are copied from that layer; a layer of another shape or width keeps its random initialisation."""
     on = backbone("llama")
     drafter, last, D = fresh(on), on.layers[-1], on.dim
     layer = drafter.midlayer
@@ -117,7 +117,7 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     assert torch.equal(layer.input_layernorm.weight, torch.ones(D))
     for other in (fresh(on, intermediate_size=40), fresh(backbone("gpt2")), fresh(backbone("gemma3"))):
         assert torch.equal(other.midlayer.hidden_norm.weight, torch.ones(D)) and torch.equal(other.norm.weight, torch.ones(D))
-    qwen = backbone("qwen3")   # its queries and keys are normalised, which a head's are not
+    qwen = backbone("qwen3")   # it normalises queries and keys, which a head does not
     layer, last = fresh(qwen).midlayer, qwen.layers[-1]
     assert torch.equal(layer.self_attn.v_proj.weight[:, D:], last.self_attn.v_proj.weight)
     assert layer.self_attn.q_proj.weight.abs().max() < 1 < last.self_attn.q_proj.weight.abs().max()

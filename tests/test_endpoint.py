@@ -1,4 +1,4 @@
-"""``headstart regenerate`` from a server: what is asked and kept, how often, how many at once, and what is said when it fails."""
+"""``headstart regenerate`` from a server: requests, retries, concurrency, kept answers, and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Callable[..., int]:
-    """Runs the command on those rows against that server."""
+    """Run the command on the rows against the server."""
 
     def ask(rows: list[dict[str, Any]], url: str, *overrides: str) -> int:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -133,7 +133,7 @@ def test_it_gives_up_with_one_clear_line(ask: Any, tmp_path: Path, capsys: Any, 
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in error and server.url in error
         assert not (tmp_path / "new.jsonl").exists()
-        server.reply = echo   # mended
+        server.reply = echo   # repaired
         assert ask(questions(30), server.url, "regenerate.concurrency=4") == 0
     assert len(answers(tmp_path)) == 30
 
@@ -144,7 +144,7 @@ def test_what_was_answered_before_an_error_is_kept(ask: Any, tmp_path: Path) -> 
 
     with serving(half) as server:
         assert ask(questions(12), server.url, "regenerate.concurrency=1") == 2
-    with serving(echo) as other:   # elsewhere, with the same model
+    with serving(echo) as other:   # another server with the same model
         assert ask(questions(12), other.url) == 0
     assert 6 <= len(other.asked) <= 11 and result(tmp_path)["rows_resumed"] == 12 - len(other.asked)
     assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(12)]

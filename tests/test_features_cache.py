@@ -1,4 +1,4 @@
-"""A features cache: written by several or after a kill, refused when it is not this run's, trained from without the backbone."""
+"""A feature cache: written by several processes or after a kill, refused if of another run, trained from without the backbone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 def test_trained_from_a_cache_the_losses_are_the_live_ones(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: dict[str, Any], packing: str
 ) -> None:
-    """To the error of int8; and the backbone reads nothing while training. One cache serves any heads whose taps it holds."""
+    """Equal within the error of int8, and training never runs the backbone. A cache serves any heads whose taps it holds."""
     same = [f"drafter={json.dumps(drafter)}", f"data.packing={packing}", "eval.prompts=1"]
     assert train([str(whole / "recipe.yaml"), f"save.dir={tmp_path}/live", *same]) == 0
     run = prepare(load_recipe(whole / "recipe.yaml", [*same, f"cache.dir={whole / 'cache'}", f"save.dir={tmp_path}/kept"]))
@@ -91,7 +91,7 @@ def test_trained_from_a_cache_the_losses_are_the_live_ones(
 
 def test_shards_have_about_the_size_asked_for() -> None:
     samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in (300, 200, 700, 50, 900, 100)]
-    form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB a token
+    form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB per token
     assert plan_shards(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
     assert plan_shards(samples, form, 1000) == ((0, 6),)
 
@@ -101,7 +101,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     assert content["features"]["backbone hidden_size"] == 16 and len(content["features"]["backbone weights"]) == 64
     assert content["features"]["taps"] == [1, 3, 5] and content["features"]["cache.dtype"] == "int8"
     assert content["samples"]["count"] == 36 and content["data"]["data.max_length"] == 64 and "tokenizer" in content["data"]
-    assert not list((whole / "cache").glob(".*"))   # neither locks nor anything half-written
+    assert not list((whole / "cache").glob(".*"))   # neither locks nor partial files
     found = read_manifest(whole / "cache")
     assert found is not None and cache_writer.measured_errors(found)["hidden"] < 0.01
 
@@ -122,7 +122,7 @@ def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, c
     assert train([*options(whole), f"save.dir={tmp_path}/out", change]) == 2
     assert message in said(capsys)
     if "dir" not in change:
-        assert main(["cache", *options(whole), change]) == 2   # nor is it written over
+        assert main(["cache", *options(whole), change]) == 2   # it is not overwritten either
         assert message in said(capsys)
 
 
@@ -163,7 +163,7 @@ def test_half_a_cache_and_shards_of_others_are_refused_by_name(copy: Path, capsy
 
 
 def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path) -> None:
-    """One is killed in the middle of a shard, which it had locked; two go on with the rest and each shard is written once."""
+    """One is killed while writing a shard that it had locked; two finish the rest, and each shard is written once."""
     cache = copy / "cache"
     names = [path.name for path in shards(cache)]
     for path in shards(cache)[1:]:

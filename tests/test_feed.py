@@ -1,4 +1,4 @@
-"""The order of the data: the same for a run that was stopped and goes on, with as many processes or another number."""
+"""The order of the data: unchanged when a stopped run resumes on the same or another number of processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
-    """Packed, over the end of an epoch: the second half reads what it would have read, shared between them."""
+    """Packed, across the end of an epoch: the second half reads the same rows, split between two processes."""
     packed = {"data": {"packing": True}, "train": {"batch_size": 5}, "eval": {"prompts": 1}, "save": {"every": 6, "keep": 3}}
     recipe = make_recipe(tmp_path, drafter=EAGLE, **packed)
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0

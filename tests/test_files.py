@@ -1,4 +1,4 @@
-"""Files written whole or not at all, locks between processes, hashes."""
+"""Atomic file writes, locks between processes, hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folded trace gives what the function gives, for other sizes too, without the arithmetic of sizes."""
+"""A folded trace returns the same results for other sizes too, without the shape arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headstart.inference.capture.folding import expected_warnings, fold
 
 
 def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """As rotary embeddings and caches do: halves of a size, a size from another tensor, writing in place, twice the same."""
+    """Like rotary embeddings and caches: halves of a size, a size from another tensor, in-place writes, repeated expressions."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1).view(x.shape[0], -1)
     store[:, : turned.shape[1]] += 1
@@ -55,7 +55,7 @@ def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *given: pytest.fail("repeated"))
     assert torch.allclose(on.read(ids[None], None, None, {"full_attention": attention_mask}).hidden_BTD, expected, atol=1e-5)
     assert GROUPED not in os.environ
-    monkeypatch.setenv(GROUPED, "0")   # a user's own choice is left
+    monkeypatch.setenv(GROUPED, "0")   # a user's own setting is kept
     with pytest.raises(pytest.fail.Exception, match="repeated"):
         on.read(ids[None], None, None, {"full_attention": attention_mask})
     assert os.environ[GROUPED] == "0"

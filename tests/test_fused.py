@@ -1,4 +1,4 @@
-"""How the objective is computed: never whole, never twice, in which dtypes; and hidden states beside distributions."""
+"""How the objective is computed: in chunks, each readout once, in which dtypes; and feature regression with or without a divergence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def backbone() -> Backbone:
 
 
 def test_logits_are_never_held_whole(backbone: Backbone) -> None:
-    """No readout of more positions than a chunk; each of them once, the backbone's not once a depth; nothing for the backward."""
+    """No readout covers more positions than a chunk; each runs once, the backbone's not once per depth; none runs in the backward pass."""
     drafter = TinyDrafter(backbone, 3, None).double()
     features = batch(backbone)
     seen: list[int] = []
@@ -41,7 +41,7 @@ def test_logits_are_never_held_whole(backbone: Backbone) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that any operation made, forward or backward."""
+    """Number of elements in the largest tensor that any operation made, forward or backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
         with Largest() as largest:
             objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
         found.append(largest.numbers)
-    assert found == [backbone.unembed.weight.numel(), learned(features) * V] and found[0] < found[1]   # the largest of the weights
+    assert found == [backbone.unembed.weight.numel(), learned(features) * V] and found[0] < found[1]   # the largest weight
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
@@ -89,7 +89,7 @@ def test_a_frozen_readout_gets_no_gradient_and_a_frozen_body_lets_the_readout_le
 
 
 class Feature(TinyDrafter):
-    """Like EAGLE-1: its states stand in for the backbone's, whose output layer reads them."""
+    """Like EAGLE-1: its states stand in for the backbone's and are read out by the backbone's output layer."""
 
     def __init__(self, backbone: Backbone, depth: int = 3, vocabulary: Tensor | None = None) -> None:
         super().__init__(backbone, depth, vocabulary)
@@ -99,7 +99,7 @@ class Feature(TinyDrafter):
     own_readout = False
 
     def forward_dense(self, features: Features) -> list[Tensor]:
-        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]   # on both sides of where smooth L1 bends
+        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]   # both sides of the bend of smooth L1
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         logits = self.backbone.readout(hidden)
@@ -118,7 +118,7 @@ def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms:
 
 
 class Wrapped(Feature):
-    """Of the backbone's width, read out by a layer of its own that happens to equal the backbone's."""
+    """Has the backbone's width and a readout of its own that happens to equal the backbone's."""
 
     own_readout = True
 
@@ -142,7 +142,7 @@ def test_only_states_that_the_backbone_reads_are_compared_with_its_own(backbone:
 @pytest.mark.parametrize("weights", ["geometric", "expected"])
 @pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
 def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[str, float], weights: str) -> None:
-    """bf16 readouts of fp32 weights, whose gradients are in fp32."""
+    """bf16 readouts of fp32 weights, whose gradients are fp32."""
     torch.manual_seed(2)
     backbone = small_backbone(torch.float32)
     drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
@@ -152,4 +152,4 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     assert {grad.dtype for grad in found[len(Sums._fields) :]} == {torch.float32}
     torch.testing.assert_close(found[0], exact[0].double(), rtol=0.02, atol=0.02)
     for a, b in zip(found[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
-        assert (a - b).norm() < 0.2 * b.norm()   # that of tv jumps where q crosses p
+        assert (a - b).norm() < 0.2 * b.norm()   # the gradient of tv jumps where q crosses p

@@ -1,4 +1,4 @@
-"""transformers' front door: what a user may pass to ``model.generate(custom_generate=heads.generate)`` does what it does there.
+"""The options a user may pass to ``model.generate(custom_generate=heads.generate)`` behave as in transformers.
 
 Shape suffixes: B batch, T positions.
 """
@@ -48,13 +48,13 @@ def row() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def truth(row: dict[str, Tensor]) -> list[int]:
-    """What the tiny Llama says to it, greedily."""
+    """Greedy output of the tiny Llama."""
     return backbone("llama").model.generate(row["input_ids"], max_new_tokens=60, do_sample=False)[0].tolist()
 
 
 @pytest.fixture(scope="module")
 def oracle(truth: list[int]) -> SpeculativeModel:
-    """Heads that accept runs of five, so that every way to stop is met in the middle of one."""
+    """Heads that accept five drafts at a time, so that every stopping condition occurs in the middle of an accepted run."""
     return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), [truth], "oracle"))
 
 
@@ -88,7 +88,7 @@ def test_rows_end_each_in_its_time() -> None:
 
 
 class After(StoppingCriteria):
-    """Stops a row when it has so many tokens; notes the lengths it saw."""
+    """Stops a row once it has ``length`` tokens; records the lengths it saw."""
 
     def __init__(self, length: int) -> None:
         self.length, self.seen = length, []
@@ -117,7 +117,7 @@ def test_max_time(row: dict[str, Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One letter or digit a token."""
+    """A tokenizer with one token per letter or digit."""
     letters = dict(zip(string.ascii_letters + string.digits, range(VOCAB), strict=False))
     made = Tokenizer(models.BPE(letters, []))
     made.decoder = decoders.Fuse()
@@ -163,7 +163,7 @@ def test_text_streams(
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None:
-    """Of a batch with padding. Sampled: step by step on the text that was drawn."""
+    """A batch with padding. Sampled scores are compared step by step along the drawn sequence."""
     batch = left_padded(prompts((9, 4, 6)[:rows]))
     how: dict[str, Any] = {"do_sample": True, "top_k": 9, "temperature": 0.8} if sample else {"do_sample": False, "repetition_penalty": 1.4}
     options = how | {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
@@ -178,7 +178,7 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
             for one, other in zip(out[kind], theirs[kind], strict=True):
                 torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
         return
-    for i in range(12):  # each step from the text before it
+    for i in range(12):  # each step from the sequence so far
         before = {"input_ids": out.sequences[:, : batch["input_ids"].shape[1] + i]}
         before["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, i), value=1)
         theirs = own(of, before, **options | {"max_new_tokens": 1})
@@ -188,7 +188,7 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_tau_is_what_it_says(kind: str) -> None:
-    """Tokens after the first, by passes; and one more than the sum of the acceptances. One row, so that every pass is the row's."""
+    """Tokens after the first per pass, and one more than the sum of the acceptance rates. A single row, so every pass is its own."""
     family, row = "llama", {"input_ids": prompts((9,))[0][None]}
     first = say(heads(family, kind), row, max_new_tokens=40, do_sample=False)
     scripted = SpeculativeModel(backbone(family), Scripted(backbone(family), first.tolist(), "nearly"))
@@ -233,7 +233,7 @@ def test_greedy_ignores_seeds_and_draws_nothing() -> None:
 
 
 def test_gpt2_near_its_last_position() -> None:
-    """96 positions. Up to the last one, by length; and asked for more, but ended there by a criterion."""
+    """96 positions: up to the last one by length; or more requested, but stopped there by a criterion."""
     on, row = backbone("gpt2"), {"input_ids": texts(1, 80)}
     truth = on.model.generate(**row, max_length=96, do_sample=False)
     for kind in (*DRAFTERS, "oracle"):
@@ -245,7 +245,7 @@ def test_gpt2_near_its_last_position() -> None:
 
 
 def test_past_the_stated_context() -> None:
-    """Rotary models go on past it, and so must trees on them."""
+    """Rotary models continue past it, and so must trees on them."""
     model = tiny("llama", max_position_embeddings=24)
     row = {"input_ids": texts(1, 12)}
     truth = model.generate(**row, max_new_tokens=30, do_sample=False)
@@ -267,6 +267,6 @@ def test_past_the_stated_context() -> None:
 def test_trees_and_plain_decoding(
     oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int], options: dict[str, Any], tau: int
 ) -> None:
-    """30 tokens after the first are whole passes of 1, 3 and 5."""
+    """The 30 tokens after the first are whole passes of 1, 3 or 5 tokens."""
     out = say(oracle, row, max_new_tokens=31, return_dict_in_generate=True, **options)
     assert out.sequences[0].tolist() == truth[:40] and out.tau == tau and out.passes == 30 // tau

@@ -1,4 +1,4 @@
-"""Backbones with recurrent layers: a tree is read as if each of its paths stood alone, and the texts are transformers' own.
+"""Backbones with recurrent layers: each path of a tree is computed as if alone, and the output equals transformers'.
 
 Shape suffixes: L layers, B batch, H heads, N tree nodes, K key width, V value width (vocabulary for logits), C channels.
 """
@@ -39,7 +39,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTH = 12
 LOOSE = 4e-3
-"""By which logits of size 5 may differ in fp32: OLMo-Hybrid's own reading differs so much between a text at once and token by token."""
+"""Tolerance for logits of size 5 in fp32: OLMo-Hybrid itself differs this much between one pass and token by token."""
 SEEDS = [5, 77, -3, 2**63 + 11, 0]
 
 
@@ -68,7 +68,7 @@ def lines(tree: CandidateTree, row: int, node: int) -> list[int]:
 
 
 def random_nodes(B: int, N: int) -> tuple[Nodes, Tensor]:
-    """Of two heads, and a state; float64."""
+    """Random nodes of two heads, and a state; float64."""
     rand = functools.partial(torch.randn, dtype=torch.float64)
     key = torch.nn.functional.normalize(rand(B, 2, N, 5), dim=-1)
     return Nodes(rand(B, 2, N, 5), key, rand(B, 2, N, 3), -3 * rand(B, 2, N).abs(), 2 * rand(B, 2, N).sigmoid()), rand(B, 2, 5, 3)
@@ -123,7 +123,7 @@ def read_prompts(of: Backbone, rows: list[Tensor]) -> tuple[Reader, Any, Any]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_tree_is_read_as_its_paths(family: str) -> None:
-    """Logits and features of every node against the model's own reading of the text that ends there."""
+    """Logits and features of every node against the model's own pass over the sequence that ends there."""
     on, rows, tree = hybrid(family), prompts((9, 2, 9)), random_tree(17, VOCAB, seed=2)
     reader, _, cache = read_prompts(on, rows)
     forwards = [vars(module).get("forward") for module in on.model.modules()]
@@ -176,7 +176,7 @@ def test_recorded_passes_write_the_same() -> None:
 
 @pytest.mark.parametrize("manner", ["eagle3", "nearly"])
 def test_sampled_text_is_the_plain_one(manner: str) -> None:
-    """Batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""
+    """A batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""
     on, rows = hybrid("qwen3_next"), left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "eos_token_id": [4, 5, 15]}
     plain = unpadded(say(SpeculativeModel(on), rows, seed=SEEDS, **options), rows)
@@ -230,7 +230,7 @@ def test_other_recurrences_are_refused_by_name(name: str) -> None:
 
 
 def test_what_would_carry_a_state_across_is_refused() -> None:
-    """Packed documents, whichever way they come, and a cache that has no place for a state."""
+    """A mask of packed documents, and a cache without room for recurrent states."""
     on, tokens = hybrid("qwen3_next"), texts(1, 6)
     attention_mask = {"full_attention": torch.ones(1, 6, 6, dtype=torch.bool).tril()}
     for cache, mask in ((None, attention_mask), (DynamicCache(), None)):

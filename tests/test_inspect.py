@@ -1,4 +1,4 @@
-"""``headstart inspect``: which tokens are learned is seen, numbers are those of the data, and a checkpoint tells what it holds."""
+"""``headstart inspect``: shows the label tokens, the statistics of the data, and the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = "It is four."
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations, on a backbone of which there is the configuration alone."""
+    """Conversations, and a backbone given by its configuration alone."""
     folder = tmp_path_factory.mktemp("chats")
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(folder / "backbone")
@@ -104,7 +104,7 @@ def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.C
     learned = [piece["token"] for piece in found["sample"] if piece["loss"]]
     different = set(learned)
     assert found["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
-    often = sorted(map(learned.count, different), reverse=True)   # each answer is the same
+    often = sorted(map(learned.count, different), reverse=True)   # all answers are the same
     assert drafted["coverage"] == pytest.approx(sum(often[:8]) / len(learned))
     assert "8 of" in out
     assert not inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]["drafters"]

@@ -1,4 +1,4 @@
-"""Killed at any step_key, reading, training or saving, a run goes on to the weights of one that was not; a full disk costs one line."""
+"""A run killed at any time, while reading, training or saving, resumes to the weights of an undisturbed run; a full disk costs one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
-    """Five on one process, five on two. Every step is saved, so many fall into the writing of some file."""
+    """Five kills on one process, five on two. Every step is saved, so many kills interrupt the writing of a file."""
     given = [str(recipe)]
     start = time.monotonic()
     assert Forked(processes, [*given, f"save.dir={tmp_path}/whole"], tmp_path / "said").wait() == 0
@@ -57,12 +57,12 @@ def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
         time.sleep(draw.uniform(0.1, 0.5) * seconds)
         if run.kill():
             killed += 1
-        else:   # it had ended: the next one begins anew
+        else:   # the run had ended: start another one
             round += 1
         if (out / "headstart.json").exists():
             try:
                 load_drafter(out, backbone)
-            except UserError as error:   # between the weights and the card, whose hash tells it; the state beside them is whole
+            except UserError as error:   # killed between weights and metadata, as the hash shows; the saved state is intact
                 assert "its hash is not the one in headstart.json" in str(error)
     assert Forked(processes, command, tmp_path / f"{round}.txt").wait() == 0
     whole = numbers(tmp_path / "whole")
@@ -73,7 +73,7 @@ def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
-    """The log without what a clock says, and without the recipe, which names the folder."""
+    """The log without timings and without the recipe, which names the folder."""
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
@@ -81,7 +81,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 def test_a_full_disk(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
-    """The safetensors library has an error of its own for it."""
+    """The safetensors library raises its own error for it."""
     out, real = tmp_path / "out", {"tensors": checkpoint.save_file, "flush": os.fsync}
     assert main([str(recipe), "train.steps=3", "train.schedule=constant"]) == 0
     full: dict[str, Exception] = {

@@ -1,6 +1,6 @@
 """The shared-noise sampler draws from the model's own distribution: chi-square tests against it and against transformers; and the noise.
 
-Seeds are fixed, so that a test that passes passes always; a p-value below 1e-4 would be a wonder if the law were right.
+Seeds are fixed, so results are reproducible; a p-value below 1e-4 would be very unlikely if the distribution were right.
 
 Shape suffixes: B rows, P positions, V vocabulary.
 """
@@ -41,7 +41,7 @@ def small() -> SpeculativeModel:
 
 
 def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """The exact chance of every text, by transformers' own scores."""
+    """The exact probability of every sequence, from transformers' own scores."""
     chances: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         prefixes = list(chances)
@@ -64,7 +64,7 @@ def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tupl
 
 
 def chi_square(found: Counter, chances: dict[tuple[int, ...], float], n: int) -> float:
-    """The p-value of the counts under the law; texts expected fewer than five times are counted together."""
+    """The p-value of the counts under the distribution; sequences expected fewer than five times are counted together."""
     assert set(found) <= set(chances), "a text that cannot be"
     rare = [text for text, p in chances.items() if n * p < 5]
     bins = [(found[text], n * p) for text, p in chances.items() if n * p >= 5]
@@ -87,7 +87,7 @@ def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
 def test_texts_follow_the_law(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:
-    n = 1000 if "repetition_penalty" in warpers else 4000  # a penalty is a function of each text: slower
+    n = 1000 if "repetition_penalty" in warpers else 4000  # a penalty depends on the whole sequence: slower
     assert chi_square(drawn(small, n, length, seed=1, tree=TreeShape(12, 5), **warpers), law(small, length, warpers), n) > 1e-3
 
 
@@ -96,7 +96,7 @@ def test_the_test_can_tell(small: SpeculativeModel) -> None:
 
 
 def test_transformers_draws_by_the_same_law(small: SpeculativeModel) -> None:
-    """Two-sample: ours and generate(do_sample=True)'s own counts of three tokens."""
+    """A two-sample test: counts of three tokens from headstart and from generate(do_sample=True)."""
     n = 4000
     torch.manual_seed(0)
     ids = PROMPT.expand(n, -1)
@@ -117,7 +117,7 @@ def test_seeds_drawn_by_torch_follow_the_law(small: SpeculativeModel) -> None:
     assert chi_square(drawn(small, 4000, 2), law(small, 2, {}), 4000) > 1e-3
 
 
-# The noise itself.
+# The noise.
 
 EULER = 0.5772156649
 
@@ -136,7 +136,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def test_noise_is_independent_along_every_axis() -> None:
-    """Neighbours in seed, position and token; and pairs whose keys an addition would confuse."""
+    """Neighbours in seed, position and token; and pairs whose keys would collide if they were sums."""
     noise = gumbel(torch.arange(100), torch.arange(101).expand(100, 101), 97)
     n = 100 * 100 * 97
     for lag in (1, 2, 7):
@@ -161,7 +161,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
 
 
 def test_noise_made_ahead_is_that_of_each_position() -> None:
-    """Rows that move at their own pace, come and go; few calls make it."""
+    """Rows advance at their own pace, leave and join; the noise takes few calls."""
     calls: list[int] = []
 
     def make(seeds_B: Tensor, positions_BP: Tensor) -> Tensor:

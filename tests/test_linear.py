@@ -1,4 +1,4 @@
-"""Linear layers in transposed layout give what `F.linear` gives, and only within ``TransposedLinear``."""
+"""Linear layers in transposed layout equal `F.linear`, and are transposed only within ``TransposedLinear``."""
 
 from __future__ import annotations
 

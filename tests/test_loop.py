@@ -1,4 +1,4 @@
-"""The training loop: it teaches, what is frozen stays, and the loss does not depend on how a step is cut up."""
+"""The training loop: it trains the drafter alone, and the loss does not depend on how a step is split."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.
 
 
 def without(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, forwards: str, *changes: str) -> int:
-    """Trained to ``out``, where those forwards have no number."""
+    """Train to ``out``, with NaN from the given forward passes."""
     monkeypatch.setenv("HEADSTART_TEST_NAN", forwards)
     return main([str(recipe), f"save.dir={out}", "train.non_finite=skip", *changes])
 
@@ -118,7 +118,7 @@ def without(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, forwards: 
 def test_steps_that_are_not_finite_can_be_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step has two forwards, and is skipped whole: 2, 5 and 6 of 12. Resumed, it counts on."""
+    """A step has two forward passes and is skipped as a whole: 2, 5 and 6 of 12. A resumed run continues the count."""
     drafter = {"kind": "tests.dying", "depth": 2}
     train = {"micro_batch": 2, "ema_decay": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
     recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
@@ -166,7 +166,7 @@ def test_wandb_is_asked_for_before_anything_is_loaded(
 
 
 def test_what_a_step_reads_is_a_function_of_the_step() -> None:
-    """Every epoch has every sample once; processes share a step between them, whole, whatever their number."""
+    """Every epoch has every sample once; any number of processes splits the same step completely."""
     samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
     feed = BatchSampler(samples, Train(batch_size=4, epochs=2.0), seed=1)
     assert feed.steps == 5

@@ -1,4 +1,4 @@
-"""Drafting changes how fast a token arrives, never which: token identity with plain decoding, and with transformers' own.
+"""Drafting changes the speed of decoding, never its tokens: token identity with AR decoding and with transformers.
 
 Shape suffixes: B batch, T positions, V vocabulary.
 """
@@ -25,7 +25,7 @@ SEEDS = [5, 77, -3, 2**63 + 11, 0]
 
 
 class Superstition(LogitsProcessor):
-    """A user's own: looks at the whole history, and is stern."""
+    """A user-defined processor that depends on the whole history and masks many tokens."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         total = input_ids.sum(-1, keepdim=True)
@@ -58,7 +58,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4) -> SpeculativeModel:
-    """One family's trained kinds with recordings; test_capture.py holds those of the others to what is written without."""
+    """Captures for the trained kinds of one family only; test_capture.py compares captured and uncaptured decoding for the others."""
     if manner in DRAFTERS:
         return heads(family, manner) if family == "llama" else unrecorded(family, manner)
     return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="off")
@@ -76,7 +76,7 @@ def alone(family: str, **options: Any) -> list[list[int]]:
 
 
 def cut(texts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Without the padding that a batch puts behind rows that ended early."""
+    """The sequences without the padding after rows that ended early."""
     return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
 
@@ -95,7 +95,7 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("sample", [False, True])
 def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> None:
-    """Batch of five, and one row alone with its seed; a processor that looks at the history."""
+    """A batch of five, and one row alone with its seed; a processor that depends on the history."""
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": sample, "repetition_penalty": 1.2} | (
         {"seed": SEEDS} if sample else {}
     )
@@ -125,7 +125,7 @@ def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sample", [False, True])
 def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool) -> None:
-    """The best a drafter of depth 5 can do is 6 tokens a pass, the worst 1."""
+    """A drafter of depth 5 yields at best 6 tokens per pass, at worst 1."""
     rows = left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": 1 + 4 * 6, "do_sample": sample, "seed": 3, "return_dict_in_generate": True}
     plain = say(SpeculativeModel(backbone(family)), rows, **options)
@@ -141,7 +141,7 @@ def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_can_be_taken_up_anywhere(family: str) -> None:
-    """The token at a position is a function of the text before it, the seed and the position: of nothing that happened before."""
+    """The token at a position depends only on the preceding tokens, the seed and the position."""
     options: dict[str, Any] = {"do_sample": True, "seed": 5, "temperature": 0.9}
     whole = say(heads(family, "eagle3"), {"input_ids": prompts()[0][None]}, max_new_tokens=LENGTH, **options)
     for kept in range(10, 9 + LENGTH, 3):
@@ -160,7 +160,7 @@ def test_a_small_draft_vocabulary_changes_nothing() -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
-    """Diverged heads write the same text; a share of the logits is no number."""
+    """Diverged heads write the same sequence, even if some or all of their logits are NaN or infinite."""
     on, rows = backbone("llama"), left_padded(prompts())
     drafter = Scripted(on, [], "nearly")
     guess = drafter.guess
@@ -174,7 +174,7 @@ def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
 
 @pytest.mark.parametrize("options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 2}])
 def test_processors_that_know_the_prompt(options: dict[str, Any]) -> None:
-    """transformers builds them for one text of one prompt; a tree of nodes must not confuse them."""
+    """transformers builds these processors for the single sequence of one prompt; a tree of nodes must not confuse them."""
     row = prompts((20,))[0][None]
     own = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=LENGTH, do_sample=False, **options)
     for manner in ("oracle", "nearly"):
@@ -197,7 +197,7 @@ def test_constraints_know_the_text() -> None:
 
 
 def test_bf16_writes_picks() -> None:
-    """In bf16 a pass over a tree rounds otherwise than one over a token: every token must be the pick or very near it."""
+    """In bf16 a tree pass rounds differently from a single-token pass: every token must be the argmax or very near it."""
     from families import tiny
 
     from headstart.heads.backbone.backbone import Backbone

@@ -1,4 +1,4 @@
-"""Measuring: tau as decoding tells it, nothing taken from a model's own sampling settings, the verdict."""
+"""Measuring: tau equals that of decoding, the model's own sampling settings have no effect, the verdict."""
 import io
 
 import pytest
@@ -40,14 +40,14 @@ def test_tau_is_what_decoding_says(heads, temperature):
     assert alone["acceptance_per_depth"] == pytest.approx(one.acceptance_per_depth)
     both = measure_tau(heads, PROMPTS, max_new_tokens=30, temperature=temperature, seed=5, tree=tree)
     assert (both["tokens"], both["passes"]) == (60, one.passes + two.passes)
-    assert both["tau"] == pytest.approx(58 / both["passes"])   # the first token of each text is that of the pass over the prompt
+    assert both["tau"] == pytest.approx(58 / both["passes"])   # the first token of each sequence comes from the prefill
     assert len(both["acceptance_per_depth"]) == 3
 
 
 def test_plain_decoding_is_one_token_a_pass(heads):
     measured = measure_tau(SpeculativeModel(heads.backbone), PROMPTS, max_new_tokens=8)
     assert measured == {"tau": 1.0, "acceptance_per_depth": [], "tokens": 16, "passes": 14}
-    assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0   # no pass after those over the prompts
+    assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0   # no pass after the prefill
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -100,7 +100,7 @@ def test_compare_takes_every_system_through_every_prompt(heads):
     print_report(report, out)
     head, *lines = out.getvalue().splitlines()[3:12]
     assert [line[head.index("system") :].split("  ")[0] for line in lines] == 2 * ["AR (transformers)", "AR (headstart)", "a", "b"]
-    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):   # aligned at the right
+    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):   # right-aligned
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The chunked objective against a naive one that holds everything, in float64; and what it counts.
+"""The chunked objective against a naive one that holds everything, in float64; and its counts.
 
 Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
 """
@@ -54,7 +54,7 @@ def test_same_as_naive_forward_and_backward(
 
 @pytest.mark.parametrize(("terms", "weights"), CASES, ids=str)
 def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
-    """Each alone (as in accumulation, or on processes of their own), padded to one length, or packed in a row."""
+    """Each alone (as in accumulation, or in separate processes), padded to one length, or packed in a row."""
     torch.manual_seed(5)
     drafter, wanted = TinyDrafter(backbone, 3, None).double(), Objective(terms=terms, depth_weights=weights, chunk_size=5)
     lengths = [4, 9, 3, 12]
@@ -84,7 +84,7 @@ def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
     drafter = TinyDrafter(backbone, 2, None).double()
     features = batch(backbone)
-    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk_size=5)   # else they follow the draft
+    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk_size=5)   # other weights depend on the draft
     weight = drafter.head.weight
 
     def loss(values: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Module(nn.Module):
 
 
 def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:
-    """Data parallelism waits for the gradient of every parameter, also from a process whose share teaches nothing."""
+    """Data parallelism waits for the gradient of every parameter, even from a process without label tokens."""
     drafter = TinyDrafter(backbone, 3, None).double()
     for length in (1, 2, 4, 6):
         drafter.zero_grad()
@@ -137,7 +137,7 @@ def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: d
 
 
 def test_a_perfect_draft_has_no_divergence_left(backbone: Backbone) -> None:
-    """Alignment: a drafter that hands back the backbone's own state of position t+1+k is always right, at every depth."""
+    """Alignment: a drafter that returns the backbone's own state of position t+1+k is always right, at every depth."""
 
     class Oracle(TinyDrafter):
         def forward_dense(self, features: Features) -> list[Tensor]:
@@ -159,4 +159,4 @@ def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
     features = batch(backbone)
     hidden = [h.bfloat16() for h in TinyDrafter(backbone, 1, None).double()(features)]
     assert objective(FusedLoss(Objective(), backbone, drafter), features, hidden).alpha_K.dtype == torch.float64   # the teacher's
-    assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # why it must be asked for
+    assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # without an explicit dtype

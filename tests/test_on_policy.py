@@ -1,4 +1,4 @@
-"""Drafts of its own in training: what teaches them, what they are, what they cost the loss, and that no cut of a step shows.
+"""On-policy training: the targets of drafts, their states, their loss, and independence of how a step is split.
 
 Shape suffixes: B batch, T positions, M drafts, N proposals of a draft, K depth, D width.
 """
@@ -48,7 +48,7 @@ def with_kv(on: Backbone, drafter: Drafter, rows: list[list[int]], vocab: int = 
 
 
 def each_draft(anchors: SampledAnchors) -> list[tuple[int, int, int, int]]:
-    """Of each: its number, row, t, and where its document begins."""
+    """The number, row, t and document start of each draft."""
     columns = anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), anchors.first_M.tolist()
     return [(m, *place) for m, place in enumerate(zip(*columns, strict=True))]
 
@@ -61,7 +61,7 @@ def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, r
     anchors = sample_anchors(features, N + 1, 0.5, KEY, first_depth=1)
     guesses_MN = texts(len(anchors), N, seed=9)
     assert len(guesses_MN) > 12
-    for _ in range(2):   # reading leaves the text as it was
+    for _ in range(2):   # reading does not change the cache
         heard_MND = target_hidden(on, features, anchors.at, guesses_MN)
         for m, row, t, first in each_draft(anchors):
             text = torch.cat([features.tokens_BT[row, first : t + 2], guesses_MN[m]])[None]
@@ -70,7 +70,7 @@ def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, r
 
 
 def test_long_texts_are_taken_in_piece_by_piece() -> None:
-    """TokenTextStream of a row that is ahead are padded to those of one that is behind, beyond what the drafter had room for."""
+    """Rows of very different lengths: a row's pieces are padded past the room the drafter had reserved."""
     on = backbone("llama")
     drafter, lengths = random_drafter("eagle3", on, depth=2), (190, 130, 200, 64)
     features = LiveWithCache(on, drafter.taps).read(collate(samples(lengths), [[0], [1], [2], [3]]))
@@ -89,7 +89,7 @@ def test_long_texts_are_taken_in_piece_by_piece() -> None:
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
-    """The hidden states that carry gradients are those of `begin` and `step`, of each draft alone."""
+    """The hidden states that carry gradients equal those of `begin` and `step` for each draft alone."""
     on = backbone(family)
     drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
     features, wanted = with_kv(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
@@ -117,7 +117,7 @@ def drafting(vocabulary: int | None = None) -> tuple[Backbone, Drafter]:
 
 
 def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesWithCache) -> Tensor:
-    """By the book: each draft alone, whole distributions, autograd."""
+    """Slow reference: each draft alone, whole distributions, autograd."""
     anchors = sample_anchors(features, drafter.trained_depth, wanted.on_policy_share, KEY, first_depth=1)
     loss = torch.zeros((), dtype=torch.float64)
     guesses_MN, _ = rollout(FusedLoss(wanted, on, drafter), features, anchors)
@@ -127,7 +127,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
         state, token = drafter.begin(on.read(text[None, :-1], taps=drafter.taps)), text[-1].view(1, 1)
         for k in range(drafter.trained_depth):
             hidden, state = drafter.step(state, token, torch.zeros_like(token), k)
-            state = map_tensors(torch.clone, state)   # a step writes into what the one before needs for its gradients
+            state = map_tensors(torch.clone, state)   # a step writes in place into what the previous one needs for its gradients
             if k and anchors.counts_MK[m, k]:
                 p_V = on.readout(on.read(text[None]).hidden_BTD[0, -1]).softmax(-1)
                 log_q_V = drafter.readout(hidden, k, token)[0, 0].log_softmax(-1)

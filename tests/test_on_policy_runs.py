@@ -1,4 +1,4 @@
-"""Runs that learn on drafts of their own: no cut of a step shows, they resume, they learn; and what cannot be."""
+"""Runs with on-policy training: independent of how a step is split, resumable, and effective; impossible settings are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_it_learns_what_it_visits(tmp_path: Path) -> None:
-    """Its own drafts end nearer to what the backbone says of them than those of a drafter that has learned the text alone."""
+    """On-policy training brings the drafter's own drafts nearer to the backbone's distribution than training on the data alone."""
     far = {}
     for weight in (0.0, 2.0):
         settings = {"on_policy": weight, "on_policy_share": 0.3}
@@ -96,7 +96,7 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
         assert (tmp_path / "together" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
 
 
-# What cannot be.
+# Refusals.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Muon beside AdamW is torch's own two optimizers on the right parameters, and goes on from a saved state as if never stopped."""
+"""Muon combined with AdamW: torch's two optimizers on the right parameters, and an exact resume from a saved state."""
 
 import copy
 
@@ -17,7 +17,7 @@ MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
 
 
 def pull(drafter: Drafter, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
-    """Steps along gradients that depend on the weights and a seed."""
+    """Take steps along gradients that depend on the weights and a seed."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for parameter in drafter.parameters():
@@ -37,7 +37,7 @@ def test_vocabulary_tables_and_vectors_stay_with_adamw(kind: str) -> None:
 
 
 def test_it_is_torchs_own_but_for_rounding() -> None:
-    """torch's Muon rounds to bf16 on the way, ours on a CPU does not."""
+    """torch's Muon rounds to bf16 internally; ours does not on a CPU."""
     ours = build_drafter("eagle3", backbone("llama"), {"depth": 2})
     start, theirs = dict(copy.deepcopy(ours).named_parameters()), copy.deepcopy(ours)
     optimizer = build_optimizer(ours, MUON)
@@ -92,7 +92,7 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
 def test_wsd_stays_and_then_falls() -> None:
     wanted = Train(lr=2.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.3, min_lr_ratio=0.1)
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
-    assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to fall, from there
+    assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to decay
     assert rates[850] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1 + 0.9 / 300)
     assert all(before > after for before, after in zip(rates[700:], rates[701:], strict=False))
-    assert learning_rate(1, 1, Train(schedule="wsd", warmup_ratio=0.0)) == Train().lr   # short runs have no room for a fall
+    assert learning_rate(1, 1, Train(schedule="wsd", warmup_ratio=0.0)) == Train().lr   # too short for a decay

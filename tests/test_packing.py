@@ -1,4 +1,4 @@
-"""Packing: rows are full, no document is cut or lost, and it changes neither what is read nor what is learned.
+"""Packing: rows are full, no document is cut or lost, and features and label tokens do not change.
 
 Shape suffixes: B batch, T positions.
 """
@@ -54,7 +54,7 @@ def test_every_sample_stands_in_one_row_and_rows_are_full() -> None:
         used = [sum(lengths[index] for index in row) for row in rows]
         assert max(used) <= window and len(rows) <= 1.03 * -(-sum(lengths) // window) + 1
         shuffled = rng.sample(range(700), 700)
-        assert len(pack(lengths, shuffled, window)) == len(rows)   # so every epoch has as many rows
+        assert len(pack(lengths, shuffled, window)) == len(rows)   # so every epoch has the same number of rows
     assert pack([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
     with pytest.raises(
         UserError, match="a sample of 9 tokens does not fit a row of 8; raise data.max_length or set data.overlong=split"
@@ -95,7 +95,7 @@ def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
 
 
 def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor]]:
-    """Loss per learned token and its gradients."""
+    """Loss per label token and its gradients."""
     assert features.loss_mask_BT is not None and features.document_BT is not None
     drafter.zero_grad()
     drafter.requires_grad_(True)
@@ -120,7 +120,7 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
 
 
 def test_the_mask_is_what_makes_it_so() -> None:
-    """Without it, neighbours leak into each other: the test above can fail."""
+    """Without the mask neighbours leak into each other, so the test above can fail."""
     samples, on = make_samples(), backbone("llama")
     batch = collate(samples, ROWS)
     leaky = LiveFeatures(on, ()).read(Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, ((0,),) * len(ROWS)))

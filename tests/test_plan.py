@@ -1,4 +1,4 @@
-"""``headstart plan``: what it says of memory is what a step takes, what fits fits, and one line for every mistake."""
+"""``headstart plan``: its memory estimate matches a real step, a recipe that fits fits, and errors are one line."""
 
 from __future__ import annotations
 

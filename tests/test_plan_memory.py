@@ -1,4 +1,4 @@
-"""Memory planned for a step against what torch's allocator gives out in a real one."""
+"""The memory planned for a step against the allocations of a real one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def allocated(work: Any) -> int:
-    """The most bytes that torch's own allocator had given out at a time while ``work`` ran, by its own record."""
+    """Peak bytes allocated by torch while ``work`` ran, from the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = work()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -45,7 +45,7 @@ def allocated(work: Any) -> int:
 
 
 def real_step(recipe: Recipe, size: MicroBatch) -> dict[str, int]:
-    """What a real step takes beside the persistent, by phase."""
+    """Peak memory of a real step, by phase, without the persistent part."""
     backbone = load_backbone(recipe.backbone.path, attention=recipe.backbone.attention)
     drafter = build(recipe, backbone)
     tokens_BT = torch.randint(0, backbone.vocab, (size.rows, size.length))
@@ -66,7 +66,7 @@ def real_step(recipe: Recipe, size: MicroBatch) -> dict[str, int]:
         loss.backward()
 
     reading = allocated(lambda: source.read(batch))
-    learn()   # what torch sets up once is none of a step's
+    learn()   # one-time allocations of torch do not belong to a step
     drafter.zero_grad()
     return {TARGET_FORWARD: reading, "step": allocated(learn)}
 

@@ -1,4 +1,4 @@
-"""Prompts: rows of every kind, the usual benchmarks, several turns, and faults in one line."""
+"""Prompts: rows of every kind, the usual benchmarks, several turns, and errors in one line."""
 import gzip
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Proposers without training: what each of them promises, whatever the text; what was said before comes again."""
+"""Proposers without training: the promises of each on any sequence; repeated sequences are proposed again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Path = tuple[int, ...]
 
 
 def likely(draw: random.Random, letters: int) -> tuple[list[int], list[float]]:
-    """Eight next tokens and log-probabilities, best first, as a backbone says them."""
+    """Top eight next tokens and their log-probabilities, best first, as from a backbone."""
     weights = sorted((draw.random() ** 3 for _ in range(8)), reverse=True)
     return draw.sample(range(letters), 8), [math.log(weight / (sum(weights) + 0.1)) for weight in weights]
 
 
 def show(proposer: Proposer, tokens: list[int], seed: int = 0) -> None:
-    """Lets it see what a backbone that follows no text says after each token."""
+    """Show the proposer a random top-k after each token."""
     draw = random.Random(seed)
     said = [likely(draw, 20) for _ in tokens]
     proposer.observe(tokens, [tokens for tokens, _ in said], [logprobs for _, logprobs in said])
@@ -39,7 +39,7 @@ def paths(found: Candidates) -> list[Path]:
 
 
 def chain(found: Candidates) -> Path:
-    """The path of likeliest nodes."""
+    """The path of the likeliest nodes."""
     first = {parent: node for node, parent in reversed(list(enumerate(found.parents)))}
     tokens, at = [], -1
     while at in first:
@@ -185,7 +185,7 @@ def test_memory_continues_as_earlier_texts_did() -> None:
     proposer.open(0, [1, 2, 3, 4])
     proposer.extend(0, [5, 6])
     proposer.open(1, [9, 2, 3])
-    assert proposer.propose(1, 3, 3).tokens == []   # row 0 is not over
+    assert proposer.propose(1, 3, 3).tokens == []   # row 0 is still active
     proposer.open(0, [8, 2, 3])
     assert chain(proposer.propose(0, 4, 4)) == (4, 5, 6)
     assert proposer.propose(0, 4, 4) == proposer.propose(1, 4, 4)
@@ -214,7 +214,7 @@ def test_sizes_are_counts(make: type[Proposer]) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 5, 80])
 def test_growth_takes_the_nodes_of_largest_reach(nodes: int) -> None:
-    """Against all paths there are."""
+    """Compared with all possible paths."""
 
     def expand(place: Path, least: float = 0.0) -> list[tuple[int, float, Path]]:
         draw = random.Random(str(place))

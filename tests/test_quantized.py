@@ -1,4 +1,4 @@
-"""Backbones of 8-bit weights: a text is the quantized model's own, and what is measured of it is kept apart."""
+"""8-bit backbones: the output equals the quantized model's own, and its measurements are kept separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded backbone and its texts are what the README says, and heads learn from them."""
+"""The embedded backbone and its data match the README, and heads can be trained on them."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_any_text_round_trips() -> None:
 
 
 def test_it_predicts_python_better_than_noise(backbone: Backbone) -> None:
-    """Recomputed here on the shipped held-out openings; nonsense of the same tokens is far less likely to it."""
+    """Recomputed on the shipped held-out prompts; a shuffle of the same tokens is far less likely."""
     tokenizer, nats = load_tokenizer("embedded"), {"python": 0.0, "shuffled": 0.0}
     texts = rows("prompts.jsonl")[:20]
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_prompts_are_enough_and_not_trained_on() -> None:
 
 
 def test_training_lengthens_acceptance(backbone: Backbone) -> None:
-    """Trained on what the backbone writes after a few prompts, heads go from drafting nothing to drafting nearly all of it."""
+    """Trained on the backbone's continuations of a few prompts, heads go from drafting nothing to drafting nearly all of them."""
     tokenizer = load_tokenizer("embedded")
     prompts = [torch.tensor(tokenizer(text)["input_ids"][:32]) for text in rows("prompts.jsonl")[:3]]
     greedy = {"do_sample": False, "max_new_tokens": 48, "min_new_tokens": 48}

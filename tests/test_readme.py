@@ -1,4 +1,4 @@
-"""What the README tells people to type is what works."""
+"""The commands, paths and code in the README work."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Recipes: every shipped one loads, every mistake is named, what is written is read back."""
+"""Recipes: every shipped one loads, every mistake is named, and a written recipe reads back equal."""
 import ast
 import itertools
 import re
@@ -16,7 +16,7 @@ from headstart.training.recipe import sections, training
 from headstart.training.recipe.recipe import Data, Objective, Train, load_recipe, to_dict, to_yaml
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")   # those are of accelerate
+SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")   # accelerate's own configurations
 LEAST = """
 backbone: {path: some/model}
 drafter: {kind: medusa, depth: 4}
@@ -65,7 +65,7 @@ def test_the_vicuna_template_writes_what_the_model_was_trained_on():
 
 def test_defaults_and_the_least_recipe(write):
     recipe = load_recipe(write())
-    assert recipe == load_recipe(write(LEAST + "train:\n"))    # a section with nothing in it
+    assert recipe == load_recipe(write(LEAST + "train:\n"))    # an empty section
     assert (recipe.seed, recipe.train.steps, recipe.train.epochs, recipe.objective.terms) == (0, None, 1.0, {"kl": 1.0})
     assert recipe.drafter == {"kind": "medusa", "depth": 4}
 

@@ -1,6 +1,6 @@
-"""A step is one step however it is cut: into micro-batches, or between processes; for terms and weights that could see the cuts.
+"""A step does not depend on its split into micro-batches or processes, for terms and weights that could depend on the split.
 
-tests/test_objective.py does the same for packing and padding, where the sums are at hand.
+tests/test_objective.py does the same for packing and padding, where the sums are available.
 """
 
 from __future__ import annotations

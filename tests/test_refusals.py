@@ -1,4 +1,4 @@
-"""What the front door refuses, each with a line that names it; and that the model is left as it was found."""
+"""Options that ``generate`` refuses, each with a line that names it; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_models_that_cannot_be_backbones() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_stays_usable(family: str, tmp_path: Path) -> None:
-    """Its own generate, its own streamers, copies and saving are as they were."""
+    """Its own generate and streamers, copying and saving still work."""
     model, fresh = tiny(family), tiny(family)
     rows = left_padded(prompts())
     before = fresh.generate(**rows, max_new_tokens=12, do_sample=False)

@@ -1,4 +1,4 @@
-"""``headstart regenerate`` in this process: turn by turn, whatever the batch or the order, resumed to the same file, errors named."""
+"""``headstart regenerate`` in process: turn by turn, independent of batch and order, resumed to the same file, errors named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTIONS = ["What is two?", "And three?", "Hi there", "Is it four?", "Six or tw
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone with a chat template that ends an answer after ten tokens or so, since one in ten ends it."""
+    """A backbone with a chat template whose answers end after about ten tokens, since one token in ten ends them."""
     folder = tmp_path_factory.mktemp("talker")
     tokenizer = make_tokenizer(CHATML)
     model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
@@ -43,19 +43,19 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turns(*said: str) -> list[dict[str, Any]]:
-    """Messages, the user's and the assistant's in turn."""
+    """Messages, alternately the user's and the assistant's."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 
 
 def dialogues(count: int = 9) -> list[dict[str, Any]]:
-    """Conversations of one to three questions, one of them twice."""
+    """Conversations of one to three questions, one of which appears twice."""
     rows = [{"messages": turns(*(text for q in QUESTIONS[: 1 + i % 3] for text in (f"{q} {i}", "old")))} for i in range(count - 1)]
     return [*rows, rows[0]]
 
 
 @pytest.fixture
 def ask(talker: Path, tmp_path: Path) -> Callable[..., int]:
-    """Runs the command on those rows, with those overrides."""
+    """Run the command on the rows, with the overrides."""
 
     def ask(rows: list[dict[str, Any]] | None, *overrides: str, out: str = "new.jsonl") -> int:
         if rows is not None:
@@ -89,7 +89,7 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
     assert second["messages"][:2] == told and second["messages"][2]["role"] == "assistant", "a last question is answered"
     backbone, tokenizer = load_backbone(str(talker), device="cpu"), load_tokenizer(str(talker))
     for messages in (first["messages"], second["messages"]):
-        for i, message in enumerate(messages[2:], 2):   # each is what transformers' own generate says to what is before it
+        for i, message in enumerate(messages[2:], 2):   # each equals transformers' own generate on the messages before it
             if message["role"] == "assistant":
                 ids = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_tensors="pt", return_dict=True)
                 said = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
@@ -167,7 +167,7 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
 
     def dying(self: PartialFile, line: dict[str, Any]) -> None:
         if next(count) == 5:
-            self.file.write(b'{"row": 6, "tur')   # as far as a kill lets it
+            self.file.write(b'{"row": 6, "tur')   # partly written when killed
             raise KeyboardInterrupt
         append(self, line)
 
@@ -254,7 +254,7 @@ def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
     half.write_text(half.read_text() + "nonsense\n")
     with pytest.raises(ValueError, match="line 3 is damaged .* delete the file to begin anew"):
         PartialFile(out, {"seed": 1})
-    half.write_text('{"headstart": "regen')   # torn before anything was done
+    half.write_text('{"headstart": "regen')   # torn before any row was written
     with PartialFile(out, {"seed": 2}) as partial:
         assert not partial.offsets
     with locked(tmp_path / ".new.jsonl.lock", "regenerate.out") as free:
@@ -262,7 +262,7 @@ def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
 
 
 def test_heads_are_taught_by_the_new_file(ask: Any, talker: Path, tmp_path: Path) -> None:
-    """As a dataset: what the assistant said anew, and nothing else, is learned."""
+    """As a dataset: label tokens are exactly the regenerated answers."""
     assert ask(dialogues(), *SAMPLED) == 0
     data = load_recipe(tmp_path / "recipe.yaml", [f"data.train={tmp_path / 'new.jsonl'}", "data.eval_rows=0"]).data
     tokenizer = load_tokenizer(str(talker))

@@ -1,4 +1,4 @@
-"""The report as a page: complete in itself, every number of the report in it, nothing of a prompt taken for markup."""
+"""The HTML report: self-contained, with every number of the JSON report; nothing in a prompt is taken for markup."""
 import json
 import re
 
@@ -40,7 +40,7 @@ def test_a_page_complete_in_itself(report):
     for row in report["results"]:
         assert all(f"{share:.2f}" in read.words for one in row["tasks"].values() for share in one["acceptance_per_depth"])
     names = [value for tag, name, value in read.attributes if name == "data-name"]
-    assert len(names) == 8 + 4 + 8   # tasks of each row; sizes, and samples, of each of the heads and temperatures
+    assert len(names) == 8 + 4 + 8   # tasks of each row; sizes and samples of each drafter and temperature
 
 
 def test_the_text_is_whole_and_its_runs_are_marked(report):
@@ -91,6 +91,6 @@ def test_pieces_make_up_the_text():
     assert len(found) == len(tokens) and "".join(found) == tokenizer.decode(tokens) and "\ufffd" not in "".join(found)
     assert found[0] == "<s>" and token_texts(tokenizer, []) == []
     half = token_texts(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
-    assert half[0] == "" and "\ufffd" in half[1]   # what never came whole
+    assert half[0] == "" and "\ufffd" in half[1]   # the incomplete character
     pieces = TokenTextStream(tokenizer, skip_special_tokens=True)
     assert "".join(map(pieces.add, tokens)) + pieces.end() == tokenizer.decode(tokens, skip_special_tokens=True)

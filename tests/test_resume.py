@@ -1,4 +1,4 @@
-"""A run that was killed, in whatever way, ends in the weights of one that was not, bit for bit; and refuses what it cannot resume."""
+"""A killed run resumes to the weights of an undisturbed one, bit for bit; what cannot be resumed is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.cli.train import main
 
 STEPS, DEATH = 40, 17
 MICRO_BATCHES = 3
-"""Forwards of a step."""
+"""Forward passes per step."""
 WEIGHTS = "model.safetensors"
 
 
@@ -28,7 +28,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, and in ``out`` the run that nothing disturbed."""
+    """A folder with a recipe, and in ``out`` the undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     recipe = make_recipe(
         folder,
@@ -50,7 +50,7 @@ def states(out: Path) -> list[Path]:
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
-    """The log without what a clock says, and without the recipe, which names the folder."""
+    """The log without timings and without the recipe, which names the folder."""
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
@@ -62,7 +62,7 @@ def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:
     ("number", "status", "saved"), [(signal.SIGKILL, -signal.SIGKILL, 12), (signal.SIGTERM, 128 + signal.SIGTERM, DEATH)], ids=str
 )
 def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path, number: signal.Signals, status: int, saved: int) -> None:
-    """In the middle of step 17. SIGKILL loses what came after the state of step 12; SIGTERM lets the step end and saves it."""
+    """Killed in step 17: SIGKILL loses everything after the state of step 12; SIGTERM lets the step finish and saves it."""
     out = tmp_path / "out"
     forward = str((DEATH - 1) * MICRO_BATCHES + 2)
     done = run(*recipe_for(whole, out), HEADSTART_TEST_SIGNAL=str(int(number)), HEADSTART_TEST_FORWARD=forward)
@@ -70,7 +70,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path,
     assert states(out)[-1].name == f"step-{saved:08d}"
     assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in done.stderr
     with (out / "log.jsonl").open("a") as log:
-        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')   # a line of the future, and one torn by the kill
+        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')   # a line of a later step, and one torn by the kill
     assert main(recipe_for(whole, out)) == 0
     assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
     assert numbers(out) == numbers(whole / "out")

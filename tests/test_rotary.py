@@ -1,4 +1,4 @@
-"""Models whose rotary frequencies change with the length of the text: exact on either side of the change, refused across it."""
+"""Models whose rotary frequencies change with the sequence length: exact on either side of the change, refused across it."""
 
 from __future__ import annotations
 

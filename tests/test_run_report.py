@@ -1,4 +1,4 @@
-"""What a run tells: its page is whole, says what the log says and survives a resumed run; trackers get the same numbers."""
+"""A run's report: self-contained, consistent with the log and kept across a resume; trackers get the same numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What came of a run of six steps that was then resumed to twelve; of the page before, ``first.html``."""
+    """The output of a run of six steps resumed to twelve; ``first.html`` is the page before the resume."""
     folder = tmp_path_factory.mktemp("ran")
     recipe = make_recipe(folder, drafter={"kind": "eagle3", "depth": 3}, train={"steps": 6}, eval={"max_new_tokens": 24})
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def titles(text: str) -> list[str]:
-    """What the points of all plots say when they are pointed at; each plot is sound XML and draws within its box."""
+    """Tooltips of the points of all plots; checks that each plot is valid XML and draws within its box."""
     found = []
     for svg in re.findall(r"<svg.*?</svg>", text):
         drawn = ElementTree.fromstring(svg)
@@ -158,7 +158,7 @@ def test_nothing_yet_is_a_page_too() -> None:
 
 
 def test_made_again_of_the_log_alone(ran: Path, tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a line under way
+    (tmp_path / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
     assert write_report(tmp_path).read_text() == (ran / "report.html").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "report.html"]
 
@@ -170,12 +170,12 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.count("report.html could not be written: ") == 3   # at both evaluations and at the end
     assert not list((tmp_path / "out").glob("*.tmp"))
     (tmp_path / "out" / "report.html").rmdir()
-    assert main([str(recipe), "eval.every=1"]) == 0   # at its last step already
+    assert main([str(recipe), "eval.every=1"]) == 0   # already at its last step
     assert "step 2 of 2" in (tmp_path / "out" / "report.html").read_text()
 
 
 def events(folder: Path) -> Iterator[Any]:
-    """TensorBoard's records, in the order they were written: length, its check, the event, its check."""
+    """TensorBoard's records in the order they were written: length, its checksum, the event, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.iterdir()):
@@ -203,7 +203,7 @@ def test_tensorboard_has_the_same_numbers(ran: Path) -> None:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Of an offline run of wandb: LevelDB's log format, blocks of 32 KiB with records in whole (1) or in parts (2, 3, 4)."""
+    """The records of an offline wandb run: LevelDB's log format, blocks of 32 KiB with records whole (1) or in parts (2, 3, 4)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""
@@ -222,7 +222,7 @@ def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     recipe = make_recipe(tmp_path, train={"steps": 2}, log={"wandb": "offline", "name": "tried", "project": "tiny"})
     assert main([str(recipe)]) == 0
-    wandb.teardown()   # a run that has finished may still be on its way to the disk, until wandb's own process ends
+    wandb.teardown()   # a finished run may not be on disk until wandb's own process ends
     (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
     found = list(records(path))
     (run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")

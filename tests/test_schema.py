@@ -1,4 +1,4 @@
-"""The JSON schema of recipes and the tables of docs/recipe.md are what the models say."""
+"""The JSON schema of recipes and the tables of docs/recipe.md match the models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RENEW = "run: headstart schema --out recipes/schema.json --tables docs/recipe.md
 
 
 def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
-    """What in ``value`` breaks the keywords of ``schema`` that ours uses."""
+    """Violations in ``value`` of the schema keywords that we use."""
     if "$ref" in schema:
         return faults(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, at)
     for choice in ("anyOf", "oneOf"):

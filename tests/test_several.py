@@ -1,4 +1,4 @@
-"""Heads that are trained together on one reading of the backbone end in the weights that each would have alone."""
+"""Heads trained together on one forward pass of the backbone end in the weights that each would have alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe with three heads."""
+    """A recipe with three drafters."""
     train = {"steps": STEPS, "batch_size": 4, "micro_batch": 2, **sections.pop("train", {})}
     path = make_recipe(folder, train=train, **{"eval": {"every": 4, "prompts": 1}, **sections})
     recipe = read_yaml(path)
@@ -59,7 +59,7 @@ def weights(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, and in ``out`` what came of it."""
+    """A folder with a recipe, and its run in ``out``."""
     folder = tmp_path_factory.mktemp("together")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
@@ -105,7 +105,7 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
         assert main([recipe, f"save.dir={tmp_path}", "eval.every=0", f"train.steps={steps}", "train.schedule=constant"]) == 0
     assert main([recipe, f"save.dir={tmp_path}/whole", "eval.every=0", "train.schedule=constant"]) == 0
     parts, whole = weights(tmp_path), weights(tmp_path / "whole")
-    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]   # wide has a schedule, which depends on steps
+    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]   # wide's schedule depends on the step count
 
 
 def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> None:

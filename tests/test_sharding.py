@@ -1,4 +1,4 @@
-"""Many processes: the numbers of one, replicated (DDP) or sharded (FSDP2), the backbone too; whole checkpoints, resumed on any number."""
+"""Several processes equal one, replicated (DDP) or sharded (FSDP2), backbone included; whole checkpoints, resumable on any number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headstart.training.run.sharding import shard_layers, to_local
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema_decay": 0.9}
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-"""What ``accelerate launch --use_fsdp --fsdp_version 2`` sets; its launcher itself would look for GPUs."""
+"""The environment set by ``accelerate launch --use_fsdp --fsdp_version 2``; its launcher itself would look for GPUs."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment: str) -> str:
-    """What they said."""
+    """The output of a run on that many processes."""
     said = out.with_name(f"{out.name}.txt")
     status = Forked(processes, [str(recipe), f"save.dir={out}", *changes], said, **environment).wait()
     assert status == 0, said.read_text()[-3000:]
@@ -42,7 +42,7 @@ def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment
 
 
 def same(found: Path, wanted: Path) -> None:
-    """The same losses and weights, but for rounding; what was decoded, the same."""
+    """Losses and weights are equal up to rounding, and decoded results exactly."""
     one, other = (read_log(out) for out in (found, wanted))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in one if key in line] == pytest.approx([line[key] for line in other if key in line], rel=1e-5)
@@ -67,7 +67,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
-    """Five sequences a step, one at a time: some processes have more of them than others."""
+    """Five sequences a step, one at a time: some processes have more than others."""
     said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", **environment)
     assert f"{processes} processes on cpu{', sharded (FSDP2)' if environment else ''}\n" in said
     same(tmp_path / "out", whole / "out")
@@ -77,7 +77,7 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
 @pytest.mark.parametrize("processes, environment", [(2, {}), (3, SHARDED)], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("whole", ["muon"], indirect=True)
 def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
-    """Five sequences a step, one at a time: a process that has one less keeps step with the others all the same."""
+    """Five sequences a step, one at a time: a process with one fewer still takes part in every forward pass."""
     said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
     assert "frozen, its layers sharded over the processes\n" in said
     same(tmp_path / "out", whole / "out")
@@ -85,7 +85,7 @@ def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: 
 
 def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path), ["backbone.shard=true"])
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, which hears nothing of the others
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, without communication
     try:
         model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
         own = {name: to_local(weight).numel() for name, weight in model.named_parameters()}
@@ -115,7 +115,7 @@ def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
-    """One, then two that share the weights out, then three that do not, then one: the order of the data is the same."""
+    """One, then two sharded, then three replicated, then one: the order of the data is the same."""
     recipe, out = whole / "recipe.yaml", tmp_path / "out"
     assert main([str(recipe), f"save.dir={out}", "train.steps=1", "eval.prompts=1", "data.eval_rows=4"]) == 0
     assert "resuming from" in launch(2, recipe, out, "train.steps=3", "backbone.shard=true", **SHARDED)
@@ -134,7 +134,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main([str(recipe)]) == 2
     assert "launched with FSDP version 1; training knows version 2" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert main([str(recipe), "train.steps=1"]) == 0   # one process has nothing to share
+    assert main([str(recipe), "train.steps=1"]) == 0   # one process has nothing to shard
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

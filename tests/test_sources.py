@@ -1,4 +1,4 @@
-"""Sources: drafters and proposers in the loop, their states between drafts, their costs by depth, and which passes are timed."""
+"""Sources: drafters and proposers in the decoding loop, their state between drafts, their costs by depth, and timed passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def source_of(drafter: Drafter) -> DrafterSource:
 
 
 def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels are captured as they are first drafted, long after the forward pass; only the passes in which that happens are left out."""
+    """Levels are captured when first drafted, long after the forward pass; only the passes with a capture are left out."""
     of, timed, passes = SpeculativeModel(backbone("llama"), proposers=[SuffixProposer()], capture="off"), [], []
     observe, time = Speculation.observe, Speculation.time
 
@@ -52,7 +52,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     costs.add_pass(1, 1, 5e-3)
     for depth in range(3):
         costs.add(source.part(depth), 1, 5e-4)   # a tenth of a token
-    monkeypatch.setattr(costs, "add", lambda *given: None)   # whatever it takes on this machine
+    monkeypatch.setattr(costs, "add", lambda *given: None)   # ignore timings of this machine
     source.learned.acceptance[:] = [0.01, 0.2, 0.2]
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
     source.prepare(6, 8, None)
@@ -68,7 +68,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
 
 
 def test_costs_are_kept_for_each_depth() -> None:
-    """The first step of a head that gives all depths at once costs more than those after it."""
+    """The first step of a head that gives all depths at once costs more than the later depths."""
     source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
     source.prepare(6, 4, None)
@@ -77,7 +77,7 @@ def test_costs_are_kept_for_each_depth() -> None:
 
 
 class AllAtOnce(Drafter):
-    """Reads the root, and gives the hidden states of all depths in one step."""
+    """Reads the root and gives the hidden states of all depths in one step."""
 
     all_depths_at_once = True
 
@@ -119,7 +119,7 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
-    """Rows are joined, selected and written to between drafts: each drafts as it does when decoded by itself."""
+    """Rows are joined, selected and extended between drafts: each drafts as if decoded by itself."""
     on = backbone("llama")
     drafter = random_drafter(kind, on)
     read = on.read(torch.randint(1, 61, (2, 30), generator=torch.Generator().manual_seed(0)), taps=drafter.taps)
@@ -138,7 +138,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     both.join([0], [[]], part([0], 0, 6))
     both.append(part([0], 6, 8))
     both.join([1], [[]], part([1], 0, 8))
-    for step in range(8, 20):   # more than may wait
+    for step in range(8, 20):   # more than the limit of pending features
         both.append(part([0, 1], step, step + 1))
     both.select([1, 0, 1])
     both.append(part([1, 0, 1], 20, 22))

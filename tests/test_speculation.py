@@ -25,7 +25,7 @@ def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
     table, make = Table(), random.Random(1)
     for p in (0.01, 0.1, 0.5, 0.9, 0.99):
         assert table.prob(math.log(p)) == pytest.approx(p, rel=0.15)
-    for _ in range(4000):   # an over-sure proposer: right half as often as it says
+    for _ in range(4000):   # an overconfident proposer: right half as often as it claims
         p = make.random()
         table.learn(math.log(p), make.random() < p / 2)
     for p in (0.2, 0.5, 0.8):
@@ -76,7 +76,7 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
 
 
 def test_what_one_number_of_rows_costs_tells_of_another() -> None:
-    """It is positions that cost: 8 ms and a third of one for each, here; no other number of rows starts from nothing."""
+    """Positions determine the cost, here 8 ms and a third of one each; other batch sizes share what was measured."""
     costs = Costs()
     for rows, nodes in ((8, 1), (8, 12), (1, 12)):
         costs.add_pass(rows, nodes, 8e-3 + rows * nodes / 3e3)
@@ -101,7 +101,7 @@ def test_texts_of_another_length_cost_what_the_nearest_do_until_they_are_timed()
     short.add("host", 1, 1e-3)
     long = known.at(5000)
     assert long.known() and long.of_pass(1, 12) == 8e-3 and long.part("host", 1) == 1e-3
-    long.add_pass(1, 1, 8e-3)   # plain steps behind a long text: trees are thought to take twice as long too
+    long.add_pass(1, 1, 8e-3)   # AR steps after a long sequence: trees are assumed to take twice as long too
     assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
     for _ in range(3):
         long.add_pass(1, 12, 60e-3)
@@ -143,7 +143,7 @@ def test_a_source_that_costs_more_than_it_brings_backs_off_longer_each_time() ->
 
 
 def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
-    """Heads of random weights take about a step's time for nothing: they are not tried eight times first."""
+    """Random heads take about a step's time for no accepted token: their first trial ends before eight passes."""
     useless, passes = SourceStats(), 0
     while useless.loss(rate=200.0, step=5e-3) <= 0:
         useless.note(credit=0.0, seconds=6e-3, rate=200.0)
@@ -178,7 +178,7 @@ def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:
 
 
 def test_a_batch_is_as_fast_as_its_slowest_rows() -> None:
-    """What a row gains that others have to be waited for is worth little, unless another text waits for its place."""
+    """A gain of one row while others lag is worth little, unless another sequence waits for its row."""
     fast, slow, curve = pools(0.99), pools(0.01), [(1, 1.0), (2, 1.3)]
     assert chosen([*fast, *slow], curve) == 1 and chosen([*fast, *slow], curve, queued=True) == 2
     assert chosen([*fast, *slow], curve, remaining=[90, 9]) == 2, "the row that has most to write"
@@ -186,7 +186,7 @@ def test_a_batch_is_as_fast_as_its_slowest_rows() -> None:
 
 
 class Parrot(Proposer):
-    """Says what it was told the text would be: right, or wrong throughout."""
+    """Proposes the continuation it was given: always right, or always wrong."""
 
     def __init__(self, truths: list[list[int]], right: bool) -> None:
         self.name, self.truths, self.right = f"parrot {right}", truths, right
@@ -244,7 +244,7 @@ def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None:
-    """Each gets what it gets alone with its seed, whoever its neighbours are; texts end at different times."""
+    """Each equals its result alone with its seed, whatever its neighbours; sequences end at different times."""
     on, rows = backbone("llama"), left_padded(prompts((9, 1, 14, 4, 7, 3)))
     options: dict[str, Any] = {"do_sample": True, "seed": [5, 77, -3, 11, 0, 2], "max_new_tokens": 24, "eos_token_id": [4, 5, 15, 20]}
     together = say(SpeculativeModel(on), rows, **options)

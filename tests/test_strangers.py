@@ -1,4 +1,4 @@
-"""A user's own drafters, one file each, train by a recipe, are saved, loaded, and decode losslessly (tests/strangers)."""
+"""User-defined drafters, one file each (tests/strangers): trained by a recipe, saved, loaded, and decoded losslessly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suffix automaton against the definition of what it holds, on random texts; what it costs, in steps."""
+"""The suffix automaton against its definition on random sequences; its cost in steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Text = list[int]
 
 
 def ends(text: Text, part: Text) -> list[int]:
-    """Where ``part`` ends in the text: the number of tokens up to there."""
+    """End positions of ``part`` in the sequence: the number of tokens up to each."""
     return [i + len(part) for i in range(len(text) - len(part) + 1) if text[i : i + len(part)] == part]
 
 
@@ -26,8 +26,8 @@ def longest_known(text: Text) -> Text:
 def counts(text: Text, part: Text) -> dict[int, int]:
     """How often each token was counted after ``part``.
 
-    Once when it first followed; then each time it was written where the longest suffix that it had followed before was ``part``, or
-    a longer string that had ended at the same places as ``part``.
+    Once when it first followed ``part``; then each time it came where the longest suffix it had followed before was ``part``, or
+    a longer string with the same end positions as ``part``.
     """
     found = {text[end]: 1 for end in ends(text, part) if end < len(text)}
     for i, token in enumerate(text):
@@ -82,7 +82,7 @@ def test_continuations_stand_in_the_order_in_which_they_were_last_counted() -> N
 
 
 def test_texts_of_one_automaton_share_what_they_share() -> None:
-    """Several texts: what is known of a string is what every text holds of it, and no string runs from one into the next."""
+    """Several sequences: the counts of a string cover all of them, and no string spans two of them."""
     draw = random.Random(3)
     texts = [[draw.randrange(3) for _ in range(12)] for _ in range(4)]
     automaton = Automaton([])
@@ -112,7 +112,7 @@ def test_chances_follow_the_length_of_the_match_the_counts_and_the_order() -> No
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_continuations_of_shorter_suffixes_come_after(depth: int) -> None:
-    """Behind 1 2 stood 3; behind another 2 stood 4: both are proposed, the longer match first."""
+    """3 followed 1 2, and 4 followed another 2: both are proposed, the longer match first."""
     proposer = Suffix()
     proposer.open(0, [1, 2, 3, 5, 2, 4, 6, 1, 2])
     found = proposer.propose(0, depth, 8)
@@ -121,7 +121,7 @@ def test_continuations_of_shorter_suffixes_come_after(depth: int) -> None:
 
 
 class Counting(list):
-    """A list that counts how often it is read."""
+    """A list that counts its reads."""
 
     reads = 0
 
@@ -148,7 +148,7 @@ def texts_of(length: int) -> dict[str, Text]:
 
 @pytest.mark.parametrize("name", texts_of(10))
 def test_a_long_text_costs_a_few_steps_a_token(name: str) -> None:
-    """A step is a look at a suffix link: each is followed a bounded number of times a token, however long the text."""
+    """A step is a look at a suffix link: a bounded number per token, however long the sequence."""
     text = texts_of(20_000)[name]
     automaton = Automaton([])
     automaton.link = links = Counting(automaton.link)

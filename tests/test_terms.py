@@ -1,4 +1,4 @@
-"""Every term's value and hand-written gradient against its formula in float64; and what the terms are at their ends.
+"""Every term's value and hand-written gradient against its formula in float64; and the limits of the terms.
 
 Shape suffixes: C positions of a chunk, V draft vocabulary.
 """
@@ -20,7 +20,7 @@ VOCABULARIES = pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["w
 
 
 def logits(vocabulary: Tensor | None, dtype: torch.dtype = torch.float64, sharp: float = 2.0) -> tuple[Tensor, Tensor]:
-    """The backbone's over everything and the draft's over its vocabulary; not far apart, as after some training."""
+    """The backbone's logits over all tokens and the draft's over its vocabulary; close to each other, as after some training."""
     generator = torch.Generator().manual_seed(0)
     backbone_CV = sharp * torch.randn(C, V, dtype=torch.float64, generator=generator)
     draft_CV = backbone_CV + torch.randn(C, V, dtype=torch.float64, generator=generator)
@@ -65,7 +65,7 @@ def test_every_term_is_covered() -> None:
 @pytest.mark.parametrize("terms", WHOLE_TERMS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-5)], ids=str)
 def test_in_fp32_within_rounding(terms: dict[str, float], vocabulary: Tensor | None, dtype: torch.dtype, tolerance: float) -> None:
-    """Whatever the dtype of the logits, the sums are in fp32: the logits' own rounding apart, bf16 is as exact."""
+    """The sums are in fp32 for any dtype of the logits: apart from the logits' own rounding, bf16 is as exact."""
     wanted, weight_C = Objective(terms=terms, top_k=3), torch.ones(C, dtype=torch.float64)
     backbone_CV, draft_CV = logits(vocabulary, dtype)
     exact = fused(wanted, backbone_CV.double(), draft_CV.double(), vocabulary, weight_C)
@@ -77,7 +77,7 @@ def test_in_fp32_within_rounding(terms: dict[str, float], vocabulary: Tensor | N
 
 @pytest.mark.parametrize("terms", WHOLE_TERMS, ids=str)
 def test_finite_where_the_two_hardly_meet(terms: dict[str, float]) -> None:
-    """Certain of different tokens, far beyond what fp32 can tell from 0 and 1; a token the backbone rules out."""
+    """Both certain of different tokens, far beyond fp32's resolution near 0 and 1; and a token the backbone rules out."""
     backbone_CV, draft_CV = torch.zeros(2, V), torch.zeros(2, V)
     backbone_CV[:, 3], draft_CV[:, 7] = 300.0, 300.0
     backbone_CV[1, 5] = -float("inf")

@@ -1,4 +1,4 @@
-"""EAGLE-3's training in memory linear in the length: the same results and gradients as with whole scores, in any blocks.
+"""EAGLE-3's training in memory linear in the length: same results and gradients as with all scores at once, in any blocks.
 
 Shape suffixes: B batch, T positions, S keys, D width, H heads, G heads of keys, C head width.
 """
@@ -31,7 +31,7 @@ T = 30
 
 
 def documents(lengths: list[list[int]] | None) -> Tensor | None:
-    """Runs of 0, 1, ... along each row, then padding."""
+    """Document numbers 0, 1, ... in runs along each row, then padding."""
     if lengths is None:
         return None
     rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
@@ -39,7 +39,7 @@ def documents(lengths: list[list[int]] | None) -> Tensor | None:
 
 
 def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
-    """What `Eagle3.forward` is, with all scores of a pass at once."""
+    """`Eagle3.forward` with all scores of a pass at once."""
     layer, attn = drafter.midlayer, drafter.midlayer.self_attn
     embedded, state = drafter.backbone.embed(features.tokens_BT), drafter.fuse(features)
     length = state.shape[1]
@@ -65,7 +65,7 @@ def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
 
 
 def learned(drafter: Eagle3, out: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of some function of all states."""
+    """Gradients of a random linear function of all states."""
     drafter.zero_grad()
     make = torch.Generator().manual_seed(0)
     sum((x * torch.randn(x.shape, generator=make)).sum() for x in out).backward()
@@ -90,7 +90,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_blocks_are_whole_scores(family: str, lengths: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and gradients, with grouped heads (llama) and without, in blocks of any size, documents anywhere in them."""
+    """Forward pass and gradients, with grouped heads (llama) and without, in blocks of any size, documents anywhere in them."""
     monkeypatch.setattr(causal, "LEAST", rows)
     monkeypatch.setattr(causal, "MOST", rows)
     drafter, features = case(family, lengths)
@@ -112,13 +112,13 @@ def test_short_texts(length: int) -> None:
 
 @pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
 def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the result and of the log-sum-exp, in fp64."""
+    """Gradients of the result and of the log-sum-exp, in fp64."""
     monkeypatch.setattr(causal, "LEAST", 3)
     monkeypatch.setattr(causal, "MOST", 3)
     document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
     blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
     make = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()   # fewer queries than keys, as later passes have
+    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()   # fewer queries than keys, as in later passes
     keys, values = (torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=make).requires_grad_() for _ in range(2))
     assert torch.autograd.gradcheck(lambda q, k, v: attend_past(q, k, v, blocks), (query, keys, values))
 
@@ -135,11 +135,11 @@ def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch)
     blocks = divide(documents(lengths), (2, 4, T), torch.device("cpu"))
     assert blocks.bounds == ((0, 4, 0), (4, 8, 0), (8, 12, 0), (12, 16, 7), (16, 20, 7), (20, 24, 18), (24, 28, 20), (28, 30, 20))
     assert list(blocks.upto(9)) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
-    assert divide(documents([[30], [13]]), (2, 4, T), torch.device("cpu")).starts_BT is None   # padding is behind all that counts
+    assert divide(documents([[30], [13]]), (2, 4, T), torch.device("cpu")).starts_BT is None   # padding lies after everything that counts
 
 
 def saved(drafter: Eagle3, features: Features) -> int:
-    """Bytes that the forward keeps for backward, each storage once; weights do not count."""
+    """Bytes that the forward pass keeps for backward, each storage once, without the weights."""
     own = {weight.untyped_storage().data_ptr() for weight in drafter.parameters()}
     kept: dict[int, int] = {}
 
@@ -156,7 +156,7 @@ def saved(drafter: Eagle3, features: Features) -> int:
 
 
 def made_up(drafter: Eagle3, length: int) -> Features:
-    """Of no text in particular: the backbone is not asked."""
+    """Random features, without running the backbone."""
     make = torch.Generator().manual_seed(0)
     D = drafter.backbone.dim
     taps = {tap: torch.randn(1, length, D, generator=make) for tap in drafter.taps}
@@ -172,7 +172,7 @@ def test_memory_is_linear_in_the_length() -> None:
 
 
 def test_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held for a step_key too: no block has more scores than allowed, or than its least number of queries needs."""
+    """Temporary memory too: no block has more scores than allowed, or than the minimum number of queries needs."""
     sizes = []
     original = causal._scores
 

@@ -1,4 +1,4 @@
-"""Candidate trees against slow and obvious ones: how they grow, how they are merged, who descends from whom, which path is accepted.
+"""Candidate trees against slow, simple ones: growth, merging, ancestors, and the accepted path.
 
 Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
@@ -29,7 +29,7 @@ Path = tuple[int, ...]
 
 
 class Table(Drafter):
-    """Its logits are a fixed function of the depth and of the tokens on the way to the node; the state holds each node's tokens."""
+    """Its logits are a fixed function of the depth and of the path to the node; the state holds each node's tokens."""
 
     def __init__(self, depth: int, vocabulary: Tensor | None = None, spread: float = 1.0) -> None:
         super().__init__(backbone("llama"), DrafterConfig(depth=depth))
@@ -53,7 +53,7 @@ class Table(Drafter):
 
 
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
-    """What the drafter alone drafts below these roots."""
+    """The tree that the drafter alone drafts below these roots."""
     source = DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
     draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=scoring or DraftScoring())
     source.state = [[] for _ in roots]
@@ -62,7 +62,7 @@ def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftSc
 
 
 def paths_of(tree: CandidateTree, row: int) -> list[Path]:
-    """The tokens on the way to each node; fails unless a parent stands before its children."""
+    """The tokens on the way to each node; fails unless every parent precedes its children."""
     found: list[Path] = []
     for n, (token, parent) in enumerate(zip(tree.tokens[row], tree.parents[row], strict=True)):
         assert parent < n or n == 0
@@ -71,7 +71,7 @@ def paths_of(tree: CandidateTree, row: int) -> list[Path]:
 
 
 def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, temperature: float) -> set[Path]:
-    """The likeliest nodes by a heap: take the best, put in its children."""
+    """The likeliest nodes, found with a heap: take the best, push its children."""
     heap: list[tuple[float, Path]] = [(0.0, (root,))]
     kept: set[Path] = set()
     while heap and len(kept) < nodes:
@@ -105,7 +105,7 @@ def test_what_grows_is_what_best_first_search_keeps(nodes: int, noisy: bool, sma
 
 @pytest.mark.parametrize("spread", [1.0, 300.0, 3000.0])
 def test_trees_hold_only_what_was_drafted(spread: float) -> None:
-    """Scores in the thousands are all or nothing; every node must still hang where it was drafted."""
+    """Scores in the thousands make probabilities 0 or 1; every node must still be attached where it was drafted."""
     drafter = Table(5, spread=spread)
     tree = grown(drafter, list(range(8)), TreeShape(12, 6))
     for row in range(8):
@@ -220,7 +220,7 @@ def test_accept(nodes: int, vocab: int) -> None:
         for row, path in enumerate(accept(tree, picks)):
             parents, tokens = tree.parents[row], tree.tokens[row]
             reach = {0: [0]}
-            for n in range(1, len(tokens)):  # a node is reached if its parent is and it carries the pick there
+            for n in range(1, len(tokens)):  # a node is accepted if its parent is and it carries the pick there
                 if parents[n] in reach and tokens[n] == picks[row][parents[n]]:
                     reach[n] = [*reach[parents[n]], n]
             assert path == max(reach.values(), key=len)

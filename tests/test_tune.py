@@ -1,4 +1,4 @@
-"""`headstart tune`: what it measures, where it is kept, and that loading takes it up."""
+"""`headstart tune`: its measurements, where they are stored, and their use on loading."""
 
 from __future__ import annotations
 

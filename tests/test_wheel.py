@@ -18,7 +18,7 @@ PACKAGED = ("headstart", "heads", "inference", "training", "recipes", "pyproject
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Standard output of a command that neither sees the clone nor the network."""
+    """Standard output of a command that sees neither the clone nor the network."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
@@ -54,7 +54,7 @@ def test_installed_outside_the_clone_it_trains_and_decodes(wheel: Path, tmp_path
     run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     binaries = tmp_path / "env" / "bin"
     site = Path(run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")   # its own .pth files, as of this clone, are not read
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")   # .pth files in there are not read
     run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--no-deps", wheel, cwd=tmp_path)
     home = run(binaries / "python", "-c", "import headstart; print(headstart.__file__)", cwd=tmp_path).strip()
     assert Path(home).is_relative_to(site)

@@ -1,4 +1,4 @@
-"""Heads that look at the first few and the last positions alone, and keep no more: the same text, bounded memory.
+"""Heads that attend to the first few and the last positions alone, and store only those: same output, bounded memory.
 
 Shape suffixes: B batch, T positions, N tree nodes, S slots, K depth.
 """
@@ -43,7 +43,7 @@ def made(window: int | None = None, sink: int = 4, **arguments: Any) -> Eagle3:
 
 
 def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
-    """The reference: keeps everything, and looks at no more than the window."""
+    """The reference: stores everything, and masks all positions outside the window."""
 
     def see(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
         place_S = torch.arange(slots)
@@ -55,7 +55,7 @@ def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, window: int, sink: int, drafting: Any) -> None:
-    """What ``drafting`` gives by a window is what it gives by the reference."""
+    """``drafting`` gives the same with a window as with the reference."""
     found = drafting(made(window, sink))
     with monkeypatch.context() as patched:
         expected = drafting(masked(patched, window, sink))
@@ -67,7 +67,7 @@ def both(monkeypatch: pytest.MonkeyPatch, window: int, sink: int, drafting: Any)
 @each_limit
 @pytest.mark.parametrize("cuts", [[], [9], [1], [12, 13, 30], list(range(1, 40)), list(range(3, 40, 3)), [2, 38]], ids=str)
 def test_a_window_is_a_mask(window: int, sink: int, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts in any pieces, longer than the ring and shorter, drafting in between: true positions, the right pairs."""
+    """Sequences in any pieces, longer and shorter than the ring, with drafting in between: true positions, the right keys and values."""
 
     def drafting(drafter: Eagle3) -> list[Tensor]:
         features, state, out = read(backbone("llama"), texts(2, 40), drafter), None, []
@@ -82,7 +82,7 @@ def test_a_window_is_a_mask(window: int, sink: int, cuts: list[int], monkeypatch
 
 @each_limit
 def test_ragged_rows(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding overwrites nothing that is seen; some rows get nothing, or more than the ring holds."""
+    """Padding overwrites nothing visible; some rows get nothing, or more than the ring holds."""
 
     def drafting(drafter: Eagle3) -> list[Tensor]:
         features, out = read(backbone("llama"), texts(4, 60), drafter), []
@@ -143,7 +143,7 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("window,sink,capture", [(8, 4, "off"), (1, 2, "off"), (3, 1, "trace")])
 def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample: bool) -> None:
-    """One row and five of which four at a time: rows leave and join; fixed trees and chosen ones."""
+    """One row, and five of which four at a time: rows leave and join; fixed and adaptive trees."""
     of = SpeculativeModel(backbone("llama"), made(), capture=capture)
     of.limit(window=window, sink=sink)
     for rows, batch in ((left_padded(prompts((19,))), None), (left_padded(prompts((9, 1, 34, 4, 7))), 4)):
@@ -184,7 +184,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_room_taken_by_a_long_rest_is_given_back() -> None:
     drafter = made(10, 2)
     features = read(backbone("llama"), texts(1, 250), drafter)
-    state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, of which the store can't know
+    state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, unknown to the store
     state = drafter.begin(part(features, 5, 250), state)
     assert drafter.reserve(state, 260).cache.keys_BGSC.shape[2] == STEP
 
@@ -214,7 +214,7 @@ def test_offloading_changes_nothing() -> None:
 
 
 def test_an_offloaded_store_drafts_on_a_copy() -> None:
-    """The meta device stands for the one that drafts."""
+    """The meta device stands for the device that drafts."""
     drafter = made(5)
     features = read(backbone("llama"), texts(2, 9), drafter)
     store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).cache

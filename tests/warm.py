@@ -1,4 +1,4 @@
-"""A shell script whose Python runs in this process, where torch and transformers are imported already: that takes most of its time."""
+"""Run a shell script whose Python commands run in this process, where torch and transformers are already imported, to save time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.exit(status)
 
 
 def run_warm(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, with PYTHON an interpreter that sends what it is to run here. In the main thread, which signals need."""
+    """Run the command; PYTHON is a stub that forwards its arguments here. They run in the main thread, which signals require."""
     with tempfile.TemporaryDirectory() as folder:
         address, python = f"{folder}/socket", Path(folder) / "python"
         python.write_text(STUB.format(python=sys.executable, address=address))
@@ -47,7 +47,7 @@ def run_warm(command: Sequence[str], **environment: str) -> subprocess.Completed
 
 
 def _wait(process: subprocess.Popen[str], said: list[str], address: str) -> None:
-    """Until it has ended, which an empty request tells."""
+    """Wait for the process to end, then tell the listener by an empty request."""
     try:
         said += process.communicate(timeout=240)
     finally:
@@ -63,7 +63,7 @@ def _take(listener: Listener) -> tuple[Connection, list[str]] | None:
 
 
 def _serve(arguments: list[str]) -> tuple[str, str, int]:
-    """As an interpreter would: ``-c CODE``, ``-m MODULE ...`` or ``FILE ...``; what it wrote and its exit status."""
+    """Behave as an interpreter: ``-c CODE``, ``-m MODULE ...`` or ``FILE ...``; returns stdout, stderr and the exit status."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     kind, *rest = arguments
     argv = mock.patch.object(sys, "argv", rest if kind == "-m" else arguments)

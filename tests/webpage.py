@@ -1,4 +1,4 @@
-"""A page as a test reads it."""
+"""An HTML page as parsed by a test."""
 
 from html.parser import HTMLParser
 
@@ -6,7 +6,7 @@ VOID = {"meta", "line", "rect", "circle", "polyline"}
 
 
 class Reader(HTMLParser):
-    """The text, the classes and the attributes of a page; fails where tags do not close as they opened."""
+    """The text, classes and attributes of a page; fails if tags are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

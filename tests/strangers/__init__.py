@@ -1,1 +1,1 @@
-"""Drafters as a stranger to the project would write them: one file each, found by their dotted names."""
+"""Drafters as a user of the project would write them: one file each, found by their dotted names."""

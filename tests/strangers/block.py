@@ -1,7 +1,7 @@
 """A parallel block head (DFlash-like) as a user of the project would write it: one pass over the root and mask tokens.
 
-Every block element attends to the backbone's hidden states up to t and to the whole block. A block per position is too much to train
-at, so it is trained at anchors. Shape suffixes: B batch, T positions, M anchors, K depth, D width, S slots.
+Every block element attends to the backbone's hidden states up to t and to the whole block. A block for every position would cost
+too much, so it is trained at anchors. Shape suffixes: B batch, T positions, M anchors, K depth, D width, S slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headstart.heads.layers.row_state import RowState
 @dataclass(frozen=True)
 class State(RowState):
     cache: DraftCache
-    """Keys of the context."""
+    """Keys and values of the context."""
 
 
 class Block(Drafter):
@@ -43,7 +43,7 @@ class Block(Drafter):
         layer_config = llama_like(backbone, None)
         self.context = nn.Linear(backbone.dim, backbone.dim, bias=False)
         self.masks = nn.Embedding(config.depth, backbone.dim)
-        """Added to the root's embedding at element 0; the others have nothing else."""
+        """Row 0 is added to the root's embedding at element 0; the other elements are the mask embeddings themselves."""
         self.layer = DecoderLayer(layer_config)
         self.norm = Norm(backbone.dim, eps=layer_config.rms_norm_eps)
         self.lm_head = nn.Linear(backbone.dim, backbone.vocab, bias=False)
@@ -61,7 +61,7 @@ class Block(Drafter):
         return self.layer.inputs(self.context(hidden_BTD.to(self.context.weight.dtype)))
 
     def _block(self, roots_M: Tensor) -> Tensor:
-        """``[M, K, D]``: the root, then masks."""
+        """The block ``[M, K, D]``: the root, then masks."""
         masks_KD = self.masks.weight
         first_MD = self.backbone.embed(roots_M).to(masks_KD.dtype) + masks_KD[0]
         return torch.cat([first_MD[:, None], masks_KD[1:].expand(len(roots_M), -1, -1)], 1)

@@ -28,7 +28,7 @@ from headstart.heads.layers.tree_mask import extend_ancestors
 class State(RowState):
     cache: DraftCache
     pending_BD: Tensor
-    """The last hidden state, which waits for the token after it."""
+    """The last hidden state, waiting for the token after it."""
     hidden_BND: Tensor | None = drafted()
     ancestors_BNM: Tensor | None = drafted()
 
