@@ -1,4 +1,4 @@
-"""Command-line arguments of all subcommands. Imports no library, so that ``--help`` is quick."""
+"""Command-line arguments of all subcommands. Imports no libraries, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``headstart chat``, which always uses the chat template."""
+    """Arguments of ``headstart chat``; the chat template is always used."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
     _add_one_text(parser)
     _add_shared(parser)
@@ -205,7 +205,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def count(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers of at least ``least``."""
+    """Return a parser of integers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -216,7 +216,7 @@ def count(least: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """A parser of numbers from ``least`` (``above``: greater than it) to ``most``."""
+    """Return a parser of numbers from ``least`` (exclusive with ``above``) to ``most``."""
 
     def read(text: str) -> float:
         try:

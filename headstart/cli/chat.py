@@ -1,4 +1,4 @@
-"""A conversation with the backbone: its messages, the streamed answers, and the loop of questions."""
+"""Chat with the backbone: the messages, streamed answers and the input loop."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from headstart.support.token_text import TokenTextStream
 
 HELP = "/reset begins anew, /exit leaves, /help shows this; Ctrl-C stops an answer"
 COLOURS = ("cyan", "yellow", "magenta", "green")
-"""Each decoding step takes the next."""
+"""Colours of the tokens, in rotation by decoding step."""
 BURST = 2e-4
-"""Seconds. The tokens of one decoding step come microseconds apart, those of two steps at least a forward pass apart."""
+"""Seconds between tokens that mark a new decoding step: tokens of one step arrive microseconds apart, steps at least a forward pass."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and its statistics; without a tau if it was stopped."""
+    """One answer and its statistics; ``tau`` is None if the answer was interrupted."""
 
     question: str
     answer: str
     conversation: int
-    """Counted from 0; /reset begins the next."""
+    """Number of the conversation, from 0; /reset starts the next."""
     tokens: int
     tokens_per_second: float
     tau: float | None
 
 
 class Chat:
-    """The conversation so far. Every answer prefills all of it anew."""
+    """The conversation so far. Each answer prefills all of it again."""
 
     def __init__(self, heads: SpeculativeModel, prompter: Prompter, settings: Settings, seed: int, system: str | None = None) -> None:
         self.heads, self.prompter, self.settings, self.seed, self.system = heads, prompter, settings, seed, system
@@ -50,12 +50,12 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation."""
+        """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.conversation += 1
 
     def ask(self, question: str, painter: Painter) -> Answer:
-        """The answer, streamed by ``painter``; KeyboardInterrupt stops it. Raises UserError if there is no room for one."""
+        """Generate an answer, streamed to ``painter``; KeyboardInterrupt stops it. Raises UserError if the context is full."""
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt_T = self.prompter.converse(messages)
         context = self.heads.backbone.max_positions
@@ -77,15 +77,15 @@ class Chat:
         return answer
 
     def report(self) -> dict[str, Any]:
-        """What was said, for a file."""
+        """Return the conversations for ``--json``."""
         sampling = {"temperature": self.settings.temperature, "seed": self.seed if self.settings.temperature > 0 else None}
         return {"system": self.system, **sampling, "answers": [asdict(answer) for answer in self.answers]}
 
 
 class Painter(BaseStreamer):
-    """Streams tokens as they are accepted; those of each decoding step in the next of `COLOURS` if ``colours`` and on a terminal.
+    """Streams tokens as they are accepted; with ``colours``, each decoding step has the next of `COLOURS`.
 
-    Rich decides by the terminal and NO_COLOR whether there are colours.
+    Rich disables colours if the output is not a terminal or NO_COLOR is set.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, colours: bool) -> None:
@@ -95,7 +95,7 @@ class Painter(BaseStreamer):
         self.prompted = False
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, which is not written; then tokens."""
+        """Write new tokens; the first call has the prompt, which is not written."""
         if not self.prompted:
             self.prompted = True
             return
@@ -107,7 +107,7 @@ class Painter(BaseStreamer):
         self.last = time.perf_counter()
 
     def end(self) -> None:
-        """Write what was held back, and the end of the line."""
+        """Write the text held back, and a line break."""
         self._write(self.stream.end())
         self.console.out()
 
@@ -117,15 +117,15 @@ class Painter(BaseStreamer):
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a tokenizer that cannot write conversations."""
+    """Raise UserError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template, so it cannot chat; use headstart generate")
 
 
 def converse(talk: Chat) -> None:
-    """Questions from the standard input, one a line, until it ends; answers to the standard output, the rest to the standard error."""
+    """Read questions from standard input, one per line, until it ends; write answers to standard output, the rest to standard error."""
     at_terminal = sys.stdin.isatty()
-    drafting = bool(talk.heads.drafters or talk.heads.proposers)   # else every token is a step of its own
+    drafting = bool(talk.heads.drafters or talk.heads.proposers)   # otherwise every step has one token
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (lets `input` edit a line and recall earlier ones)
@@ -143,7 +143,7 @@ def converse(talk: Chat) -> None:
 
 
 def _question(at_terminal: bool) -> str | None:
-    """The next line, without blanks around it; None at the end."""
+    """Read the next line, stripped; None at the end of the input."""
     if not at_terminal:
         line = sys.stdin.readline()
         return line.strip() if line else None
@@ -152,7 +152,7 @@ def _question(at_terminal: bool) -> str | None:
     except EOFError:
         print(file=sys.stderr)
         return None
-    except KeyboardInterrupt:   # there is no answer to stop
+    except KeyboardInterrupt:   # no answer is running
         print(file=sys.stderr)
         return "/help"
 
@@ -161,7 +161,7 @@ def _answer(talk: Chat, question: str, colours: bool) -> None:
     try:
         answer = talk.ask(question, Painter(talk.prompter.tokenizer, sys.stdout, colours))
     except UserError as error:
-        if not talk.answers:   # nothing has worked yet: the template may refuse the system message
+        if not talk.answers:   # the first answer: the template may refuse the system message
             raise
         _note(f"error: {error}")
         return

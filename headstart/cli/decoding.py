@@ -1,4 +1,4 @@
-"""The commands ``headstart generate``, ``chat``, ``bench`` and ``tune`` (their arguments: see `arguments`)."""
+"""The commands ``headstart generate``, ``chat``, ``bench`` and ``tune``; `arguments` defines their arguments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from headstart.support.errors import UserError
 from headstart.support.files import require_writable, write_json, write_text
 
 UNTRAINED = "untrained"
-"""The name in reports of proposers without heads."""
+"""Name of a system without heads in reports."""
 
 
 def bench(args: argparse.Namespace) -> int:
-    """The report to the screen and the files; 1 if tokens differ that must not."""
+    """Benchmark heads and write the report; the exit status is 1 if tokens that must be identical differ."""
     require_writable("--json", args.json)
     require_writable("--html", args.html)
     batches = tuple(dict.fromkeys(args.batch_size or [1]))
@@ -76,7 +76,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[TransformersSystem]:
-    """Transformers' own speculative decoding, as asked for."""
+    """Return transformers' own assisted decoding methods, as requested."""
     systems = [TransformersSystem(LOOKUP, backbone, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})] if args.prompt_lookup else []
     if args.assistant:
         assistant = load_assistant(args.assistant, backbone, args.trust_remote_code)
@@ -85,7 +85,7 @@ def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[Transformers
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Measure costs and calibrate draft scores, into the file that loading the heads reads."""
+    """Measure step latency, calibrate draft scores, and write both to the file that is loaded with the heads."""
     require_writable("--json", args.json)
     quiet()
     name, tokenizer = _model(args)
@@ -106,7 +106,7 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Write the text to the screen as it is accepted, its statistics to the standard error and the file."""
+    """Stream the generated text to standard output; write statistics to standard error and ``--json``."""
     require_writable("--json", args.json)
     text = _prompt(args.prompt, args.file)
     quiet()
@@ -129,7 +129,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """A conversation on the screen, or from a pipe."""
+    """Chat in a terminal or through a pipe."""
     require_writable("--json", args.json)
     quiet()
     name, tokenizer = _model(args)
@@ -143,7 +143,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[str, PreTrainedTokenizerBase]:
-    """The backbone to decode one text with, by name, and its tokenizer."""
+    """Return the name of the backbone for commands that take one set of heads, and its tokenizer."""
     trained = [args.heads] if args.heads else []
     name = backbone_name(args.backbone, trained)
     return name, tokenizer_of(name, trained, args)
@@ -157,7 +157,7 @@ def _settings(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:
 def _write(
     heads: SpeculativeModel, prompt_T: torch.Tensor, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Stream the text; its statistics."""
+    """Stream the generated text; returns its statistics."""
     settings = _settings(args, tuple(args.stop or ()))
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     streamer = TextStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
@@ -182,7 +182,7 @@ def _write(
 
 
 def _prompt(argument: str | None, file: str | None) -> str:
-    """The prompt: the argument, a file, or the standard input, without the last line break of a file or a pipe."""
+    """Read the prompt: the argument, a file or standard input, the latter two without their last line break."""
     if argument is not None and file is not None:
         raise UserError("a prompt and --file were both given; give one")
     text = argument

@@ -1,4 +1,4 @@
-"""Tokenizer, backbone and heads from the arguments of a command."""
+"""Load tokenizer, backbone and heads as a command's arguments say."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from headstart.support.errors import UserError
 
 
 def quiet() -> None:
-    """Only results on the screen: transformers' errors, but no warnings or progress bars."""
+    """Silence transformers' warnings and progress bars; errors are still shown."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def backbone_name(asked: str | None, heads: list[str]) -> str:
-    """The backbone asked for, or else the one the heads were trained on."""
+    """Return the requested backbone, or the one the heads were trained on."""
     if asked:
         return asked
     trained_on = {path: str(read_metadata(path)[1]["backbone"]) for path in heads}
@@ -45,7 +45,7 @@ def backbone_name(asked: str | None, heads: list[str]) -> str:
 
 
 def tokenizer_of(name: str, heads: list[str], args: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """The backbone's; with the chat template of the heads' recipe if that brought one for a tokenizer that has none."""
+    """Load the backbone's tokenizer; if it has no chat template, set the one of the heads' recipe, if any."""
     try:
         tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
         if tokenizer.chat_template is None and heads:
@@ -57,14 +57,14 @@ def tokenizer_of(name: str, heads: list[str], args: argparse.Namespace) -> PreTr
 
 
 def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
-    """The backbone, frozen, on the threads asked for."""
+    """Load the frozen backbone and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
 
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
-    """The heads at ``path`` with the proposers asked for; None: proposers alone, or autoregressive decoding."""
+    """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
     if args.draft_sink is not None and args.draft_window is None:
         raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
     proposers = proposers_of(backbone, tokenizer, args)
@@ -75,12 +75,12 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
 
 
 def drafts_untrained(args: argparse.Namespace) -> bool:
-    """True if something that drafts without training was asked for."""
+    """Return True if a source that drafts without training was requested."""
     return bool(args.propose or args.draft_model or args.early_exit)
 
 
 def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[Proposer | Drafter]:
-    """New proposers, and drafters without training: they keep what they have observed."""
+    """Make new proposers and untrained drafters, as requested; they keep statistics of what they observe."""
     made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer}
     proposers: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(args.propose or [])]
     if args.draft_model:
@@ -92,7 +92,7 @@ def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: a
 
 
 def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeSize:
-    """A fixed shape if any part of it was asked for, else an adaptive one."""
+    """Return a fixed tree shape if any part of it was requested, else ``auto``."""
     if nodes is None and width is None and depth is None:
         return "auto"
     usual = TreeShape()

@@ -1,8 +1,8 @@
-"""The command ``headstart``: its subcommands, and the exit status of errors.
+"""The command ``headstart``: subcommands and exit statuses.
 
-To add a subcommand: a function of its name in a module of this folder that takes the parsed arguments and returns the exit status,
-a function that adds the arguments, and a line in `COMMANDS`. A command's module is imported when it runs: torch and transformers
-take seconds to import, for which ``--help`` need not wait.
+A subcommand needs a function of its name in a module of this folder, which takes the parsed arguments and returns the exit status;
+a function that adds its arguments; and a line in `COMMANDS`. Its module is imported when it runs, so that ``--help`` does not wait
+for torch and transformers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 (tokens that should be identical differ), 2 (user error), 130 (interrupted), 141 (broken pipe)."""
+    """Run a command; returns 0, 1 (tokens that must be identical differ), 2 (user error), 130 (interrupted) or 141 (broken pipe)."""
     try:
         args = _parser().parse_args(argv)
         status: int = args.command(args)
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # output not yet written is discarded quietly
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # discard unwritten output silently
         return 141
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, as for every other mistake."""
+        """Report the error in one line, like all user errors."""
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 

@@ -1,4 +1,4 @@
-"""Commands around a training run: ``headstart cache``, ``regenerate``, ``plan``, ``inspect`` and ``schema``.
+"""The commands around training: ``headstart cache``, ``regenerate``, ``plan``, ``inspect`` and ``schema``.
 
 Libraries are imported when a command runs.
 """
@@ -64,7 +64,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def schema(args: argparse.Namespace) -> int:
-    """Print the JSON schema of recipes, or write it to a file; renew the tables of a Markdown page."""
+    """Print the JSON schema of recipes or write it to a file; with ``--tables``, update the tables of a Markdown page."""
     from headstart.support.files import require_writable, write_json, write_text
     from headstart.training.recipe.schema import recipe_schema, with_tables
 

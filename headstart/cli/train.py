@@ -1,4 +1,4 @@
-"""Training: ``headstart train RECIPE [section.key=value ...]``, and ``train_heads.py`` for launchers that want a script."""
+"""Training: ``headstart train RECIPE [section.key=value ...]``, and ``train_heads.py`` for launchers that need a script."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from headstart.support.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``train_heads.py``; the exit status is that of `train`."""
+    """Run ``train_heads.py``; returns the exit status of `train`."""
     parser = argparse.ArgumentParser(prog="train_heads.py", description="Train heads by a recipe.", epilog=TRAIN_EXAMPLE)
     add_train(parser)
     return train(parser.parse_args(argv))
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train by a recipe; the exit status: 0 done, 2 user error, 128 + signal if stopped (saved, resumable)."""
+    """Train by a recipe; returns 0 (done), 2 (user error) or 128 + signal (stopped, saved and resumable)."""
     try:
         return _train(args.recipe, args.overrides)
     except UserError as error:
         return _report(error)
-    except KeyboardInterrupt:   # while loading, or the second one while training
+    except KeyboardInterrupt:   # while loading, or a second one while training
         return 130
 
 
 def _train(path: str, overrides: Sequence[str]) -> int:
-    import torch  # takes seconds to import, for which --help need not wait
+    import torch  # here, so that --help does not wait for it
 
     from headstart.training.loop import train
     from headstart.training.recipe.recipe import load_recipe
@@ -53,6 +53,6 @@ def _train(path: str, overrides: Sequence[str]) -> int:
 def _report(error: UserError) -> int:
     rank = int(os.environ.get("RANK", "0"))
     if rank:
-        time.sleep(15)   # the first process reports an error that all have; its exit ends the others
+        time.sleep(15)   # if all processes have the error, rank 0 reports it and its exit ends the others
     print(f"error: {error}" if rank == 0 else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
     return 2

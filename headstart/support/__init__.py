@@ -1,1 +1,1 @@
-"""What every layer uses and none owns: errors, files, text of tokens, reports."""
+"""Utilities used by all packages: errors, files, configuration, token text, reports."""

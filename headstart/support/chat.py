@@ -1,4 +1,4 @@
-"""Conversations as data files write them: messages with roles; and which part of a plain text is the prompt."""
+"""Read conversations in the formats of data files, and choose which part of a plain text is the prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROLES = {
     "system": "system",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-"""Speakers in ShareGPT-like files (``from``) -> roles."""
+"""Speaker in ShareGPT-like files (``from``) -> role."""
 FIELDS = {"messages": "role and content", "conversations": "from and value"}
-"""Format -> the fields of a turn."""
+"""Format -> fields of a turn."""
 
 Message = dict[str, Any]
 
 
 def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
-    """Turns in either format, as messages with ``role`` and ``content``; other fields (tool calls, reasoning) are kept.
+    """Convert turns to messages with ``role`` and ``content``; other fields (tool calls, reasoning) are kept.
 
-    ``form`` is one of `FIELDS`, or auto. Raises UserError that begins with ``where``.
+    ``form`` is one of `FIELDS` or auto. Raises UserError, whose message begins with ``where``.
     """
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: a conversation is a list of turns, each a mapping; got {_short(turns)}")
@@ -31,7 +31,7 @@ def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
 
 
 def _message(turn: dict[str, Any], where: str, form: str) -> Message:
-    # Tables fill the fields a message lacks with null, which templates take for a field that is there.
+    # Tables fill missing fields with null, which templates take for present fields.
     fields = {key: value for key, value in turn.items() if value is not None or key == "content"}
     if "role" in fields and form != "conversations":
         return {"content": None, **fields}
@@ -45,7 +45,7 @@ def _message(turn: dict[str, Any], where: str, form: str) -> Message:
 
 
 def prompt_length(total: int, prompt_tokens: int) -> int:
-    """Tokens of a plain text of ``total`` tokens that are the prompt: ``prompt_tokens``, or half (rounded up) of a text not longer."""
+    """Return how many of a plain text's ``total`` tokens are the prompt: ``prompt_tokens``, or half (rounded up) if it is not longer."""
     return prompt_tokens if total > prompt_tokens else (total + 1) // 2
 
 

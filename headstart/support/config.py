@@ -1,4 +1,4 @@
-"""Configuration as frozen pydantic models; each error is one line: the key, what is allowed, what was found, the nearest name.
+"""Configuration as frozen pydantic models. An error is one line with the key, the allowed values, the value and similar names.
 
     class Config(StrictModel):
         depth: Annotated[int, Ge(1)] = 4
@@ -6,7 +6,7 @@
 
     config = parse(Config, {"depth": 0}, where="drafter")   # drafter.depth is a whole number of at least 1; got 0
 
-Bounds are data (`annotated_types`), so that errors, the JSON schema and the documentation are made from the same fields.
+Bounds are `annotated_types`, from which errors, the JSON schema and the documentation are generated.
 A rule between fields is a model validator that raises `RuleError`.
 """
 
@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound="StrictModel")
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 MANY = {str: "texts", int: "whole numbers", float: "numbers"}
 ORDER = {"invalid_key": 0, "extra_forbidden": 0, "missing": 1}
-"""Errors that are reported before all others: a misspelt key is also a missing one."""
+"""Errors reported before all others; unknown keys before missing ones, since a misspelt key causes both."""
 
 
 class StrictModel(BaseModel):
@@ -47,9 +47,9 @@ class StrictModel(BaseModel):
 
 
 class RuleError(ValueError):
-    """A value that breaks a rule between fields. Raised in a model validator; `parse` completes ``key`` to its dotted name.
+    """A value that violates a rule between fields. Raised in a model validator; `parse` completes ``key`` to its dotted name.
 
-    ``rule`` goes on from the key: "is a divisor of batch_size=8".
+    ``rule`` continues the sentence after the key: "is a divisor of batch_size=8".
     """
 
     def __init__(self, key: str, rule: str, value: Any) -> None:
@@ -58,7 +58,7 @@ class RuleError(ValueError):
 
 
 def parse(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
-    """Build ``model`` from ``values``. Raises UserError for the first fault; ``where`` is the dotted prefix of its keys."""
+    """Build ``model`` from ``values``. Raises UserError for the first error; ``where`` is the dotted prefix of the keys."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
@@ -67,7 +67,7 @@ def parse(model: type[Model], values: Mapping[str, Any], where: str = "") -> Mod
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a field allows, in words: ``a number above 0 and at most 1, or null``."""
+    """Describe the values a field allows: ``a number above 0 and at most 1, or null``."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *inner = typing.get_args(annotation)
         return describe(annotation, [*inner, *metadata])
@@ -77,7 +77,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields, those of nested models too."""
+    """Yield the dotted names of all fields, including those of nested models."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if _is_model(field.annotation):
@@ -109,7 +109,7 @@ def _least_length(rule: Any) -> bool:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """As it follows a noun: `` of at least 0 and below 1``."""
+    """Describe bounds as they follow a noun: `` of at least 0 and below 1``."""
     low = [f"above {rule.gt:g}" if isinstance(rule, Gt) else f"of at least {rule.ge:g}" for rule in metadata if isinstance(rule, Gt | Ge)]
     high = [f"below {rule.lt:g}" if isinstance(rule, Lt) else f"at most {rule.le:g}" for rule in metadata if isinstance(rule, Lt | Le)]
     infinite = any(isinstance(rule, AllowInfNan) and rule.allow_inf_nan for rule in metadata)
@@ -117,7 +117,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none stands alone."""
+    """Return the members of a union, or the type itself if it is not a union."""
     return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
 
 
@@ -138,7 +138,7 @@ def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, deta
     if isinstance(cause, RuleError):
         at = _dotted(where, place)
         return f"{at}.{cause}" if at else str(cause)
-    annotation, metadata, known = _resolve(model, place[:-1] if kind == "missing" else place)   # an item that a tuple lacks
+    annotation, metadata, known = _resolve(model, place[:-1] if kind == "missing" else place)   # missing items of a tuple
     key = _dotted(where, known)
     if isinstance(cause, UserError):
         return str(cause)
@@ -147,7 +147,7 @@ def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, deta
 
 
 def _resolve(model: type[BaseModel], place: Sequence[str | int]) -> tuple[Any, list[Any], list[str | int]]:
-    """Annotation and bounds of the value at ``place``, and the place itself without what stands for a union's branch or a missing item."""
+    """Return annotation and bounds of the value at ``place``, and ``place`` up to a union's branch or a missing item."""
     annotation: Any = model
     metadata: list[Any] = []
     known: list[str | int] = []
@@ -188,7 +188,7 @@ def _value(values: Any, place: Sequence[str | int], otherwise: Any) -> Any:
 
 
 def _instead(key: str, here: Sequence[str], anywhere: Sequence[str]) -> str:
-    """The nearest key of this section, or else of any, by its dotted name; the known keys if there is none."""
+    """Suggest the most similar key of this section or, failing that, of any section; else list the known keys."""
     for dotted, cutoff in ((here, 0.6), (anywhere, 0.8)):
         names = {name.rpartition(".")[2]: name for name in dotted}
         if near := difflib.get_close_matches(key, names, 1, cutoff=cutoff):

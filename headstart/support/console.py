@@ -1,4 +1,4 @@
-"""Output for people: colours at a terminal that shows them, aligned plain text anywhere else."""
+"""Console output: colours on a terminal that supports them, aligned plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 WIDE = 1000
-"""Columns where there is no terminal: nothing is wrapped or cut in a file or a pipe."""
+"""Width in columns without a terminal, so that nothing is wrapped or cut in a file or a pipe."""
 
 
 def stdout_console() -> Console:
-    """A console on standard output. NO_COLOR and TERM=dumb switch all styles off, not colours alone."""
+    """Return a console on standard output. NO_COLOR and TERM=dumb disable all styles, not only colours."""
     plain = bool(os.environ.get("NO_COLOR")) or not sys.stdout.isatty()
     return Console(
         color_system=None if plain else "auto", width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False, emoji=False
@@ -22,7 +22,7 @@ def stdout_console() -> Console:
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """A line per row: its label, and a text beside it."""
+    """Make a table with a label and a text per row."""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=8, no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Short names of floating-point dtypes, as recipes and flags write them."""
+"""Short names of floating-point dtypes, as used in recipes and flags."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     import torch
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Our name -> torch's."""
+"""Short name -> torch's name."""
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that short name; None for any other word (``auto``, ``no``, ``int8``)."""
-    import torch  # here: recipes are read without it
+    """Return the dtype of a short name; None for any other value (``auto``, ``no``, ``int8``)."""
+    import torch  # here, so that recipes load without torch
 
     return getattr(torch, NAMES[name]) if name in NAMES else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name; torch's own for a dtype that has none."""
+    """Return the short name of a dtype, or torch's if it has none."""
     name = str(dtype).removeprefix("torch.")
     return next((short for short, full in NAMES.items() if full == name), name)

@@ -1,8 +1,8 @@
-"""The user's mistakes, reported in one line."""
+"""User errors, reported in one line."""
 
 
 class UserError(ValueError):
-    """Bad input: the message is one line that says what was found, what is allowed and what to do.
+    """Invalid input. The message is one line with the value, the allowed values and a remedy.
 
-    Commands print it as ``error: ...`` and exit with status 2; Python callers get it as the ``ValueError`` it is.
+    Commands print it as ``error: ...`` and exit with status 2; Python callers may catch it as a ``ValueError``.
     """

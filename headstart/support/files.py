@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, locked between processes, hashed."""
+"""Files: atomic writes, locks between processes, hashes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headstart.support.errors import UserError
 
 @contextmanager
 def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that replaces it when the block ends; on an error it is removed.
+    """Yield a temporary path in the same folder, which replaces ``path`` when the block ends and is removed on an error.
 
-    The file gets the permissions of any new file there, whatever its writer sets (safetensors would make it private). With ``folder``
-    the temporary path is an empty folder, and an older folder of that name is replaced. Parent folders are made.
+    The file gets default permissions whatever its writer sets (safetensors sets mode 600). With ``folder`` the temporary path is an
+    empty folder, and an existing folder at ``path`` is replaced. Parent folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -37,13 +37,13 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
         if folder:
             shutil.rmtree(path, ignore_errors=True)
         os.replace(temporary, path)
-    except BaseException:   # a full disk, an interrupt
+    except BaseException:   # such as a full disk or an interrupt
         discard(temporary)
         raise
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder with all it holds, if it exists."""
+    """Remove a file, or a folder and its contents, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -51,25 +51,25 @@ def discard(path: Path) -> None:
 
 
 def discard_unfinished(path: Path) -> None:
-    """Remove what killed processes left of `atomic`; only while no other process writes there. The name may be a pattern (``*``)."""
+    """Remove temporary files of `atomic` left by killed processes. No other process may be writing; the name may be a glob (``*``)."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         discard(temporary)
 
 
 def write_text(path: Path | None, text: str) -> None:
-    """Write atomically, as UTF-8; nothing for None."""
+    """Write a file atomically, as UTF-8; do nothing if ``path`` is None."""
     if path is not None:
         with atomic(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path | None, value: dict[str, Any], indent: int = 2) -> None:
-    """As `write_text`."""
+    """Write JSON atomically; do nothing if ``path`` is None."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UserError, before the work rather than after it, if the file that ``flag`` names cannot be written."""
+    """Raise UserError if the file given by ``flag`` cannot be written; called before the work starts."""
     if path is None:
         return
     if path.is_dir():
@@ -81,10 +81,10 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 @contextmanager
 def locked(path: Path, setting: str, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock file ``path``; yields False, at once, where another process holds it and ``wait`` is not set.
+    """Hold the lock file ``path``; yields False without ``wait`` if another process holds it.
 
-    The system releases the lock when the process dies. The lock file stays. Raises UserError, naming ``setting``, for a disk that
-    cannot lock files.
+    The system releases the lock when the process dies; the file remains. Raises UserError, naming ``setting``, if the disk does not
+    support locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=-1 if wait else 0)
@@ -102,11 +102,11 @@ def locked(path: Path, setting: str, wait: bool = False) -> Iterator[bool]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of the contents, in hexadecimal."""
+    """Return the SHA-256 of a file's contents, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def value_hash(value: Any) -> str:
-    """16 hexadecimal digits of the SHA-256 of a JSON value; the order of keys does not matter."""
+    """Return 16 hexadecimal digits of the SHA-256 of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

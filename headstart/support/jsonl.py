@@ -1,4 +1,4 @@
-"""Rows of a .jsonl file, or lines of a text, compressed or not, with their line numbers for error messages."""
+"""Read rows of a .jsonl file or lines of a text file, optionally gzip-compressed, with line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Row = dict[str, Any]
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank, without its end. Raises UserError if the file cannot be read."""
+    """Yield the number and text of each non-blank line, without the line break. Raises UserError if the file cannot be read."""
     try:
         opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
         with opened as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield number, line.rstrip("\r\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:   # broken compression, not UTF-8, no permission
+    except (OSError, EOFError, UnicodeDecodeError) as error:   # truncated gzip, not UTF-8, no permission
         raise UserError(f"{file} cannot be read: {error}") from None
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
-    """Line number and row of each line. Raises UserError that names the file and the line at fault."""
+    """Yield the line number and row of each line. Raises UserError, naming file and line."""
     for number, line in read_lines(file):
         try:
             row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Pytrees: tuples, lists, dicts and dataclasses of tensors and constants, as drafter states and features are."""
+"""Pytrees: tuples, lists, dicts and dataclasses of tensors and constants, such as drafter states and features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same pytree with every tensor changed; anything that is not a tensor stays."""
+    """Apply ``change`` to every tensor of a pytree; other leaves are kept."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple | list):
@@ -24,7 +24,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
-    """Append the tensors of a pytree to ``leaves``; returns its structure, which is hashable."""
+    """Append a pytree's tensors to ``leaves``; returns its structure, hashable if its constants are."""
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return Tensor
@@ -44,7 +44,7 @@ def _fields(kind: Hashable) -> tuple[str, ...] | None:
 
 
 def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
-    """The inverse of `flatten` for pytrees of this structure."""
+    """Return the inverse of `flatten` for pytrees of this structure."""
     if structure is Tensor:
         return next
     kind = structure[0]
@@ -59,7 +59,7 @@ def builder(structure: Any) -> Callable[[Iterator[Tensor]], Any]:
 
 
 def list_tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a pytree, in order."""
+    """List the tensors of a pytree, in order."""
     leaves: list[Tensor] = []
     flatten(tree, leaves)
     return leaves

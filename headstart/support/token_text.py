@@ -1,34 +1,34 @@
-"""Text from tokens that arrive one at a time."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
-"""Decoded from the first bytes of a character whose other bytes are still to come."""
+"""Replacement character that an incomplete character decodes to."""
 
 
 class TokenTextStream:
-    """The text that each token adds; a character of several tokens comes with the last of them.
+    """Returns the text that each new token adds; a character of several tokens is returned with the last one.
 
-    The last few tokens are decoded together with the new one, since many tokenizers write a token's leading space only after another token.
+    The last tokens are decoded again with the new one, since many tokenizers write a token's leading space only after another token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = False) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.emitted: list[int] = []
-        """The last tokens whose text was returned."""
+        """The last tokens whose text has been returned."""
         self.pending: list[int] = []
-        """Tokens whose text was not returned yet."""
+        """Tokens whose text has not been returned."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now."""
+        """Add a token and return the new complete text."""
         self.pending.append(token)
         text = self._decode(self.emitted + self.pending)
         return "" if text.endswith(INCOMPLETE) else self._emit(text)
 
     def end(self) -> str:
-        """The text that was held back."""
+        """Return the text held back."""
         return self._emit(self._decode(self.emitted + self.pending)) if self.pending else ""
 
     def _emit(self, text: str) -> str:
@@ -44,7 +44,7 @@ class TokenTextStream:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text of each token, special ones included; joined, they are the text of all."""
+    """Return the text of each token, special tokens included; joined, they are the whole text."""
     stream = TokenTextStream(tokenizer)
     texts = [stream.add(token) for token in tokens]
     return [*texts[:-1], texts[-1] + stream.end()] if texts else []

@@ -1,1 +1,1 @@
-"""HTML reports and tables on a terminal."""
+"""HTML reports and terminal tables."""

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines, and bars beneath a line. Colours are names of the page's style, so that they follow light and dark."""
+"""Charts as inline SVG: lines, histograms and strips of bars. Colours are CSS classes, so that they follow light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from markupsafe import Markup
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 16, 44
 CROWDED = 40
-"""From so many points on, a line's dots are small."""
+"""Number of points from which a line's dots are small."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line of points ``(x, y)``; ``hue`` is the number of its colour, None that of baselines."""
+    """A named line of points ``(x, y)``; ``hue`` is its colour number, None for baselines."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -26,13 +26,13 @@ class Series:
 
     @property
     def style(self) -> str:
-        """Its CSS classes."""
+        """CSS classes of the line."""
         return f"{'base' if self.hue is None else f'h{self.hue % 6}'}{' dashed' if self.dashed else ''}"
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Axes of a chart: marks of x from left to right, equally spaced if ``even``; y from ``bottom`` to ``top``."""
+    """Axes of a chart: ``x_marks`` from left to right, equally spaced if ``even``; y from ``bottom`` to ``top``."""
 
     x_marks: Sequence[float]
     top: float
@@ -42,7 +42,7 @@ class Axes:
     bottom: float = 0.0
 
     def x(self, value: float) -> float:
-        """Pixels from the left."""
+        """Convert an x value to pixels from the left."""
         span = WIDTH - LEFT - RIGHT
         if not self.even:
             return LEFT + span * value / (self.x_marks[-1] or 1)
@@ -51,11 +51,11 @@ class Axes:
         return LEFT + 16 + (span - 32) * list(self.x_marks).index(value) / (len(self.x_marks) - 1)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Convert a y value to pixels from the top."""
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.top - value) / (self.top - self.bottom)
 
     def svg(self) -> str:
-        """Grid, numbers and titles."""
+        """Draw the grid, numbers and titles."""
         parts = []
         for mark in ticks(self.top, self.bottom):
             y = self.y(mark)
@@ -71,19 +71,19 @@ class Axes:
 
 
 def ticks(top: float, bottom: float = 0.0) -> list[float]:
-    """About five round numbers from ``bottom`` up to at most ``top``."""
+    """Return about five round numbers from ``bottom`` to at most ``top``."""
     step = _step(top - bottom)
     return [float(f"{i * step:.10g}") for i in range(math.ceil(bottom / step - 1e-9), math.floor(top / step + 1e-9) + 1)]
 
 
 def across(most: int) -> list[float]:
-    """Whole round numbers from 0, and ``most`` itself: the marks of an axis of counts."""
+    """Return round integers from 0, and ``most`` itself, as marks of an axis of counts."""
     marks = [mark for mark in ticks(most) if mark == int(mark) and most - mark > most / 12]
     return [*marks, float(most)]
 
 
 def short(number: float) -> str:
-    """A number as axes write it: 15k, 2.5M."""
+    """Format a number for an axis: 15k, 2.5M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= size:
             return f"{number / (1e3 if unit == 'k' else size):.4g}{unit}"
@@ -91,13 +91,13 @@ def short(number: float) -> str:
 
 
 def above(values: Sequence[float]) -> float:
-    """A round number a little above all of them, for the top of an axis."""
+    """Return a round number slightly above all values, for the top of an axis."""
     most = 1.02 * max(values, default=1.0) or 1.0
     return _step(most) * math.ceil(most / _step(most))
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """Round numbers a little below and above all of them and 0, for the ends of an axis."""
+    """Return round numbers slightly below and above all values and 0, for the ends of an axis."""
     low, high = 1.02 * min(0.0, *values), 1.02 * max(0.0, *values)
     step = _step(high - low)
     bottom, top = step * math.floor(low / step), step * math.ceil(high / step)
@@ -112,13 +112,13 @@ def _step(top: float) -> float:
 
 
 def lines(series: Sequence[Series], axes: Axes) -> Markup:
-    """A line with dots for each of the series."""
+    """Draw each series as a line with dots."""
     curves = "".join(_line(one, axes) for one in series)
     return _figure(axes.svg() + curves, _legend(series))
 
 
 def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> Markup:
-    """Bars for counts, as shares of the highest, behind lines over the same x."""
+    """Draw counts as bars, scaled to the highest, and lines over the same x axis on top."""
     most, bars = max(counts.values(), default=1), []
     total = sum(counts.values())
     width = max(4.0, min(14.0, 0.6 * (WIDTH - LEFT - RIGHT) / max(len(counts), 1)))
@@ -133,7 +133,7 @@ def histogram(counts: dict[int, int], series: Sequence[Series], axes: Axes) -> M
 
 
 def strip(lengths: Sequence[int], hue: int) -> Markup:
-    """A bar for each decoding step, as high as the number of tokens it wrote, in order."""
+    """Draw a bar per decoding step, in order; its height is the number of tokens the step generated."""
     most, wide = max(lengths, default=1), max(3.0, min(12.0, 900 / max(len(lengths), 1)))
     bars = "".join(
         f'<rect x="{i * wide:.1f}" y="{40 - 40 * length / most:.1f}" width="{wide - 1:.1f}" height="{40 * length / most:.1f}">'

@@ -1,4 +1,4 @@
-"""Reports as one HTML page that needs nothing else: jinja2 templates (``templates/``), and the data that they render."""
+"""Reports as one self-contained HTML page: jinja2 templates (``templates/``) and the data they render."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from headstart.support.report.charts import strip
 
 DARKEST = 8
-"""Decoding steps that wrote this many tokens or more have the same colour."""
+"""Number of tokens of a decoding step from which the colour no longer changes."""
 _environment = Environment(
     loader=PackageLoader("headstart.support.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -20,7 +20,7 @@ _environment = Environment(
 
 @dataclass(frozen=True)
 class TableRow:
-    """Cells of text, then cells of shares, the darker the larger. ``css``: classes."""
+    """A row of text cells, then of cells with shares, shaded darker for larger values; ``css``: its classes."""
 
     cells: Sequence[str]
     heat: Sequence[float] = ()
@@ -29,7 +29,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page; the column ``left`` is aligned left."""
+    """A table; column ``left`` is aligned left, others right."""
 
     titles: Sequence[str]
     rows: Sequence[TableRow]
@@ -38,30 +38,30 @@ class Table:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """The tokens that one decoding step wrote."""
+    """The tokens that one decoding step generated."""
 
     tokens: Sequence[str]
     title: str
 
     @property
     def strength(self) -> int:
-        """Of its colour."""
+        """Strength of the colour, from 0."""
         return min(len(self.tokens), DARKEST) - 1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A continuation: the end of its prompt, and the tokens of each decoding step."""
+    """A continuation: the end of the prompt and the tokens of each decoding step."""
 
     name: str
     prompt: str
     strip: Markup
-    """Its decoding steps as bars."""
+    """Decoding steps as bars."""
     runs: list[TokenRun] = field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, sample: dict[str, Any], hue: int) -> Sample:
-        """``sample``: ``prompt``; ``tokens``, the text of each token; ``accept_lengths``, those of each step after the first token."""
+        """Build from a dict with ``prompt``, ``tokens`` (texts) and ``accept_lengths`` (tokens per step, after the first token)."""
         tokens, place, lengths = sample["tokens"], 1, []
         runs = [TokenRun(tokens[:1], "prefill")]
         for number, length in enumerate(sample["accept_lengths"], 1):
@@ -74,5 +74,5 @@ class Sample:
 
 
 def render(template: str, **context: Any) -> str:
-    """The whole page."""
+    """Render a whole page."""
     return _environment.get_template(template).render(context)

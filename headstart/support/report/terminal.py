@@ -1,4 +1,4 @@
-"""Tables on a terminal through rich: colours where there is a terminal (and no NO_COLOR), plain aligned columns elsewhere."""
+"""Terminal tables with rich: coloured on a terminal unless NO_COLOR is set, plain aligned columns elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 1000
-"""Columns are never wrapped or cut: a terminal narrower than the table wraps its lines."""
+"""Width in columns for layout, so that cells are never wrapped or cut; a narrower terminal wraps whole lines."""
 
 
 def columns(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str | Text]]], left: Sequence[int] = ()) -> Table:
-    """A table of ``rows``, each a style and its cells. Columns are aligned right, those numbered in ``left`` left."""
+    """Make a table of rows (style, cells). Columns are aligned right, those in ``left`` left."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
         table.add_column(Text(title), justify="left" if number in left else "right", no_wrap=True)
@@ -25,7 +25,7 @@ def columns(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str | Text
 
 
 def show(parts: Sequence[RenderableType], out: TextIO) -> None:
-    """Print the parts with an empty line between them."""
+    """Print the parts, separated by empty lines."""
     colour = Console(file=out)
     buffer = io.StringIO()
     console = Console(
