@@ -72,6 +72,6 @@ def dpace(confidence: list[float | None]) -> list[float]:
         total = 0.0
         for j in range(k, len(confidence)):
             if confidence[j] is not None:
-                total += math.prod(0.5 + 0.5 * found for found in confidence[: j + 1] if found is not None)
+                total += math.prod(0.5 + 0.5 * prob for prob in confidence[: j + 1] if prob is not None)
         weights.append(total if confidence[k] is not None else 0.0)
     return weights

@@ -16,7 +16,7 @@ from headstart.cli.train import main
 class Forked:
     """``count`` processes of one group, each running the command with these arguments; their output goes to ``said``."""
 
-    def __init__(self, count: int, arguments: list[str], said: Path, **environment: str) -> None:
+    def __init__(self, count: int, arguments: list[str], log: Path, **environment: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -26,7 +26,7 @@ class Forked:
         for rank in range(count):
             pid = os.fork()
             if not pid:
-                _become(arguments, said, {**shared, **ranked, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})})
+                _become(arguments, log, {**shared, **ranked, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})})
             self.running.append(pid)
 
     def wait(self, seconds: float = 100) -> int:
@@ -53,12 +53,12 @@ class Forked:
         return -signal.SIGKILL in ends
 
 
-def _become(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
+def _become(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     """Run the command in the forked process; never returns to the test."""
     status = 1
     try:
         for stream in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         import sys
 
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))

@@ -64,8 +64,8 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
-    said, log = (trained / "said.txt").read_text(), [line for line in read_log(trained / "out") if "loss" in line]
-    assert "frozen but for an adapter of" in said
+    output, log = (trained / "said.txt").read_text(), [line for line in read_log(trained / "out") if "loss" in line]
+    assert "frozen but for an adapter of" in output
     assert log[-1]["lm_loss"] < log[0]["lm_loss"]
     state = tensors(trained / "out")
     moved = {name: tensor for name, tensor in state.items() if name.startswith("adapter/") and "lora_B" in name}
@@ -124,8 +124,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """Adapter gradients are summed over processes (without dropout, whose noise differs between processes)."""
     recipe = str(joint_recipe(tmp_path, dropout=0.0))
     for processes in (1, 2):
-        said = tmp_path / f"{processes}.txt"
-        assert Forked(processes, [recipe, f"save.dir={tmp_path}/{processes}", "train.micro_batch=null"], said).wait() == 0, said.read_text()
+        log = tmp_path / f"{processes}.txt"
+        assert Forked(processes, [recipe, f"save.dir={tmp_path}/{processes}", "train.micro_batch=null"], log).wait() == 0, log.read_text()
     one, two = tensors(tmp_path / "1"), tensors(tmp_path / "2")
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
@@ -158,11 +158,11 @@ def test_lm_loss_is_the_models_own(chunk: int) -> None:
     on = Backbone(peft.get_peft_model(tiny("gemma3"), peft.LoraConfig(r=2, target_modules=["v_proj"])), trainable=True)
     tokens, mask = texts(2, 9), torch.rand(2, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     features = on.read(tokens)
-    given = Features(tokens, features.hidden_BTD, None, mask, torch.zeros_like(tokens))
+    labelled = Features(tokens, features.hidden_BTD, None, mask, torch.zeros_like(tokens))
     labels = tokens.masked_fill(~mask, -100)
     labels[:, :2] = -100   # no depth drafts the first two tokens
     own = F.cross_entropy(on.model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    loss = lm_loss(on, given, chunk)
+    loss = lm_loss(on, labelled, chunk)
     torch.testing.assert_close(loss, own, atol=1e-4, rtol=1e-5)
     weights = list(on.trainable.values())
     for ours, theirs in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(own, weights), strict=True):
@@ -184,8 +184,8 @@ def test_refused_recipes(trained: Path, capsys: pytest.CaptureFixture[str], tmp_
     assert "on_policy" in refusal(recipe, "objective.on_policy=0.5") and "rank" in refusal(recipe, "backbone.lora.rank=0")
     assert "train one drafter" in refusal(recipe, "drafter={}", "heads=[{kind: medusa}, {kind: eagle3}]")
     assert main([recipe, f"save.dir={tmp_path}", "backbone.lora.target_modules=nothing"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in message
     with pytest.raises(UserError, match="headstart plan does not count"):
         plan(load_recipe(recipe))
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

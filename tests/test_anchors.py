@@ -67,9 +67,9 @@ def test_all_positions_as_anchors_are_the_dense_loss(
     kind = Feature if "features" in terms else TinyDrafter
     drafter, features = kind(backbone, 3, vocabulary).double(), batch(backbone)
     settings = Objective(terms=terms, depth_weights=weights, depth_decay=0.6, chunk_size=7)
-    expected, found = (run(way, settings, backbone, drafter, features) for way in (dense, at_anchors(1.0)))
-    assert expected[0] > 0 and len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+    expected, actual = (run(way, settings, backbone, drafter, features) for way in (dense, at_anchors(1.0)))
+    assert expected[0] > 0 and len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -103,20 +103,20 @@ def test_a_step_drafts_from_anchors_alone_wherever_documents_lie(backbone: Backb
     step = TrainStep(backbone, drafter, Objective(depth_weights=weights, chunk_size=7))
     drafter.register_forward_hook(lambda module, args, output: drafted.append((len(args[1].row_M), len(output[0]))))
     alone = [[i] for i in range(len(LENGTHS))]
-    found = []
+    results = []
     for cut in ([ROWS], [alone], [[row] for row in ROWS], [[row] for row in reversed(alone)]):
         drafter.zero_grad()
         parts = [step(LiveFeatures(backbone, ()).read(collate(samples, rows)), KEY) for rows in cut]
         sum(part.loss for part in parts).backward()
         sums = [torch.stack(part).sum(0).detach().double() for part in zip(*parts, strict=True)]
-        found.append([*sums, *(weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None)])
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
+        results.append([*sums, *(weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None)])
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     label_tokens = sum(int(mask[2:].sum()) for mask in masks)
     anchors = [sum(count for count, _ in drafted[start:end]) for start, end in ((0, 1), (1, 2), (2, 5), (5, 12))]
     assert len(set(anchors)) == 1 and 0 < anchors[0] < 0.7 * label_tokens and all(count == rows for count, rows in drafted)
-    assert len(found[0]) == len(Sums._fields) + len(list(drafter.parameters())) and found[0][0] > 0
+    assert len(results[0]) == len(Sums._fields) + len(list(drafter.parameters())) and results[0][0] > 0
 
 
 def test_a_batch_without_anchors_still_reaches_every_parameter(backbone: Backbone) -> None:
@@ -139,8 +139,8 @@ def test_a_run_at_anchors_learns_and_no_cut_of_a_step_shows(tmp_path: Path, monk
     kind = "drafter={kind: tests.block_head}"
     assert main([recipe, kind, f"save.dir={tmp_path}/whole"]) == 0
     assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
-    said = tmp_path / "said"
-    assert Forked(2, [recipe, kind, f"save.dir={tmp_path}/two"], said).wait() == 0, said.read_text()[-3000:]
+    output = tmp_path / "said"
+    assert Forked(2, [recipe, kind, f"save.dir={tmp_path}/two"], output).wait() == 0, output.read_text()[-3000:]
     whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
     early, late = (sum(sum(line["accuracy"]) for line in lines) for lines in (whole[:4], whole[-4:]))
     assert late > 5 * early

@@ -77,8 +77,8 @@ def fault(layer: str, name: str) -> str | None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_run_one_way(layer: str) -> None:
-    found = [(path, line, name) for path in sources(layer) for line, name in imported(path)]
-    faults = [f"{path.relative_to(ROOT)}:{line}: {name}: {why}" for path, line, name in found if (why := fault(layer, name))]
+    imports = [(path, line, name) for path in sources(layer) for line, name in imported(path)]
+    faults = [f"{path.relative_to(ROOT)}:{line}: {name}: {why}" for path, line, name in imports if (why := fault(layer, name))]
     assert not faults, "\n".join(faults)
 
 
@@ -148,9 +148,9 @@ def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
             ahead += new
         return seen
 
-    reach = {name: reached(name) for name in edges}
-    found = [{name, *(other for other in reach[name] if name in reach.get(other, ()))} for name in edges if name in reach[name]]
-    return [group for i, group in enumerate(found) if group not in found[:i]]
+    closure = {name: reached(name) for name in edges}
+    groups = [{name, *(other for other in closure[name] if name in closure.get(other, ()))} for name in edges if name in closure[name]]
+    return [group for i, group in enumerate(groups) if group not in groups[:i]]
 
 
 def test_packages_import_one_way_inside_the_layers_too() -> None:
@@ -193,14 +193,14 @@ def test_no_file_is_long() -> None:
 
 def test_every_drafter_names_its_paper() -> None:
     """One file per method, whose first lines cite its paper."""
-    found = {}
+    papers = {}
     for path in sources("heads"):
         module = ast.parse(path.read_text())
         bases = [ast.unparse(base).split(".")[-1] for node in module.body if isinstance(node, ast.ClassDef) for base in node.bases]
         if "Drafter" in bases:
-            found[path.stem] = bool(re.search(r"\b\d{4}\.\d{5}\b", ast.get_docstring(module) or ""))
-    assert {"medusa", "eagle3"} <= set(found)
-    assert all(found.values()), f"no arXiv id in the docstring of {[name for name, cited in found.items() if not cited]}"
+            papers[path.stem] = bool(re.search(r"\b\d{4}\.\d{5}\b", ast.get_docstring(module) or ""))
+    assert {"medusa", "eagle3"} <= set(papers)
+    assert all(papers.values()), f"no arXiv id in the docstring of {[name for name, cited in papers.items() if not cited]}"
 
 
 IMPORT_EVERYTHING = """

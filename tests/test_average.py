@@ -65,8 +65,8 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
     assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
     for steps in (3, STEPS):
         assert main([str(recipe), f"save.dir={tmp_path}/parts", f"train.steps={steps}"]) == 0
-    found = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("whole", "parts")]
-    assert found[0] == found[1]
+    weights = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
     assert main([str(recipe), f"save.dir={tmp_path}/parts", "train.ema_decay=null", f"train.steps={STEPS + 1}"]) == 2
     assert "train.ema_decay (was 0.5, now None)" in capsys.readouterr().err
 
@@ -74,6 +74,6 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
 def test_features_are_refused_before_training_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, objective={"terms": {"features": 1.0, "ce": 0.1}})
     assert main([str(recipe)]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "objective.terms.features" in said[0] and "Medusa has a readout of its own" in said[0]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "objective.terms.features" in errors[0] and "Medusa has a readout of its own" in errors[0]
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -61,8 +61,8 @@ def test_other_families_are_exact_or_refused(name: str) -> None:
     ]
     on = Backbone(model)
     for drafter in (None, Scripted(on, alone, "nearly"), random_drafter("eagle3", on)):
-        found = say(SpeculativeModel(on, drafter), rows, max_new_tokens=length, do_sample=False, tree=TreeShape(16, 6))
-        assert unpadded(found, rows) == alone
+        output = say(SpeculativeModel(on, drafter), rows, max_new_tokens=length, do_sample=False, tree=TreeShape(16, 6))
+        assert unpadded(output, rows) == alone
 
 
 @pytest.mark.parametrize("name", FAMILIES + POSTPROCESSED)

@@ -48,12 +48,12 @@ class Knowing(Drafter):
         return [state[row] for row in rows_B.tolist()]
 
     def step(self, state: list[Any], tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, list[Any]]:
-        found, states = [], []
+        logits, states = [], []
         for (text, above), tokens, parents in zip(state, tokens_BN.tolist(), parents_BN.tolist(), strict=True):
             paths = [(above[parent] if depth else text) + [token] for token, parent in zip(tokens, parents, strict=True)]
-            found.append(self.backbone.model(torch.tensor(paths)).logits[:, -1])
+            logits.append(self.backbone.model(torch.tensor(paths)).logits[:, -1])
             states.append((text, paths))
-        return torch.stack(found), states
+        return torch.stack(logits), states
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return hidden
@@ -71,10 +71,10 @@ def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | N
     asked = f"{type(of.backbone.model).__name__} {rows} {options}"
     if asked not in TRUTHS or " at 0x" in asked:   # a function's repr holds an address, which may be reused
         TRUTHS[asked] = own(of, rows, **options)
-    theirs, out = TRUTHS[asked], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
-    assert torch.equal(out.sequences, theirs.sequences)
-    torch.testing.assert_close(out.sequences_scores, theirs.sequences_scores, atol=1e-5, rtol=1e-5)
-    assert torch.equal(out.beam_indices, theirs.beam_indices) and out.beam_indices.dtype == theirs.beam_indices.dtype
+    expected, out = TRUTHS[asked], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.sequences_scores, expected.sequences_scores, atol=1e-5, rtol=1e-5)
+    assert torch.equal(out.beam_indices, expected.beam_indices) and out.beam_indices.dtype == expected.beam_indices.dtype
     return out
 
 
@@ -199,10 +199,10 @@ def test_scores_and_logits() -> None:
     rows = left_padded(prompts((9, 4)))
     out = same(drafting("llama", "knowing"), rows, **options)
     options |= {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True}
-    theirs = own(drafting("llama", "none"), rows, **options)
+    expected = own(drafting("llama", "none"), rows, **options)
     for kind in ("scores", "logits"):
-        assert len(out[kind]) == len(theirs[kind]) == 10
-        for one, other in zip(out[kind], theirs[kind], strict=True):
+        assert len(out[kind]) == len(expected[kind]) == 10
+        for one, other in zip(out[kind], expected[kind], strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
     transitions = backbone("llama").model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
     torch.testing.assert_close(transitions.sum(1) / 10, out.sequences_scores, atol=1e-4, rtol=1e-4)

@@ -54,10 +54,10 @@ def test_what_was_said_stands_in_for_drafts() -> None:
     tokens_BW, scores_BW = torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4)
     level = Level(tokens_BW, torch.zeros_like(tokens_BW), scores_BW, scores_BW - 1)
     assert _corrected(level, [None, None]) is level
-    found = _corrected(level, [None, TopK(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]))])
-    assert torch.equal(found.tokens_BW[0], tokens_BW[0]) and torch.equal(found.totals_BW[0], scores_BW[0] - 1)
-    assert found.tokens_BW[1, :3].tolist() == [50, 51, 52] and found.scores_BW[1, :3].tolist() == pytest.approx([-0.1, -0.2, -0.3])
-    assert torch.equal(found.totals_BW[1], found.scores_BW[1]) and found.totals_BW[1, 3] < -1e8, "nothing else is drafted"
+    corrected = _corrected(level, [None, TopK(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]))])
+    assert torch.equal(corrected.tokens_BW[0], tokens_BW[0]) and torch.equal(corrected.totals_BW[0], scores_BW[0] - 1)
+    assert corrected.tokens_BW[1, :3].tolist() == [50, 51, 52] and corrected.scores_BW[1, :3].tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert torch.equal(corrected.totals_BW[1], corrected.scores_BW[1]) and corrected.totals_BW[1, 3] < -1e8, "nothing else is drafted"
 
 
 def test_a_forest_keeps_what_its_beams_descend_from() -> None:
@@ -102,13 +102,13 @@ def test_features_of_nodes_by_row_and_number() -> None:
 
     kept = NodeFeatures(read(0))
     kept.add(read(10), [0, 0])   # tokens 10, 11, 12 and 13, 14, 15
-    found = kept.of([1, 0, 1], [[2], [0, 1], []])
-    assert found.tokens_BT[0, 0] == 15 and found.tokens_BT[1].tolist() == [10, 11] and found.lengths_B.tolist() == [1, 2, 0]
+    features = kept.of([1, 0, 1], [[2], [0, 1], []])
+    assert features.tokens_BT[0, 0] == 15 and features.tokens_BT[1].tolist() == [10, 11] and features.lengths_B.tolist() == [1, 2, 0]
     kept.keep([[1, 2], [0]])
     kept.add(read(20), [2, 1])
     for row, numbers, tokens in ((0, [0, 1, 2, 4], [11, 12, 20, 22]), (1, [0, 1, 3], [13, 23, 25])):
-        found = kept.of([row], [numbers])
-        assert found.tokens_BT[0].tolist() == found.hidden_BTD[0, :, 0].tolist() == (-found.taps[4][0, :, 0]).tolist() == tokens
+        features = kept.of([row], [numbers])
+        assert features.tokens_BT[0].tolist() == features.hidden_BTD[0, :, 0].tolist() == (-features.taps[4][0, :, 0]).tolist() == tokens
     kept.keep([[4], [0, 1]])
     kept.select([1])
     kept.add(read(30).rows(torch.tensor([1])), [2])

@@ -38,8 +38,8 @@ def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, *
     """The output of generate, with the cache audited every ``every`` passes."""
     run, passes = Decoder._advance, []
 
-    def advance(self: Decoder, *given: object) -> None:
-        run(self, *given)   # type: ignore[arg-type]
+    def advance(self: Decoder, *args: object) -> None:
+        run(self, *args)   # type: ignore[arg-type]
         passes.append(len(self.rows))
         if self.rows and len(passes) % every == 0:
             audit(self, of.backbone)

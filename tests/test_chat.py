@@ -44,14 +44,14 @@ def answers(*questions: str, system: str | None = None, settings: Settings | Non
     """The backbone's answers in one conversation."""
     heads, prompter = talker()
     messages = [{"role": "system", "content": system}] if system else []
-    said = []
+    texts = []
     for i, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
         prompt_T = prompter.converse(messages)
         written = continue_text(heads, prompt_T, settings or Settings(9), seed + i).sequences[0, len(prompt_T) :]
-        said.append(prompter.tokenizer.decode(written, skip_special_tokens=True))
-        messages.append({"role": "assistant", "content": said[-1]})
-    return said
+        texts.append(prompter.tokenizer.decode(written, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
 
 
 def test_a_conversation_from_a_pipe(say, tmp_path):
@@ -165,7 +165,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
-    argv, said = MISTAKES[name]
+    argv, message = MISTAKES[name]
     if "VICUNA" in argv:
         tokenizer = load_tokenizer(str(house / "backbone"))
         tokenizer.chat_template = VICUNA
@@ -179,4 +179,4 @@ def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
-    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and said in printed.err, printed.err
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err, printed.err

@@ -63,14 +63,14 @@ def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab_size: int 
         "norm.weight": [D],
         "lm_head.weight": [draft_vocab_size or VOCAB, D],
     }
-    found, vocabulary = tensors_of(tmp_path / "model.safetensors"), {}
+    tensors, vocabulary = tensors_of(tmp_path / "model.safetensors"), {}
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1, "whoever may read the card may read the weights"
     if draft_vocab_size is not None:
         vocabulary |= {"d2t": ([DV], "I64"), "t2d": ([VOCAB], "BOOL")}
         with safe_open(tmp_path / "model.safetensors", "pt") as opened:
             d2t, t2d = opened.get_tensor("d2t"), opened.get_tensor("t2d")
         assert torch.equal(d2t, ids.sort().values - torch.arange(DV)) and torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(DV))
-    assert found == {name: (shape, "F32") for name, shape in expected.items()} | vocabulary
+    assert tensors == {name: (shape, "F32") for name, shape in expected.items()} | vocabulary
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["norm_before_residual"] is False and config["attention_bias"] is False and config["tie_word_embeddings"] is False
@@ -148,8 +148,8 @@ def test_damaged_files(tmp_path: Path, kind: str) -> None:
     whole = weights.read_bytes()
     changed = bytearray(whole)
     changed[-5] ^= 1
-    for found in (whole[: len(whole) // 2], whole[:6], b"", bytes(changed), whole + b"\0", pickle.dumps({"a": 1})):
-        weights.write_bytes(found)
+    for content in (whole[: len(whole) // 2], whole[:6], b"", bytes(changed), whole + b"\0", pickle.dumps({"a": 1})):
+        weights.write_bytes(content)
         assert drafter.file_name in refused(tmp_path / "heads") and "truncated or changed" in refused(tmp_path / "heads")
     weights.unlink()
     assert f"lacks its weights {drafter.file_name}" in refused(tmp_path / "heads")
@@ -194,8 +194,8 @@ def test_damaged_cards(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 def test_cards_that_are_no_cards(tmp_path: Path) -> None:
     saved("eagle3", tmp_path / "heads")
-    for found in (b"", b"{", b"[1]", b"5", b"null", b"\xff\xfe\x00", b'{"format": 1}'):
-        (tmp_path / "heads" / METADATA).write_bytes(found)
+    for content in (b"", b"{", b"[1]", b"5", b"null", b"\xff\xfe\x00", b'{"format": 1}'):
+        (tmp_path / "heads" / METADATA).write_bytes(content)
         assert "damaged" in refused(tmp_path / "heads") and METADATA in refused(tmp_path / "heads")
 
 

@@ -236,7 +236,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_leaves_nothing(name, house, tmp_path, capsys):
-    argv, said = MISTAKES[name]
+    argv, message = MISTAKES[name]
     argv = [broken(house, tmp_path / "broken") if word == "BROKEN" else word for word in argv]
     out = tmp_path / "made" / "x.json"
     try:
@@ -246,7 +246,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, house, tmp_path, capsys)
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
-    assert said in printed.err or re.search(said, printed.err), printed.err
+    assert message in printed.err or re.search(message, printed.err), printed.err
     assert not out.parent.exists()
 
 

@@ -88,9 +88,9 @@ def test_kept_exactly_a_packed_batch_is_what_the_backbone_reads(family: str) -> 
     kept, live = keep(form_for(on, (0, 2, 6), "exact"), on, samples, batch), LiveFeatures(on, (0, 2, 6)).read(batch)
     there_BT = batch.document_BT >= 0
     assert kept.taps is not None and live.taps is not None and list(kept.taps) == [0, 2, 6]
-    for mine, theirs in [(kept.hidden_BTD, live.hidden_BTD), *((kept.taps[tap], live.taps[tap]) for tap in live.taps)]:
-        torch.testing.assert_close(mine[there_BT], theirs[there_BT], atol=1e-5 * theirs.abs().max().item(), rtol=0)
-        assert mine.dtype == theirs.dtype and not mine[~there_BT].any()
+    for mine, expected in [(kept.hidden_BTD, live.hidden_BTD), *((kept.taps[tap], live.taps[tap]) for tap in live.taps)]:
+        torch.testing.assert_close(mine[there_BT], expected[there_BT], atol=1e-5 * expected.abs().max().item(), rtol=0)
+        assert mine.dtype == expected.dtype and not mine[~there_BT].any()
 
 
 def loss_of(features: Features, kind: str, on: Backbone, wanted: Objective, teacher: Backbone | None = None) -> tuple[Tensor, Sums, Tensor]:
@@ -129,10 +129,10 @@ def test_likeliest_tokens_teach_what_the_hidden_state_does() -> None:
     kept, live = keep(form, on, samples, batch), LiveFeatures(on, taps).read(batch)
     assert kept.hidden_BTD.shape[-1] == 2 * 8 + 1
     wanted = Objective(terms={"topk_kl": 1.0}, top_k=8)
-    mine, theirs = loss_of(kept, "eagle3", on, wanted, teacher), loss_of(live, "eagle3", on, wanted)   # type: ignore[arg-type]
-    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=0)
-    torch.testing.assert_close(mine[2], theirs[2], rtol=0, atol=2e-3 * theirs[2].abs().max().item())
-    assert torch.equal(mine[1].correct_K, theirs[1].correct_K)
+    mine, expected = loss_of(kept, "eagle3", on, wanted, teacher), loss_of(live, "eagle3", on, wanted)   # type: ignore[arg-type]
+    torch.testing.assert_close(mine[0], expected[0], rtol=1e-3, atol=0)
+    torch.testing.assert_close(mine[2], expected[2], rtol=0, atol=2e-3 * expected[2].abs().max().item())
+    assert torch.equal(mine[1].correct_K, expected[1].correct_K)
     taught_BT = torch.zeros_like(batch.loss_mask_BT)
     taught_BT[:, :-1] = batch.loss_mask_BT[:, 1:] & (batch.document_BT[:, 1:] == batch.document_BT[:, :-1])
     p_CV, kept_CV = on.readout(live.hidden_BTD[taught_BT]).softmax(-1), teacher.readout(kept.hidden_BTD[taught_BT]).exp()
@@ -148,8 +148,8 @@ def test_all_tokens_kept_leave_no_rest() -> None:
     batch = collate(samples, ROWS)
     kept = keep(form_for(on, (), "exact", top=on.vocab), on, samples, batch)
     place = (0, int(label_positions(samples[0].loss_mask)[0]))
-    found = TopKTeacher(torch.ones(on.vocab)).readout(kept.hidden_BTD[place]).softmax(-1)
-    torch.testing.assert_close(found, on.readout(LiveFeatures(on, ()).read(batch).hidden_BTD[place]).softmax(-1), rtol=5e-3, atol=1e-6)
+    probs = TopKTeacher(torch.ones(on.vocab)).readout(kept.hidden_BTD[place]).softmax(-1)
+    torch.testing.assert_close(probs, on.readout(LiveFeatures(on, ()).read(batch).hidden_BTD[place]).softmax(-1), rtol=5e-3, atol=1e-6)
 
 
 def test_states_that_are_no_numbers_are_refused() -> None:

@@ -134,8 +134,8 @@ def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[st
     for brought in (second, third):
         place_BT = torch.arange(max(brought))
         index = (ends[:, None] + place_BT).clamp(max=21)
-        news = features.gather(index, place_BT < torch.tensor(brought)[:, None])
-        state = drafter.begin(news, drafter.reserve(state, 256) if state is not None else None)
+        new = features.gather(index, place_BT < torch.tensor(brought)[:, None])
+        state = drafter.begin(new, drafter.reserve(state, 256) if state is not None else None)
         ends += torch.tensor(brought)
     together = chain(drafter, state, next_BK)
     for row in range(4):

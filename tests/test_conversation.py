@@ -61,8 +61,8 @@ def test_generation_blocks_and_rendering_twice_give_the_same_loss_mask(name):
     tokenizer.chat_template = with_blocks
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert sample.tokens.equal(unmarked.tokens) and sample.loss_mask.equal(unmarked.loss_mask)
-    theirs = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True)
-    assert sample.tokens.tolist() == theirs["input_ids"] and sample.loss_mask.int().tolist() == theirs["assistant_masks"]
+    expected = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True)
+    assert sample.tokens.tolist() == expected["input_ids"] and sample.loss_mask.int().tolist() == expected["assistant_masks"]
 
 
 def test_generation_blocks_decide_what_is_learned():
@@ -134,8 +134,8 @@ def test_sharegpt_turns_are_the_same_conversation():
 
 
 def test_other_fields_of_a_message_reach_the_template_and_nulls_do_not():
-    given = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning": None}]
-    assert read_messages(given, "x") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    answer = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning": None}]
+    assert read_messages(answer, "x") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     assert read_messages([{"from": "human", "value": "Hi", "weight": 1}], "x") == [{"role": "user", "content": "Hi", "weight": 1}]
     template = "{{ tools[0].name }}{% for m in messages %}{{ m.role + m.content + (m.extra or '') }}{% endfor %}"
     tokenizer = make_tokenizer(template)

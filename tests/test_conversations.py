@@ -30,9 +30,9 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
 
 
-def steps(said: str) -> list[str]:
+def steps(output: str) -> list[str]:
     """Steps that ran, and in brackets those skipped because they were done before."""
-    lines = [line.removeprefix("== ") for line in said.splitlines() if line.startswith("== ")]
+    lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
     return [f"({line.partition(':')[0]})" if ": done before, " in line else line.partition(":")[0] for line in lines]
 
 
@@ -98,15 +98,15 @@ def test_from_conversations_to_a_report(given: tuple[Path, Path], tmp_path: Path
     ],
 )
 def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: str) -> None:
-    found = run(*arguments)
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.startswith("error: ") and message in found.stderr and found.stderr.count("\n") == 1
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_missing_data_cost_one_line(given: tuple[Path, Path], tmp_path: Path) -> None:
-    found = run("--no-plan", given[0], tmp_path / "none.jsonl", tmp_path / "out")
-    assert found.returncode == 2 and f"error: no data file {tmp_path / 'none.jsonl'}" in found.stderr
-    assert "Traceback" not in found.stderr and [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
+    done = run("--no-plan", given[0], tmp_path / "none.jsonl", tmp_path / "out")
+    assert done.returncode == 2 and f"error: no data file {tmp_path / 'none.jsonl'}" in done.stderr
+    assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
 
 
 def hold_out(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -119,8 +119,8 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
     turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": f"since {i}"}] for i, text in enumerate(questions)]
     lines = [json.dumps({"row": i, "messages": one}, ensure_ascii=False) for i, one in enumerate(turns)]
     (tmp_path / "answers.jsonl").write_text("\n".join([*lines, json.dumps({"row": 40, "text": "a text"}), ""]), encoding="utf-8")
-    found = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
-    assert found.returncode == 0, found.stderr
+    done = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
+    assert done.returncode == 0, done.stderr
     parts, numbers = {}, {}
     for name in ("eval", "bench", "train"):
         rows = [json.loads(line) for line in (tmp_path / "data" / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
@@ -128,13 +128,13 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
         parts[name] = [row["messages"][0]["content"] if "messages" in row else row["text"] for row in rows]
     asked = [set(part) for part in parts.values()]
     assert sum(map(len, asked)) == len(set.union(*asked)) == 34, "every question, each in one file"
-    assert [len(part) for part in parts.values()] == [4, 4, 30] and "; 3 left out, which ask the same" in found.stdout
-    assert all(found == sorted(found) for found in numbers.values())
+    assert [len(part) for part in parts.values()] == [4, 4, 30] and "; 3 left out, which ask the same" in done.stdout
+    assert all(done == sorted(done) for done in numbers.values())
 
 
 def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps({"text": f"a text {i}"}) + "\n" for i in range(15)))
-    found = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
-    assert found.returncode == 2 and "has 15 rows; with 4 held out to tune on and 4 to measure on" in found.stderr
-    assert found.stderr.count("\n") == 1 and not (tmp_path / "data").exists()
+    done = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
+    assert done.returncode == 2 and "has 15 rows; with 4 held out to tune on and 4 to measure on" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "data").exists()
     assert hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 3).returncode == 0

@@ -58,11 +58,11 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
     ending = options | {"eos_token_id": [4, 5, 15, 20]}
     alone, truth = say(SpeculativeModel(on), row, **options).sequences, say(SpeculativeModel(on), rows, **ending).sequences
     model, early = drafters(family)
-    for given in ([model], [early], [model, early, random_drafter("eagle3", on), SuffixProposer()]):
-        of = SpeculativeModel(on, proposers=given, capture="off")
+    for proposers in ([model], [early], [model, early, random_drafter("eagle3", on), SuffixProposer()]):
+        of = SpeculativeModel(on, proposers=proposers, capture="off")
         out = say(of, row, tree=TreeShape(14, 4), **options)
         assert torch.equal(out.sequences, alone) and out.tau > 1.2
-        others = [(TreeShape(5, 1), None), ("auto", 2)] if len(given) > 1 else []
+        others = [(TreeShape(5, 1), None), ("auto", 2)] if len(proposers) > 1 else []
         for tree, batch in [(TreeShape(14, 4), 2), *others]:
             assert torch.equal(say(of, rows, tree=tree, batch_size=batch, **ending).sequences, truth), (tree, batch)
 
@@ -75,14 +75,14 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     model, early = DraftModel(on, on.model, depth=4), EarlyExit(on, layers=LAYERS)
     options: dict[str, Any] = {"do_sample": sample, "seed": 8, "top_k": 0, "max_new_tokens": 26, "return_dict_in_generate": True}
     truth = say(SpeculativeModel(on), rows, **options).sequences
-    found = []
+    counts = []
     for drafter in (model, early):
         of = SpeculativeModel(on, proposers=[drafter], capture="off")
         for batch in (None, 2):
             out = say(of, rows, tree=TreeShape(5, 1), batch_size=batch, **options)
             assert torch.equal(out.sequences, truth) and out.accept_lengths == [[5] * 5] * 3, (type(drafter), batch)
-        found.append(say(of, rows, tree=TreeShape(24, 6), **options).accept_lengths)
-    assert found[0] == found[1]
+        counts.append(say(of, rows, tree=TreeShape(24, 6), **options).accept_lengths)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])

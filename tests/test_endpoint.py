@@ -59,7 +59,7 @@ def echo(path: str, body: dict[str, Any]) -> Reply:
 
 def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    given = [
+    messages = [
         {"role": "system", "content": "Use tools"},
         {"role": "user", "content": "2 + 2?"},
         {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}]},
@@ -76,10 +76,10 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     monkeypatch.setenv("MY_KEY", "secret")
     options = ("regenerate.api_key=MY_KEY", "regenerate.temperature=0.6", "regenerate.top_p=0.9", "regenerate.top_k=20")
     with serving(lambda path, body: script.pop(0)) as server:
-        assert ask([{"messages": given, "tools": [tool]}], server.url + "/", *options, "regenerate.max_new_tokens=50") == 0
+        assert ask([{"messages": messages, "tools": [tool]}], server.url + "/", *options, "regenerate.max_new_tokens=50") == 0
     called = {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "old"}], "reasoning_content": "a tool"}
     four = {"role": "assistant", "content": "four", "reasoning_content": "it says 4"}
-    expected = [*given[:2], called, given[3], four, given[5], {"role": "assistant", "content": "Welcome"}]
+    expected = [*messages[:2], called, messages[3], four, messages[5], {"role": "assistant", "content": "Welcome"}]
     assert answers(tmp_path) == [{"row": 0, "messages": expected, "tools": [tool]}]
     assert [body["messages"] for body in server.asked] == [expected[:2], expected[:4], expected[:6]]
     settings = {"model": "some/model", "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 50, "tools": [tool]}
@@ -87,8 +87,8 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     assert len({body["seed"] for body in server.asked}) == 3 and all(0 <= body["seed"] < 1 << 31 for body in server.asked)
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
     assert "secret" not in (tmp_path / "new.jsonl").read_text() + (tmp_path / "result.json").read_text()
-    found = result(tmp_path)
-    assert (found["turns"], found["tokens"], found["rows_written"]) == (3, 9, 1) and "tau" not in found
+    report = result(tmp_path)
+    assert (report["turns"], report["tokens"], report["rows_written"]) == (3, 9, 1) and "tau" not in report
 
 
 def test_what_is_busy_or_broken_is_asked_again(ask: Any, tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_truncated_too_long_and_refused_rows_are_told_apart(ask: Any, tmp_path: 
         assert ask(questions(5), server.url, "regenerate.model=theirs", "regenerate.concurrency=1") == 0
     assert {body["model"] for body in server.asked} == {"theirs"}
     assert answers(tmp_path) == [{"row": 4, "messages": [*questions(5)[4]["messages"], {"role": "assistant", "content": "fine"}]}]
-    found = result(tmp_path)
-    assert {name: found[name] for name in ("truncated", "too_long", "refused", "rows_dropped")} == {
+    report = result(tmp_path)
+    assert {name: report[name] for name in ("truncated", "too_long", "refused", "rows_dropped")} == {
         "truncated": 2, "too_long": 1, "refused": 1, "rows_dropped": 4,
     }  # fmt: skip
     assert "refused (status 422: roles must alternate)" in capsys.readouterr().err

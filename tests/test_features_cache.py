@@ -102,8 +102,8 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     assert content["features"]["taps"] == [1, 3, 5] and content["features"]["cache.dtype"] == "int8"
     assert content["samples"]["count"] == 36 and content["data"]["data.max_length"] == 64 and "tokenizer" in content["data"]
     assert not list((whole / "cache").glob(".*"))   # neither locks nor partial files
-    found = read_manifest(whole / "cache")
-    assert found is not None and cache_writer.measured_errors(found)["hidden"] < 0.01
+    manifest = read_manifest(whole / "cache")
+    assert manifest is not None and cache_writer.measured_errors(manifest)["hidden"] < 0.01
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
     assert [process.exitcode for process in started] == [0, 0]
     written = [json.loads(report.read_text())["shards_written"] for report in reports]
     assert sum(written) == len(names) - 3
-    for mine, theirs in zip(shards(cache), shards(whole / "cache"), strict=True):
-        one, other = load_file(mine), load_file(theirs)
+    for mine, expected in zip(shards(cache), shards(whole / "cache"), strict=True):
+        one, other = load_file(mine), load_file(expected)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

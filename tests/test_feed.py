@@ -30,9 +30,9 @@ def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
     assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "state" / "step-00000012")
-    said = tmp_path / "said.txt"
-    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], said).wait() == 0, said.read_text()[-3000:]
-    assert "2 processes on cpu" in said.read_text() and "resuming from" in said.read_text()
+    output = tmp_path / "said.txt"
+    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], output).wait() == 0, output.read_text()[-3000:]
+    assert "2 processes on cpu" in output.read_text() and "resuming from" in output.read_text()
     one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert [line["step"] for line in two] == list(range(1, 13)) and two[:6] == one[:6] and two[6:] != one[6:]
     assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
@@ -59,7 +59,7 @@ def test_other_samples_are_not_gone_on_with(tmp_path: Path, capsys: pytest.Captu
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))   # the same rows in another order
     assert main([str(recipe), "train.steps=4"]) == 2
-    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-    assert "step-00000002 was trained on other samples (hash" in said and "text.jsonl or the tokenizer have changed; restore them" in said
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "step-00000002 was trained on other samples (hash" in error and "text.jsonl or the tokenizer have changed; restore them" in error
     (tmp_path / "text.jsonl").write_text("".join(rows))
     assert main([str(recipe), "train.steps=4"]) == 0

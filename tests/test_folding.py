@@ -19,10 +19,10 @@ from headstart.inference.capture.folding import expected_warnings, fold
 def halves(store: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Like rotary embeddings and caches: halves of a size, a size from another tensor, in-place writes, repeated expressions."""
     half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1).view(x.shape[0], -1)
-    store[:, : turned.shape[1]] += 1
-    store[:, : turned.shape[1]] += 1
-    return turned * x.shape[1], store.clone()
+    rotated = torch.cat([-x[..., half:], x[..., :half]], -1).view(x.shape[0], -1)
+    store[:, : rotated.shape[1]] += 1
+    store[:, : rotated.shape[1]] += 1
+    return rotated * x.shape[1], store.clone()
 
 
 def traced(*example: Tensor) -> Any:
@@ -31,10 +31,10 @@ def traced(*example: Tensor) -> Any:
 
 
 def test_a_folded_trace_follows_sizes_and_writes_in_place() -> None:
-    found = fold(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
+    folded = fold(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
     for rows, count, width in ((2, 3, 8), (5, 2, 12), (1, 4, 2)):
         x, store, own = torch.randn(rows, count, width), torch.zeros(rows, 64), torch.zeros(rows, 64)
-        for one, other in zip(found(own, x), halves(store, x), strict=True):
+        for one, other in zip(folded(own, x), halves(store, x), strict=True):
             assert torch.equal(one, other)
         assert torch.equal(own, store) and own.max() == 2
 
@@ -52,7 +52,7 @@ def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch)
     assert on.config.num_key_value_heads < on.config.num_attention_heads
     (ids,), attention_mask = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
     expected = on.read(ids[None]).hidden_BTD
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *given: pytest.fail("repeated"))
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *args: pytest.fail("repeated"))
     assert torch.allclose(on.read(ids[None], None, None, {"full_attention": attention_mask}).hidden_BTD, expected, atol=1e-5)
     assert GROUPED not in os.environ
     monkeypatch.setenv(GROUPED, "0")   # a user's own setting is kept

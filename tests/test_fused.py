@@ -56,13 +56,13 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("terms", [*WHOLE_TERMS, MIXED_TERMS[1]], ids=str)
 def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone, terms: dict[str, float]) -> None:
     drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
-    found = []
+    sizes = []
     for chunk in (4, 1000):
         wanted, hidden = Objective(terms=terms, depth_weights="expected", chunk_size=chunk), drafter(features)
         with Largest() as largest:
             objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
-        found.append(largest.numbers)
-    assert found == [backbone.unembed.weight.numel(), learned(features) * V] and found[0] < found[1]   # the largest weight
+        sizes.append(largest.numbers)
+    assert sizes == [backbone.unembed.weight.numel(), learned(features) * V] and sizes[0] < sizes[1]   # the largest weight
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
@@ -112,8 +112,8 @@ def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms:
     torch.manual_seed(2)
     drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
     wanted = Objective(terms=terms, chunk_size=7)
-    found = [run(way, wanted, backbone, drafter, features) for way in (naive, chunked)]
-    for a, b in zip(*found, strict=True):
+    results = [run(way, wanted, backbone, drafter, features) for way in (naive, chunked)]
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -148,8 +148,8 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
     exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)   # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(chunked, wanted, backbone, drafter, features)
-    assert {grad.dtype for grad in found[len(Sums._fields) :]} == {torch.float32}
-    torch.testing.assert_close(found[0], exact[0].double(), rtol=0.02, atol=0.02)
-    for a, b in zip(found[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
+        rounded = run(chunked, wanted, backbone, drafter, features)
+    assert {grad.dtype for grad in rounded[len(Sums._fields) :]} == {torch.float32}
+    torch.testing.assert_close(rounded[0], exact[0].double(), rtol=0.02, atol=0.02)
+    for a, b in zip(rounded[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
         assert (a - b).norm() < 0.2 * b.norm()   # the gradient of tv jumps where q crosses p

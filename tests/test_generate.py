@@ -67,9 +67,9 @@ def test_lengths(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[i
 def test_eos(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
     for place in range(10, 24):
         for eos in (truth[place], [60, truth[place], truth[place + 1]]):
-            found = say(oracle, row, max_new_tokens=30, eos_token_id=eos)
-            assert torch.equal(found, own(oracle, row, max_new_tokens=30, eos_token_id=eos))
-            assert found.shape[1] <= place + 1
+            output = say(oracle, row, max_new_tokens=30, eos_token_id=eos)
+            assert torch.equal(output, own(oracle, row, max_new_tokens=30, eos_token_id=eos))
+            assert output.shape[1] <= place + 1
 
 
 def test_eos_of_the_generation_config(row: dict[str, Tensor], truth: list[int]) -> None:
@@ -83,8 +83,8 @@ def test_rows_end_each_in_its_time() -> None:
     rows = left_padded(prompts())
     of = heads("llama", "eagle3")
     options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [1, 9, 15, 20, 33], "pad_token_id": 60, "do_sample": False}
-    found, theirs = unpadded(say(of, rows, **options), rows), unpadded(own(of, rows, **options), rows)
-    assert found == theirs and len({text.index(60) if 60 in text else -1 for text in found}) > 2
+    actual, expected = unpadded(say(of, rows, **options), rows), unpadded(own(of, rows, **options), rows)
+    assert actual == expected and len({text.index(60) if 60 in text else -1 for text in actual}) > 2
 
 
 class After(StoppingCriteria):
@@ -111,8 +111,8 @@ def test_a_criterion_may_stop_in_the_middle_of_a_run(
 
 def test_max_time(row: dict[str, Tensor]) -> None:
     """230 passes take far longer than a hundredth of a second."""
-    found = say(heads("llama", "medusa"), row, max_new_tokens=230, max_time=0.01)
-    assert 1 <= found.shape[1] - 9 < 200
+    output = say(heads("llama", "medusa"), row, max_new_tokens=230, max_time=0.01)
+    assert 1 <= output.shape[1] - 9 < 200
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def test_stop_strings(
 ) -> None:
     stop = [tokenizer.decode(truth[place : place + 2]), tokenizer.decode(truth[place + 3 : place + 6])]
     options: dict[str, Any] = {"max_new_tokens": 30, "stop_strings": stop, "tokenizer": tokenizer}
-    found = say(oracle, row, **options)
-    assert torch.equal(found, own(oracle, row, **options)) and found.shape[1] <= place + 2
+    output = say(oracle, row, **options)
+    assert torch.equal(output, own(oracle, row, **options)) and output.shape[1] <= place + 2
 
 
 def test_stop_strings_want_a_tokenizer(oracle: SpeculativeModel, row: dict[str, Tensor]) -> None:
@@ -140,12 +140,12 @@ def test_stop_strings_want_a_tokenizer(oracle: SpeculativeModel, row: dict[str, 
 
 
 def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
-    ours, theirs = Noted(), Noted()
+    ours, expected = Noted(), Noted()
     for options in ({}, {"eos_token_id": truth[20]}):
-        ours, theirs = Noted(), Noted()
+        ours, expected = Noted(), Noted()
         text = say(oracle, row, max_new_tokens=LENGTH, streamer=ours, **options)
-        own(oracle, row, max_new_tokens=LENGTH, streamer=theirs, **options)
-        assert [x.tolist() for x in ours.got] == [x.tolist() for x in theirs.got] and ours.ended == theirs.ended == 1
+        own(oracle, row, max_new_tokens=LENGTH, streamer=expected, **options)
+        assert [x.tolist() for x in ours.got] == [x.tolist() for x in expected.got] and ours.ended == expected.ended == 1
         assert torch.cat([x.flatten() for x in ours.got]).tolist() == text[0].tolist()
 
 
@@ -172,18 +172,18 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
     out = say(of, batch, seed=1, **options)
     assert torch.equal(out.sequences, plain) and len(out.scores) == len(out.logits) == 12
     if not sample:
-        theirs = own(of, batch, **options)
-        assert torch.equal(out.sequences, theirs.sequences)
+        expected = own(of, batch, **options)
+        assert torch.equal(out.sequences, expected.sequences)
         for kind in ("scores", "logits"):
-            for one, other in zip(out[kind], theirs[kind], strict=True):
+            for one, other in zip(out[kind], expected[kind], strict=True):
                 torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
         return
     for i in range(12):  # each step from the sequence so far
         before = {"input_ids": out.sequences[:, : batch["input_ids"].shape[1] + i]}
         before["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, i), value=1)
-        theirs = own(of, before, **options | {"max_new_tokens": 1})
-        torch.testing.assert_close(out.scores[i], theirs.scores[0], atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(out.logits[i], theirs.logits[0], atol=2e-4, rtol=1e-4)
+        expected = own(of, before, **options | {"max_new_tokens": 1})
+        torch.testing.assert_close(out.scores[i], expected.scores[0], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(out.logits[i], expected.logits[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -108,11 +108,11 @@ def test_the_convolution_follows_the_path(bias: bool) -> None:
     make = functools.partial(torch.randn, dtype=torch.float64)
     inputs, window, weight, bias_C = make(3, 6, 14), make(3, 6, 3), make(6, 4), make(6) if bias else None
     branch = Branch(States(make(1, 3, 2, 5, 3), window[None]), seen_BNM, depths_BN)
-    found = branch.convolve(0, inputs, weight, bias_C)
+    convolved = branch.convolve(0, inputs, weight, bias_C)
     for row, parents in enumerate(tree.parents):
         for node in range(len(parents)):
             text = torch.cat([window[row], inputs[row][:, lines(tree, row, node)]], -1)
-            torch.testing.assert_close(found[row, :, node], conv1d(text[None], weight[:, None], bias_C, groups=6)[0, :, -1])
+            torch.testing.assert_close(convolved[row, :, node], conv1d(text[None], weight[:, None], bias_C, groups=6)[0, :, -1])
 
 
 def read_prompts(of: Backbone, rows: list[Tensor]) -> tuple[Reader, Any, Any]:
@@ -160,9 +160,9 @@ def test_greedy_text_is_transformers_own(family: str) -> None:
     assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
     for manner, tree in (("medusa", TreeShape(1)), ("eagle3", TreeShape(24, 8)), ("nearly", "auto"), ("oracle", TreeShape(24, 8))):
         options = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True}
-        found = say(drafting(manner, on, truths), rows, tree=tree, **options)
-        assert unpadded(found.sequences, rows) == truths, (manner, tree)
-        assert manner != "oracle" or found.tau > 3, "drafts are accepted"
+        output = say(drafting(manner, on, truths), rows, tree=tree, **options)
+        assert unpadded(output.sequences, rows) == truths, (manner, tree)
+        assert manner != "oracle" or output.tau > 3, "drafts are accepted"
 
 
 def test_recorded_passes_write_the_same() -> None:
@@ -194,8 +194,8 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
     plain = say(SpeculativeModel(on), rows, **options)
     audited = []
 
-    def audit(self: Decoder, *given: Any) -> None:
-        advance(self, *given)
+    def audit(self: Decoder, *args: Any) -> None:
+        advance(self, *args)
         for row, number in enumerate(self.rows if len(audited) % 3 == 0 else []):
             text, length = self.sequences[number], int(self.cache.lengths_B[row])
             _, _, own = read_prompts(on, [text.ids_T[text.pads :][:length]])
@@ -204,8 +204,8 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
         audited.append(len(self.rows))
 
     monkeypatch.setattr(Decoder, "_advance", audit)
-    found = say(SpeculativeModel(on, Scripted(on, unpadded(plain, rows), "nearly")), rows, **options)
-    assert torch.equal(found, plain) and len(audited) > 6
+    output = say(SpeculativeModel(on, Scripted(on, unpadded(plain, rows), "nearly")), rows, **options)
+    assert torch.equal(output, plain) and len(audited) > 6
 
 
 OTHERS: dict[str, dict[str, Any]] = {

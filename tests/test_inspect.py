@@ -49,16 +49,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inspected(tmp_path: Path, what: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "found.json"
     assert main(["inspect", str(what), *arguments, "--json", str(file)]) == 0
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 def test_a_sample_shows_what_is_learned(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, out = inspected(tmp_path, recipe), capsys.readouterr().out
-    learned = "".join(piece["text"] for piece in found["sample"] if piece["loss"])
+    report, out = inspected(tmp_path, recipe), capsys.readouterr().out
+    learned = "".join(piece["text"] for piece in report["sample"] if piece["loss"])
     assert out.count(f"⟦{ANSWER}<|im_end|>⟧") == 2 and learned == 2 * f"{ANSWER}<|im_end|>" and "\x1b" not in out
     assert "<|im_start|>user\nWhat is two?<|im_end|>" in out
-    special = {piece["text"] for piece in found["sample"] if piece["special"]}
+    special = {piece["text"] for piece in report["sample"] if piece["special"]}
     assert special == {"<|im_start|>", "<|im_end|>"}
     second, out = inspected(tmp_path, recipe, "--row", "1"), capsys.readouterr().out
     assert second["row"] == 1 and out.count("⟦") == 1 and "sample    1: " in out
@@ -93,17 +93,17 @@ def test_the_data_in_numbers(recipe: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, out = inspected(tmp_path, recipe), capsys.readouterr().out
-    contract = found["contract"]
+    report, out = inspected(tmp_path, recipe), capsys.readouterr().out
+    contract = report["contract"]
     assert contract["taps"] == {
         "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
     }  # fmt: skip
     assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(make_tokenizer(CHATML))
     assert contract["chat_template"] in out and "model.layers.1" in out
-    drafted = found["vocabulary"]["drafters"]["eagle3"]
-    learned = [piece["token"] for piece in found["sample"] if piece["loss"]]
+    drafted = report["vocabulary"]["drafters"]["eagle3"]
+    learned = [piece["token"] for piece in report["sample"] if piece["loss"]]
     different = set(learned)
-    assert found["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
+    assert report["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
     often = sorted(map(learned.count, different), reverse=True)   # all answers are the same
     assert drafted["coverage"] == pytest.approx(sum(often[:8]) / len(learned))
     assert "8 of" in out
@@ -132,17 +132,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, out = inspected(tmp_path, trained), capsys.readouterr().out
-    assert (found["kind"], found["arguments"], found["weights_match_hash"]) == ("medusa", {"depth": 2, "layers": 1}, True)
+    report, out = inspected(tmp_path, trained), capsys.readouterr().out
+    assert (report["kind"], report["arguments"], report["weights_match_hash"]) == ("medusa", {"depth": 2, "layers": 1}, True)
     drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
-    assert {one["name"]: one["shape"] for one in found["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}
-    assert {one["dtype"] for one in found["tensors"]} == {"F32"}
-    assert found["parameters"] == sum(weight.numel() for weight in drafter.parameters())
-    assert found["contract"]["vocab_size"] == VOCAB and found["contract"]["taps"] == [] and "weights" not in found["contract"]
-    assert found["resumable_steps"] == [1200] and found["tuned_for"] == ["cpu x | float32 | y"]
+    assert {one["name"]: one["shape"] for one in report["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}
+    assert {one["dtype"] for one in report["tensors"]} == {"F32"}
+    assert report["parameters"] == sum(weight.numel() for weight in drafter.parameters())
+    assert report["contract"]["vocab_size"] == VOCAB and report["contract"]["taps"] == [] and "weights" not in report["contract"]
+    assert report["resumable_steps"] == [1200] and report["tuned_for"] == ["cpu x | float32 | y"]
     steps = "1,200 steps, 34,000 tokens, mean acceptance length (tau) 2.500"
-    for said in (steps, "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
-        assert said in out or said == "0.1.linear", said
+    for expected in (steps, "0.1.linear", f"{VOCAB} x 32", "tuned     cpu x", "train_heads.py x", "abc"):
+        assert expected in out or expected == "0.1.linear", expected
 
 
 def test_weights_that_do_not_match_their_hash(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,11 +188,11 @@ NAMES = (
 def test_a_mistake_is_one_line(
     name: str, mistakes: dict[str, tuple[list[str], str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, said = mistakes[name]
+    arguments, message = mistakes[name]
     file = tmp_path / "made" / "found.json"
     assert main(["inspect", *arguments, "--json", str(file)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and said in printed.err and printed.err.count("\n") == 1, printed.err
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
     assert not file.parent.exists()
 
 
@@ -200,6 +200,6 @@ def test_plain_text_and_characters_of_several_tokens(tmp_path: Path, capsys: pyt
     small = make_recipe(tmp_path, data={"eval_rows": 0})
     text = "ünder one condition"
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    found = inspected(tmp_path, small)
-    assert "".join(piece["text"] for piece in found["sample"]) == text and f"⟦{text}⟧" in capsys.readouterr().out
-    assert found["contract"]["chat_template"] is None and torch.tensor([piece["loss"] for piece in found["sample"]]).all()
+    report = inspected(tmp_path, small)
+    assert "".join(piece["text"] for piece in report["sample"]) == text and f"⟦{text}⟧" in capsys.readouterr().out
+    assert report["contract"]["chat_template"] is None and torch.tensor([piece["loss"] for piece in report["sample"]]).all()

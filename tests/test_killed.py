@@ -45,14 +45,14 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_at_ten_moments(recipe: Path, tmp_path: Path, processes: int) -> None:
     """Five kills on one process, five on two. Every step is saved, so many kills interrupt the writing of a file."""
-    given = [str(recipe)]
+    args = [str(recipe)]
     start = time.monotonic()
-    assert Forked(processes, [*given, f"save.dir={tmp_path}/whole"], tmp_path / "said").wait() == 0
+    assert Forked(processes, [*args, f"save.dir={tmp_path}/whole"], tmp_path / "said").wait() == 0
     seconds, draw, round, killed = time.monotonic() - start, random.Random(processes), 0, 0
     backbone = load_backbone(str(tmp_path / "backbone"), device="cpu")
     while killed < MOMENTS:
         out = tmp_path / str(round)
-        command = [*given, f"save.dir={out}"]
+        command = [*args, f"save.dir={out}"]
         run = Forked(processes, command, tmp_path / f"{round}.txt")
         time.sleep(draw.uniform(0.1, 0.5) * seconds)
         if run.kill():
@@ -89,13 +89,14 @@ def test_a_full_disk(
         "flush": OSError(errno.ENOSPC, "No space left on device"),
     }
 
-    def fail(*given: Any) -> None:
+    def fail(*args: Any) -> None:
         raise full[where]
 
     monkeypatch.setattr(*((checkpoint, "save_file") if where == "tensors" else (os, "fsync")), fail)
     assert main([str(recipe), "train.steps=5", "train.schedule=constant"]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "step 4 could not be saved" in said[0] and "No space left on device" in said[0] and "step-00000003" in said[0]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "step 4 could not be saved" in errors[0] and "No space left on device" in errors[0] and "step-00000003" in errors[0]
     assert sorted(path.name for path in (out / "state").iterdir()) == ["step-00000002", "step-00000003"]
     load_drafter(out, load_backbone(str(tmp_path / "backbone"), device="cpu"))
     monkeypatch.setattr(*((checkpoint, "save_file") if where == "tensors" else (os, "fsync")), real[where])

@@ -42,9 +42,9 @@ def small() -> SpeculativeModel:
 
 def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """The exact probability of every sequence, from transformers' own scores."""
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        prefixes = list(chances)
+        prefixes = list(exact)
         ids = torch.cat([PROMPT.expand(len(prefixes), -1), torch.tensor(prefixes, dtype=torch.int64).view(len(prefixes), -1)], 1)
         out = of.backbone.model.generate(
             ids,
@@ -56,20 +56,20 @@ def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tupl
             **warpers,
         )
         probs = out.scores[0].softmax(-1).tolist()
-        chances = {
-            (*prefix, v): chances[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0
+        exact = {
+            (*prefix, v): exact[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0
         }
-    assert abs(sum(chances.values()) - 1) < 1e-4
-    return chances
+    assert abs(sum(exact.values()) - 1) < 1e-4
+    return exact
 
 
-def chi_square(found: Counter, chances: dict[tuple[int, ...], float], n: int) -> float:
+def chi_square(counts: Counter, probs: dict[tuple[int, ...], float], n: int) -> float:
     """The p-value of the counts under the distribution; sequences expected fewer than five times are counted together."""
-    assert set(found) <= set(chances), "a text that cannot be"
-    rare = [text for text, p in chances.items() if n * p < 5]
-    bins = [(found[text], n * p) for text, p in chances.items() if n * p >= 5]
+    assert set(counts) <= set(probs), "a text that cannot be"
+    rare = [text for text, p in probs.items() if n * p < 5]
+    bins = [(counts[text], n * p) for text, p in probs.items() if n * p >= 5]
     if rare:
-        bins.append((sum(found[text] for text in rare), n * sum(chances[text] for text in rare)))
+        bins.append((sum(counts[text] for text in rare), n * sum(probs[text] for text in rare)))
     bins = [(o, e) for o, e in bins if e > 0.5]
     statistic = sum((o - e) ** 2 / e for o, e in bins)
     degrees = len(bins) - 1
@@ -101,11 +101,11 @@ def test_transformers_draws_by_the_same_law(small: SpeculativeModel) -> None:
     torch.manual_seed(0)
     ids = PROMPT.expand(n, -1)
     own = small.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True, temperature=0.8)
-    theirs = Counter(map(tuple, own[:, PROMPT.shape[1] :].tolist()))
+    expected = Counter(map(tuple, own[:, PROMPT.shape[1] :].tolist()))
     ours = drawn(small, n, 3, seed=5, temperature=0.8)
-    assert chi_square(theirs, law(small, 3, {"temperature": 0.8}), n) > 1e-3
-    both = [text for text in ours | theirs if ours[text] + theirs[text] >= 10]
-    bins = [(ours[text], theirs[text]) for text in both]
+    assert chi_square(expected, law(small, 3, {"temperature": 0.8}), n) > 1e-3
+    both = [text for text in ours | expected if ours[text] + expected[text] >= 10]
+    bins = [(ours[text], expected[text]) for text in both]
     bins.append((n - sum(o for o, _ in bins), n - sum(t for _, t in bins)))
     statistic = sum((o - t) ** 2 / (o + t) for o, t in bins if o + t)
     p = torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))

@@ -103,8 +103,8 @@ def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup_ratio": 0.0}, save={"every": 1})
     assert main([str(recipe)]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "at step 2" in said[0] and "lower train.lr" in said[0] and "step-00000001" in said[0]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "at step 2" in errors[0] and "lower train.lr" in errors[0] and "step-00000001" in errors[0]
     assert [folder.name for folder in (tmp_path / "out" / "state").iterdir()] == ["step-00000001"]
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
 
@@ -123,16 +123,16 @@ def test_steps_that_are_not_finite_can_be_skipped(
     train = {"micro_batch": 2, "ema_decay": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
     recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
     assert without(recipe, tmp_path / "out", monkeypatch, "3,9,10,12") == 0
-    said = capsys.readouterr().err
-    assert "steps skipped since their loss or gradient was not finite: 3" in said and "1 steps skipped (not finite)" in said
+    output = capsys.readouterr().err
+    assert "steps skipped since their loss or gradient was not finite: 3" in output and "1 steps skipped (not finite)" in output
     lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
     assert [line.get("skipped", 0) for line in lines] == [1, 2, 0, 0] and all(line["loss"] > 0 for line in lines)
     load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
     assert without(recipe, tmp_path / "parts", monkeypatch, "3", "train.steps=4") == 0
     assert without(recipe, tmp_path / "parts", monkeypatch, "1,4") == 0
     assert "not finite: 3" in capsys.readouterr().err
-    found = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "parts")]
-    assert found[0] == found[1]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "parts")]
+    assert weights[0] == weights[1]
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_ten_consecutive_skips_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "tests.dying", "depth": 2}, save={"every": 1})
     assert without(recipe, tmp_path / "out", monkeypatch, ",".join(map(str, [1, *range(3, 30)])), "train.steps=20") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: the loss is nan") and "at step 12, the last of 10 such steps in a row" in said
-    assert "step-00000011" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: the loss is nan") and "at step 12, the last of 10 such steps in a row" in message
+    assert "step-00000011" in message
 
 
 def test_wandb_is_asked_for_before_anything_is_loaded(

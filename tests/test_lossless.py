@@ -87,8 +87,8 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
     truths, rows = alone(family, **options), left_padded(prompts())
     assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
     for (name, tree), manner in zip(TREES.items(), itertools.cycle(MANNERS), strict=False):
-        found = unpadded(say(drafting(manner, family, truths), rows, tree=tree, **options), rows)
-        assert cut(found, [len(truth) for truth in truths]) == truths, (name, manner)
+        output = unpadded(say(drafting(manner, family, truths), rows, tree=tree, **options), rows)
+        assert cut(output, [len(truth) for truth in truths]) == truths, (name, manner)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,8 +116,8 @@ def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
     rows, texts, half = left_padded(prompts((9, 1, 4))), set(), (list(PROCESSORS).index(processors) + list(WARPERS).index(warpers)) % 2
     for family, manner in list(zip(FAMILIES, ("nearly", "eagle3", "medusa", "nearly"), strict=True))[half::2]:
         plain = say(SpeculativeModel(backbone(family)), rows, **options)
-        found = say(drafting(manner, family, unpadded(plain, rows)), rows, tree=TreeShape(20, 6), **options)
-        assert torch.equal(found, plain), (family, manner)
+        output = say(drafting(manner, family, unpadded(plain, rows)), rows, tree=TreeShape(20, 6), **options)
+        assert torch.equal(output, plain), (family, manner)
         texts.add(str(plain))
     assert len(texts) == 2
 

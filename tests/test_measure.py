@@ -108,5 +108,5 @@ def test_compare_takes_every_system_through_every_prompt(heads):
 def test_verdict_when_tokens_differ(dtype, fine, said):
     same = {"head": "a", "temperature": 0.0, "batch": 1, "identical": True, "identical_to_transformers": True}
     other = {"head": "b", "temperature": 0.7, "batch": 1, "identical": False, "prompts_differing": 2}
-    found, sentence = verdict({"dtype": dtype, "prompts": 9, "baselines": [], "results": [same, other]})
-    assert found is fine and said in sentence and "b at temperature 0.7 in 2 of 9 prompts" in sentence
+    passed, sentence = verdict({"dtype": dtype, "prompts": 9, "baselines": [], "results": [same, other]})
+    assert passed is fine and said in sentence and "b at temperature 0.7 in 2 of 9 prompts" in sentence

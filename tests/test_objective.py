@@ -45,9 +45,9 @@ def test_same_as_naive_forward_and_backward(
     wanted = Objective(terms=terms, depth_decay=0.6, depth_weights=weights, top_k=4)
     right = run(naive, wanted, backbone, drafter, features)
     for chunk in (7, 10_000):
-        found = run(chunked, wanted.model_copy(update={"chunk_size": chunk}), backbone, drafter, features)
-        assert len(found) == len(right)
-        for a, b in zip(right, found, strict=True):
+        actual = run(chunked, wanted.model_copy(update={"chunk_size": chunk}), backbone, drafter, features)
+        assert len(actual) == len(right)
+        for a, b in zip(right, actual, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     assert right[1][0] == learned(features) > 0
 

@@ -146,16 +146,16 @@ def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocab
     on, drafter = drafting(vocabulary)
     features = with_kv(on, drafter, ROWS, vocab=on.vocab)
     wanted = Objective(terms=terms, on_policy=0.7, on_policy_share=0.4, depth_decay=0.6, chunk_size=7)
-    found = []
+    pairs = []
     for way in (lambda: on_policy_loss(FusedLoss(wanted, on, drafter), features, KEY), lambda: naive(wanted, on, drafter, features)):
         drafter.zero_grad()
         (loss := way()).backward()
-        found.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-10, atol=1e-10)
-    assert found[0][0] > 0 and found[0][1].keys() == found[1][1].keys() == dict(drafter.named_parameters()).keys()
-    for name, gradient in found[0][1].items():
+        pairs.append((loss.detach(), {name: weight.grad.clone() for name, weight in drafter.named_parameters() if weight.grad is not None}))
+    torch.testing.assert_close(pairs[0][0], pairs[1][0], rtol=1e-10, atol=1e-10)
+    assert pairs[0][0] > 0 and pairs[0][1].keys() == pairs[1][1].keys() == dict(drafter.named_parameters()).keys()
+    for name, gradient in pairs[0][1].items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(gradient, pairs[1][1][name], rtol=1e-8, atol=1e-10)
     assert all(weight.grad is None for weight in on.model.parameters())
 
 
@@ -171,19 +171,19 @@ def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> Non
 
 def test_drafts_begin_by_chance_at_learned_positions_alone() -> None:
     on, drafter = drafting()
-    features, found = with_kv(on, drafter, ROWS, on.vocab), {}
+    features, counts = with_kv(on, drafter, ROWS, on.vocab), {}
     assert features.loss_mask_BT is not None and features.document_BT is not None
     for seed in range(3):
         for step in range(40):
             anchors = sample_anchors(features, 3, 0.25, StepKey(seed, step), first_depth=1)
-            found[seed, step] = tuple(zip(anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), strict=True))
+            counts[seed, step] = tuple(zip(anchors.at.row_M.tolist(), anchors.at.position_M.tolist(), strict=True))
             assert anchors.counts_MK[:, 1:].any(1).all()
             for k in range(3):
                 ahead = (anchors.at.position_M + 2 + k).clamp(max=features.tokens_BT.shape[1] - 1)
                 assert (features.loss_mask_BT[anchors.at.row_M, ahead] | ~anchors.counts_MK[:, k]).all()
     possible = len(sample_anchors(features, 3, 1.0, KEY, first_depth=1))
-    drawn = sum(map(len, found.values())) / len(found)
-    assert len(set(found.values())) == len(found) and possible <= int(count_label_tokens(features.loss_mask_BT, features.document_BT)) + 7
+    drawn = sum(map(len, counts.values())) / len(counts)
+    assert len(set(counts.values())) == len(counts) and possible <= int(count_label_tokens(features.loss_mask_BT, features.document_BT)) + 7
     assert drawn == pytest.approx(0.25 * possible, rel=0.1)
 
 

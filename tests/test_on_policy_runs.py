@@ -46,8 +46,8 @@ def test_no_cut_of_a_step_shows(tmp_path: Path) -> None:
     pieces = ["train.micro_batch=1", "objective.chunk_size=7", "train.gradient_checkpointing=true"]
     assert main([recipe, f"save.dir={tmp_path}/pieces", *pieces]) == 0
     for name, environment in (("two", {}), ("sharded", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})):
-        said = tmp_path / f"{name}.txt"
-        assert Forked(2, [recipe, f"save.dir={tmp_path}/{name}"], said, **environment).wait() == 0, said.read_text()[-3000:]
+        output = tmp_path / f"{name}.txt"
+        assert Forked(2, [recipe, f"save.dir={tmp_path}/{name}"], output, **environment).wait() == 0, output.read_text()[-3000:]
     whole = losses(tmp_path / "whole")
     for name in ("pieces", "two", "sharded"):
         assert [x for line in losses(tmp_path / name) for x in line] == pytest.approx([x for line in whole for x in line], rel=1e-4)
@@ -128,8 +128,8 @@ def test_recipes_that_cannot_be(tmp_path: Path, overrides: list[str], message: s
 def test_drafters_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: dict[str, Any], message: str) -> None:
     path = make_recipe(tmp_path, objective=WANTED)
     assert main([str(path), f"drafter={drafter}".replace("'", "")]) == 2
-    said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said and not (tmp_path / "out").exists()
+    output = capsys.readouterr().err
+    assert message in output and "Traceback" not in output and not (tmp_path / "out").exists()
 
 
 def test_backbones_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,10 +39,10 @@ def test_vocabulary_tables_and_vectors_stay_with_adamw(kind: str) -> None:
 def test_it_is_torchs_own_but_for_rounding() -> None:
     """torch's Muon rounds to bf16 internally; ours does not on a CPU."""
     ours = build_drafter("eagle3", backbone("llama"), {"depth": 2})
-    start, theirs = dict(copy.deepcopy(ours).named_parameters()), copy.deepcopy(ours)
+    start, reference = dict(copy.deepcopy(ours).named_parameters()), copy.deepcopy(ours)
     optimizer = build_optimizer(ours, MUON)
     names = {id(p): name for name, p in ours.named_parameters()}
-    muon, adamw = ([theirs.get_parameter(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups)
+    muon, adamw = ([reference.get_parameter(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups)
     parts = (
         torch.optim.Muon(muon, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(adamw, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0),
@@ -50,12 +50,12 @@ def test_it_is_torchs_own_but_for_rounding() -> None:
     pull(ours, optimizer, 3)
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
-        for parameter in theirs.parameters():
+        for parameter in reference.parameters():
             parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=draw)
         for part in parts:
             part.step()
     by_adamw = {names[id(p)] for p in optimizer.param_groups[1]["params"]}
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (name, a), b in zip(ours.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b) if name in by_adamw else (a - b).norm() < 0.02 * (b - start[name]).norm(), name
     assert by_adamw and len(by_adamw) < len(names)
 
@@ -65,8 +65,8 @@ def test_orthogonal_as_torchs_in_the_same_dtype(shape: tuple[int, int]) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz  # not public: the day it goes, so may this comparison
 
     coefficients, matrix = (3.4445, -4.775, 2.0315), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    own, theirs = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
-    assert torch.equal(own, theirs)
+    own, expected = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
+    assert torch.equal(own, expected)
     sizes = torch.linalg.svdvals(orthogonal(matrix, coefficients, 5, 1e-7))
     assert sizes.min() > 0.3 and sizes.max() < 1.3
 

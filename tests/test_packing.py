@@ -90,8 +90,8 @@ def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
             alone = source.read(collate(samples, [[index]]))
             assert packed.taps is not None and alone.taps is not None and torch.equal(packed.tokens_BT[b, there], samples[index].tokens)
             pairs = [(packed.hidden_BTD, alone.hidden_BTD), *((packed.taps[tap], alone.taps[tap]) for tap in taps)]
-            for mine, theirs in pairs:
-                torch.testing.assert_close(mine[b, there], theirs[0], atol=1e-5 * max(theirs.abs().max().item(), 1.0), rtol=0)
+            for mine, expected in pairs:
+                torch.testing.assert_close(mine[b, there], expected[0], atol=1e-5 * max(expected.abs().max().item(), 1.0), rtol=0)
 
 
 def gradients(features: Features, drafter: Drafter) -> tuple[Tensor, list[Tensor]]:
@@ -112,11 +112,11 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
     samples, on = make_samples(), backbone(family)
     drafter = random_drafter(kind, on)
     source = LiveFeatures(on, drafter.taps)
-    found = [gradients(source.read(collate(samples, rows)), drafter) for rows in (ROWS, [[i] for i in range(len(samples))])]
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
-    assert len(found[0][1]) == len(found[1][1]) > 0 and found[0][0] > 0
-    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * max(theirs.abs().max().item(), 1.0))
+    results = [gradients(source.read(collate(samples, rows)), drafter) for rows in (ROWS, [[i] for i in range(len(samples))])]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    assert len(results[0][1]) == len(results[1][1]) > 0 and results[0][0] > 0
+    for mine, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5 * max(expected.abs().max().item(), 1.0))
 
 
 def test_the_mask_is_what_makes_it_so() -> None:
@@ -145,8 +145,8 @@ def test_a_packed_feed_reads_every_sample_once_an_epoch() -> None:
 def test_a_packed_run_trains_cuts_long_documents_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": None, "epochs": 3, "batch_size": 2})
     assert main([str(recipe), "data.packing=true", "data.max_length=24"]) == 0
-    said = capsys.readouterr().err
-    assert "samples cut into" in said and "truncated" not in said and "; packed into 43 rows of 24, 77.0% full" in said
+    output = capsys.readouterr().err
+    assert "samples cut into" in output and "truncated" not in output and "; packed into 43 rows of 24, 77.0% full" in output
     losses = [line["loss"] for line in read_log(tmp_path / "out") if "loss" in line]
     assert losses[-1] < losses[0]
     assert read_log(tmp_path / "out")[-2]["tokens"] > 3 * 36 * 20   # every token of every epoch

@@ -49,8 +49,8 @@ def test_the_largest_of_a_curve_fits() -> None:
 def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     file = tmp_path / "plan.json"
     assert main(["plan", str(small), *arguments, "--json", str(file)]) == 0
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,11 +143,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(name: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, said = MISTAKES[name]
+    arguments, message = MISTAKES[name]
     file = tmp_path / "made" / "plan.json"
     assert main(["plan", str(small), *arguments, "--json", str(file)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and said in printed.err and printed.err.count("\n") == 1, printed.err
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1, printed.err
     assert not file.parent.exists()
 
 

@@ -72,8 +72,8 @@ def test_faults_in_files_of_prompts(tmp_path, name, content, said):
     assert said in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def rows(path, *given: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+def rows(path, *contents: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in contents))
     return path
 
 
@@ -114,9 +114,9 @@ def test_later_turns_follow_the_answers(tmp_path, template):
     second = prompter.follow(first, torch.tensor([*answer, tokenizer.eos_token_id]))
     third = prompter.follow(second, torch.tensor(answer))
     assert first.later == ("And three?", "six") and second.later == ("six",) and third.later == () and third.task == "qa"
-    said = [("user", "What is two?"), ("assistant", "It is four."), ("user", "And three?")]
+    messages = [("user", "What is two?"), ("assistant", "It is four."), ("user", "And three?")]
     if template:
-        assert second.ids_T.tolist() == prompter.converse(chat(*said)).tolist()
+        assert second.ids_T.tolist() == prompter.converse(chat(*messages)).tolist()
     else:
         assert tokenizer.decode(second.ids_T) == "<s>What is two?\n\nIt is four.\n\nAnd three?"
     assert len(third.ids_T) > len(second.ids_T) > len(first.ids_T)

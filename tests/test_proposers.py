@@ -27,24 +27,24 @@ def likely(draw: random.Random, letters: int) -> tuple[list[int], list[float]]:
 def show(proposer: Proposer, tokens: list[int], seed: int = 0) -> None:
     """Show the proposer a random top-k after each token."""
     draw = random.Random(seed)
-    said = [likely(draw, 20) for _ in tokens]
-    proposer.observe(tokens, [tokens for tokens, _ in said], [logprobs for _, logprobs in said])
+    top_k = [likely(draw, 20) for _ in tokens]
+    proposer.observe(tokens, [tokens for tokens, _ in top_k], [logprobs for _, logprobs in top_k])
 
 
-def paths(found: Candidates) -> list[Path]:
+def paths(candidates: Candidates) -> list[Path]:
     places: list[Path] = []
-    for token, parent in zip(found.tokens, found.parents, strict=True):
+    for token, parent in zip(candidates.tokens, candidates.parents, strict=True):
         places.append((*(places[parent] if parent >= 0 else ()), token))
     return places
 
 
-def chain(found: Candidates) -> Path:
+def chain(candidates: Candidates) -> Path:
     """The path of the likeliest nodes."""
-    first = {parent: node for node, parent in reversed(list(enumerate(found.parents)))}
+    first = {parent: node for node, parent in reversed(list(enumerate(candidates.parents)))}
     tokens, at = [], -1
     while at in first:
         at = first[at]
-        tokens.append(found.tokens[at])
+        tokens.append(candidates.tokens[at])
     return tuple(tokens)
 
 
@@ -59,17 +59,17 @@ def test_proposals_are_forests_within_what_was_asked(kind: type[Proposer]) -> No
         show(proposer, [draw.randrange(letters) for _ in range(30)], trial)
         proposer.extend(trial % 3, [draw.randrange(letters) for _ in range(draw.randrange(1, 4))])
         depth, nodes = draw.randrange(0, 7), draw.randrange(0, 20)
-        found = proposer.propose(trial % 3, depth, nodes)
-        assert len(found.tokens) == len(found.parents) == len(found.scores) <= nodes
-        assert all(-1 <= parent < node for node, parent in enumerate(found.parents))
-        assert all(math.isfinite(score) and score <= 0 for score in found.scores)
-        assert all(0 <= token < 20 for token in found.tokens)
-        assert all(len(path) <= depth for path in paths(found))
-        assert len(set(paths(found))) == len(found.tokens)
-        for parent in {-1, *found.parents}:
-            children = [math.exp(score) for score, above in zip(found.scores, found.parents, strict=True) if above == parent]
+        candidates = proposer.propose(trial % 3, depth, nodes)
+        assert len(candidates.tokens) == len(candidates.parents) == len(candidates.scores) <= nodes
+        assert all(-1 <= parent < node for node, parent in enumerate(candidates.parents))
+        assert all(math.isfinite(score) and score <= 0 for score in candidates.scores)
+        assert all(0 <= token < 20 for token in candidates.tokens)
+        assert all(len(path) <= depth for path in paths(candidates))
+        assert len(set(paths(candidates))) == len(candidates.tokens)
+        for parent in {-1, *candidates.parents}:
+            children = [math.exp(score) for score, above in zip(candidates.scores, candidates.parents, strict=True) if above == parent]
             assert sum(children) < 1
-        sizes.add(len(found.tokens))
+        sizes.add(len(candidates.tokens))
     assert max(sizes) > 10
 
 
@@ -148,9 +148,9 @@ def test_recycling_proposes_what_was_said_and_the_newest_wins() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [3, 5])
     proposer.observe([5, 6], [[6, 8], [7, 9]], [[-0.2, -2.0], [-0.1, -3.0]])
-    found = proposer.propose(0, 2, 3)
-    assert (found.tokens, found.parents) == ([6, 7, 8], [-1, 0, -1])
-    assert found.scores == pytest.approx([math.log(NEWEST_WEIGHT) - 0.2, math.log(NEWEST_WEIGHT) - 0.1, math.log(NEWEST_WEIGHT) - 2.0])
+    candidates = proposer.propose(0, 2, 3)
+    assert (candidates.tokens, candidates.parents) == ([6, 7, 8], [-1, 0, -1])
+    assert candidates.scores == pytest.approx([math.log(NEWEST_WEIGHT) - 0.2, math.log(NEWEST_WEIGHT) - 0.1, math.log(NEWEST_WEIGHT) - 2.0])
     proposer.observe([5], [[8, 6]], [[-0.2, -2.0]])
     assert proposer.propose(0, 1, 1).tokens == [8]
     proposer.extend(0, [4, 6])
@@ -161,14 +161,14 @@ def test_what_is_said_again_is_surer_and_what_is_old_fades() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [5])
     first, second = [6, 7], [8, 7]
-    chances = []
-    for said in (first, first, first, second, second, second):
-        proposer.observe([5], [said], [[-0.1, -3.0]])
-        found = proposer.propose(0, 1, 4)
-        chances.append({token: math.exp(score) for token, score in zip(found.tokens, found.scores, strict=True)})
-    assert chances[0][6] < chances[1][6] < chances[2][6] < 1
-    assert chances[3][6] < chances[3][8]
-    assert 6 not in chances[5] and chances[5][8] == pytest.approx(chances[2][6])
+    probs = []
+    for tokens in (first, first, first, second, second, second):
+        proposer.observe([5], [tokens], [[-0.1, -3.0]])
+        candidates = proposer.propose(0, 1, 4)
+        probs.append({token: math.exp(score) for token, score in zip(candidates.tokens, candidates.scores, strict=True)})
+    assert probs[0][6] < probs[1][6] < probs[2][6] < 1
+    assert probs[3][6] < probs[3][8]
+    assert 6 not in probs[5] and probs[5][8] == pytest.approx(probs[2][6])
 
 
 def test_the_table_is_the_model_s_and_outlives_texts() -> None:
@@ -219,15 +219,15 @@ def test_growth_takes_the_nodes_of_largest_reach(nodes: int) -> None:
     def expand(place: Path, least: float = 0.0) -> list[tuple[int, float, Path]]:
         draw = random.Random(str(place))
         weights = [draw.random() ** 2 for _ in range(3)]
-        chances = [weight / (sum(weights) + 0.2) for weight in weights]
-        return [(token, chance, (*place, token)) for token, chance in enumerate(chances) if chance >= least]
+        probs = [weight / (sum(weights) + 0.2) for weight in weights]
+        return [(token, prob, (*place, token)) for token, prob in enumerate(probs) if prob >= least]
 
-    reach: dict[Path, float] = {(): 1.0}
+    path_prob: dict[Path, float] = {(): 1.0}
     for depth in range(4):
-        for place in [place for place in reach if len(place) == depth]:
-            reach |= {after: reach[place] * chance for _, chance, after in expand(place)}
-    best = [place for place in sorted(reach, key=lambda place: -reach[place]) if reach[place] >= MIN_PATH_PROB][1 : nodes + 1]
-    found = grow((), expand, 4, nodes)
-    assert paths(found) == best
-    assert found.scores == pytest.approx([math.log(reach[place] / reach[place[:-1]]) for place in best])
-    assert len(best) == nodes or reach[best[-1]] < 2 * MIN_PATH_PROB
+        for place in [place for place in path_prob if len(place) == depth]:
+            path_prob |= {after: path_prob[place] * prob for _, prob, after in expand(place)}
+    best = [place for place in sorted(path_prob, key=lambda place: -path_prob[place]) if path_prob[place] >= MIN_PATH_PROB][1 : nodes + 1]
+    candidates = grow((), expand, 4, nodes)
+    assert paths(candidates) == best
+    assert candidates.scores == pytest.approx([math.log(path_prob[place] / path_prob[place[:-1]]) for place in best])
+    assert len(best) == nodes or path_prob[best[-1]] < 2 * MIN_PATH_PROB

@@ -20,9 +20,9 @@ COMMANDS = [line.partition(" # ")[0].strip() for block in re.findall(r"```\n(.*?
 
 
 def starting(word: str) -> list[str]:
-    found = [line for line in COMMANDS if line.startswith(word + " ")]
-    assert found
-    return found
+    commands = [line for line in COMMANDS if line.startswith(word + " ")]
+    assert commands
+    return commands
 
 
 @pytest.mark.parametrize("line", starting("headstart"))

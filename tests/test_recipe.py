@@ -36,8 +36,8 @@ def write(tmp_path):
 
 
 def test_the_promised_recipes_are_shipped():
-    found = {path.relative_to(ROOT / "recipes").as_posix() for path in SHIPPED}
-    assert found >= {
+    shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in SHIPPED}
+    assert shipped >= {
         "quickstart/eagle3.yaml", "quickstart/medusa.yaml", "qwen3-0.6b/eagle3.yaml", "qwen3-8b/eagle3.yaml",
         "llama-3.1-8b-instruct/eagle3.yaml", "vicuna-7b/medusa.yaml",
     }
@@ -93,10 +93,10 @@ def test_defaults_and_the_least_recipe(write):
     ],
 )
 def test_overrides(write, override, key, value):
-    found = load_recipe(write(), [override])
+    field = load_recipe(write(), [override])
     for name in key.split("."):
-        found = vars(found)[name]
-    assert found == value and type(found) is type(value)
+        field = vars(field)[name]
+    assert field == value and type(field) is type(value)
 
 
 def test_later_overrides_win(write):

@@ -29,8 +29,8 @@ def test_neither_accumulation_nor_the_number_of_processes_changes_a_step(tmp_pat
     recipe = make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train=TRAIN, eval={"prompts": 1})
     assert main([str(recipe), f"save.dir={tmp_path}/whole"]) == 0
     assert main([str(recipe), f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
-    said = tmp_path / "said"
-    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], said).wait() == 0 and "2 processes on cpu" in said.read_text()
+    output = tmp_path / "said"
+    assert Forked(2, [str(recipe), f"save.dir={tmp_path}/two"], output).wait() == 0 and "2 processes on cpu" in output.read_text()
     whole, *others = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "pieces", "two"))
     assert len(whole) == TRAIN["steps"]
     for other in others:

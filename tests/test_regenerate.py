@@ -42,9 +42,9 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def turns(*said: str) -> list[dict[str, Any]]:
+def turns(*contents: str) -> list[dict[str, Any]]:
     """Messages, alternately the user's and the assistant's."""
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
 def dialogues(count: int = 9) -> list[dict[str, Any]]:
@@ -81,23 +81,23 @@ def result(folder: Path) -> dict[str, Any]:
 
 def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path: Path, capsys: Any) -> None:
     opened = [{"role": "assistant", "content": "Welcome"}, *turns("What is two?", "old", "And three?", "old")]
-    told = [{"role": "system", "content": "Be brief", "name": "x"}, *turns("Hi there")]
-    assert ask([{"messages": opened}, {"messages": told, "id": 7}], "regenerate.max_new_tokens=40", "seed=3") == 0
+    conversation = [{"role": "system", "content": "Be brief", "name": "x"}, *turns("Hi there")]
+    assert ask([{"messages": opened}, {"messages": conversation, "id": 7}], "regenerate.max_new_tokens=40", "seed=3") == 0
     first, second = rows_of(tmp_path / "new.jsonl")
     assert (first["row"], second["row"]) == (0, 1)
     assert [m["content"] for m in first["messages"][:2]] == ["Welcome", "What is two?"] and first["messages"][3]["content"] == "And three?"
-    assert second["messages"][:2] == told and second["messages"][2]["role"] == "assistant", "a last question is answered"
+    assert second["messages"][:2] == conversation and second["messages"][2]["role"] == "assistant", "a last question is answered"
     backbone, tokenizer = load_backbone(str(talker), device="cpu"), load_tokenizer(str(talker))
     for messages in (first["messages"], second["messages"]):
         for i, message in enumerate(messages[2:], 2):   # each equals transformers' own generate on the messages before it
             if message["role"] == "assistant":
                 ids = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-                said = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
-                assert tokenizer.decode(said[:-1], skip_special_tokens=True) == message["content"]
-    found = result(tmp_path)
-    assert (found["rows"], found["rows_written"], found["turns"], found["rows_dropped"]) == (2, 2, 3, 0)
-    assert found["tau"] >= 1 and found["tokens"] > 3 and found["tokens_per_second"] > 0
-    assert "2 of 2 rows, 3 answers" in (told_user := capsys.readouterr().err) and f"length (tau) {found['tau']:.2f}" in told_user
+                answer = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
+                assert tokenizer.decode(answer[:-1], skip_special_tokens=True) == message["content"]
+    report = result(tmp_path)
+    assert (report["rows"], report["rows_written"], report["turns"], report["rows_dropped"]) == (2, 2, 3, 0)
+    assert report["tau"] >= 1 and report["tokens"] > 3 and report["tokens_per_second"] > 0
+    assert "2 of 2 rows, 3 answers" in (stderr := capsys.readouterr().err) and f"length (tau) {report['tau']:.2f}" in stderr
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -126,22 +126,22 @@ def test_truncated_answers_are_dropped_and_counted(ask: Any, tmp_path: Path, cap
     whole = {row["row"]: row["messages"] for row in rows_of(tmp_path / "long.jsonl")}
     assert len(whole) == len(rows) and result(tmp_path)["truncated"] == 0
     assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=7") == 0
-    short, found = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
-    assert 0 < len(short) < len(rows) and found["rows_dropped"] == len(rows) - len(short)
+    short, report = {row["row"]: row["messages"] for row in rows_of(tmp_path / "new.jsonl")}, result(tmp_path)
+    assert 0 < len(short) < len(rows) and report["rows_dropped"] == len(rows) - len(short)
     cut = 0
     for row, messages in whole.items():
         kept = short.get(row, [])
         assert kept == messages[: len(kept)] and (not kept or kept[-1]["role"] == "assistant")
         cut += len(kept) < len(messages)
-    assert found["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
+    assert report["truncated"] == cut and f"{cut} rows had an answer that did not end within" in capsys.readouterr().err
 
 
 def test_what_cannot_be_asked_is_dropped_and_counted(ask: Any, tmp_path: Path) -> None:
     rows = [{"messages": turns("Hi")}, {"messages": turns("two three " * 99)}, {"messages": turns("Hi", "a")[1:]}, {"messages": []}]
     wrong = [{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}]
     assert ask(rows + wrong, "regenerate.temperature=1", "regenerate.max_new_tokens=90", f"data.chat_template={json.dumps(GEMMA)}") == 0
-    found = result(tmp_path)
-    assert {name: found[name] for name in ("rows_written", "too_long", "empty", "refused")} == {
+    report = result(tmp_path)
+    assert {name: report[name] for name in ("rows_written", "too_long", "empty", "refused")} == {
         "rows_written": 1, "too_long": 1, "empty": 2, "refused": 1,
     }  # fmt: skip
     assert ask(rows[1:], out="none.jsonl") == 2
@@ -156,8 +156,8 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
     for row, text, kept in zip(rows, texts[:2], (6, (len(tokenizer(texts[1])["input_ids"]) + 1) // 2), strict=True):
         ids = tokenizer(row["text"])["input_ids"]
         assert ids[:kept] == tokenizer(text)["input_ids"][:kept] and row["text"] != text
-    found = result(tmp_path)
-    assert (found["rows_written"], found["empty"], found["truncated"]) == (2, 1, 0) and 2 <= found["tokens"] <= 10
+    report = result(tmp_path)
+    assert (report["rows_written"], report["empty"], report["truncated"]) == (2, 1, 0) and 2 <= report["tokens"] <= 10
 
 
 def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_a_half_done_file_of_something_else_is_refused(
     if change == ["rows"]:
         rows[0], change = {"messages": turns("Another one")}, []
     assert ask(rows, *SAMPLED, *change) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert message in said and str(half) in said and "delete the file to begin anew, or choose another regenerate.out" in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and str(half) in error and "delete the file to begin anew, or choose another regenerate.out" in error
     assert half.read_bytes() == before
 
 
@@ -239,8 +239,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, 
     ]
     for overrides, out, message in cases:
         assert ask(dialogues(3), *overrides, out=out) == 2, overrides
-        said = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message in said and said.startswith("error: "), (overrides, said)
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in error and error.startswith("error: "), (overrides, error)
     assert there.read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "recipe.yaml", "there.jsonl"}
 

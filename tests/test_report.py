@@ -24,8 +24,8 @@ def report() -> dict:
     prompts = [Prompt(prompter.ask(text), task) for text, task in (("<script>two & two</script>", "a<b"), ("six", "qa"))]
     plan = Plan(8, (0.0, 1.0), tree=TreeShape(9, 3), batches=(1, 2))
     two = SpeculativeModel(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4))
-    found = compare([("out/<m>", heads), ("e", two)], prompts, plan, prompter)
-    return found | {"costs": [{"head": "out/<m>", "points": cost_curve(heads, prompts[1].ids_T, 4)}], "backbone": "tiny & small"}
+    results = compare([("out/<m>", heads), ("e", two)], prompts, plan, prompter)
+    return results | {"costs": [{"head": "out/<m>", "points": cost_curve(heads, prompts[1].ids_T, 4)}], "backbone": "tiny & small"}
 
 
 def test_a_page_complete_in_itself(report):
@@ -33,8 +33,8 @@ def test_a_page_complete_in_itself(report):
     read = Reader(text)
     assert not re.search(r"https?:|<link|@import|url\(|src=", text) and text.count("<script>") == 1
     assert ("meta", "charset", "utf-8") in read.attributes and "prefers-color-scheme: dark" in text
-    for said in ("tiny & small", "out/<m>", "a<b", "<script>two & two</script>", "Acceptance by depth", "Speed by batch size", "MBU"):
-        assert said in read.words, said
+    for expected in ("tiny & small", "out/<m>", "a<b", "<script>two & two</script>", "Acceptance by depth", "Speed by batch size", "MBU"):
+        assert expected in read.words, expected
     for row in (*report["baselines"], *report["results"]):
         assert f"{row['tokens_per_second']:.1f}" in read.words and f"{row['mbu']:.0%}" in read.words
     for row in report["results"]:
@@ -87,9 +87,9 @@ def test_nothing_is_drawn_outside_its_axes():
 def test_pieces_make_up_the_text():
     tokenizer = make_tokenizer()
     tokens = tokenizer("What is two? Six, ünder one condition.\n\n  日本 two")["input_ids"]
-    found = token_texts(tokenizer, tokens)
-    assert len(found) == len(tokens) and "".join(found) == tokenizer.decode(tokens) and "\ufffd" not in "".join(found)
-    assert found[0] == "<s>" and token_texts(tokenizer, []) == []
+    strings = token_texts(tokenizer, tokens)
+    assert len(strings) == len(tokens) and "".join(strings) == tokenizer.decode(tokens) and "\ufffd" not in "".join(strings)
+    assert strings[0] == "<s>" and token_texts(tokenizer, []) == []
     half = token_texts(tokenizer, tokenizer("日", add_special_tokens=False)["input_ids"][:2])
     assert half[0] == "" and "\ufffd" in half[1]   # the incomplete character
     pieces = TokenTextStream(tokenizer, skip_special_tokens=True)

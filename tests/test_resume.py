@@ -84,8 +84,8 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, tmp_pat
     tensors.write_bytes(tensors.read_bytes()[:-100])
     (out / WEIGHTS).unlink()
     assert main(recipe_for(whole, out)) == 0
-    said = capsys.readouterr().err
-    assert "step-00000040 is damaged" in said and "resuming from" in said and "step-00000036" in said
+    output = capsys.readouterr().err
+    assert "step-00000040 is damaged" in output and "resuming from" in output and "step-00000036" in output
     assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
     assert numbers(out) == numbers(whole / "out")
 
@@ -98,17 +98,17 @@ def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys
     (second / "tensors.safetensors").unlink()
     (third / "state.json").write_text(json.dumps({"sha256": "0"}))
     assert main(recipe_for(whole, out)) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and str(first) in said and "state.json is not JSON" in said and "delete" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole / "out", out)
     assert main(recipe_for(whole, out, "train.lr=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "seed (was 7, now 8)" in said and "train.lr (was 0.003, now 0.5)" in said
-    assert not any(key in said for key in ("log.every", "train.steps", "save.dir (was"))
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "seed (was 7, now 8)" in message and "train.lr (was 0.003, now 0.5)" in message
+    assert not any(key in message for key in ("log.every", "train.steps", "save.dir (was"))
     assert main(recipe_for(whole, out, "save.resume=false")) == 2
     assert "save.resume=true" in capsys.readouterr().err
 

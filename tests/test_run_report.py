@@ -50,15 +50,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def titles(text: str) -> list[str]:
     """Tooltips of the points of all plots; checks that each plot is valid XML and draws within its box."""
-    found = []
+    tooltips = []
     for svg in re.findall(r"<svg.*?</svg>", text):
         drawn = ElementTree.fromstring(svg)
         _, _, width, height = map(float, drawn.attrib["viewBox"].split())
         for dot in drawn.iter("circle"):
             assert 0 < float(dot.attrib["cx"]) < width and 0 < float(dot.attrib["cy"]) < height
-        found += ["".join(title.itertext()) for title in drawn.iter("title")]
+        tooltips += ["".join(title.itertext()) for title in drawn.iter("title")]
         assert not re.search(r"\b(nan|inf)\b", svg)
-    return found
+    return tooltips
 
 
 def said(step: float, head: str, value: float) -> str:
@@ -187,15 +187,15 @@ def events(folder: Path) -> Iterator[Any]:
 
 
 def test_tensorboard_has_the_same_numbers(ran: Path) -> None:
-    found = [(event.step, value) for event in events(ran / "tensorboard") for value in event.summary.value]
-    numbers = {(step, value.tag): value.simple_value for step, value in found if value.WhichOneof("value") == "simple_value"}
+    values = [(event.step, value) for event in events(ran / "tensorboard") for value in event.summary.value]
+    numbers = {(step, value.tag): value.simple_value for step, value in values if value.WhichOneof("value") == "simple_value"}
     for line in read_log(ran):
         wanted = {key: line[key] for key in ("loss", "grad_norm", "lr", "tau") if key in line}
         wanted |= {f"{key}/{i}": x for key in ("accuracy", "acceptance_per_depth") for i, x in enumerate(line.get(key, []))}
         for tag, value in wanted.items():
             assert numbers.pop((line["step"], tag)) == pytest.approx(value, rel=1e-6), tag
     assert {tag.partition("/")[0] for _, tag in numbers} == {"alpha", "tokens", "tokens_per_second"}
-    texts = {(step, value.tag): value.tensor.string_val[0].decode() for step, value in found if value.WhichOneof("value") == "tensor"}
+    texts = {(step, value.tag): value.tensor.string_val[0].decode() for step, value in values if value.WhichOneof("value") == "tensor"}
     assert {step for step, tag in texts if tag == "recipe/text_summary"} == {0, 6} and "      depth: 3" in texts[0, "recipe/text_summary"]
     assert {step for step, tag in texts if tag == "examples/text_summary"} == {4, 6, 8, 12}
     prompt = json.dumps(read_log(ran)[-1]["examples"][0]["prompt"])
@@ -224,18 +224,18 @@ def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
     assert main([str(recipe)]) == 0
     wandb.teardown()   # a finished run may not be on disk until wandb's own process ends
     (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
-    found = list(records(path))
-    (run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
+    logged = list(records(path))
+    (run,) = (record.run for record in logged if record.WhichOneof("record_type") == "run")
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert run.display_name == "tried" and run.project == "tiny" and config["train"]["steps"] == 2 and config["drafter"]["kind"] == "medusa"
-    told: dict[int, dict[str, Any]] = {}
-    for record in found:
+    history: dict[int, dict[str, Any]] = {}
+    for record in logged:
         if record.WhichOneof("record_type") == "history":
             items = ((item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in record.history.item)
-            told[record.history.step.num] = dict(items)
+            history[record.history.step.num] = dict(items)
     evaluated, trained = read_log(tmp_path / "out")[-1], read_log(tmp_path / "out")[-2]
-    assert [told[2]["tau"], told[2]["loss"]] == [evaluated["tau"], trained["loss"]]
-    assert [told[2][f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
+    assert [history[2]["tau"], history[2]["loss"]] == [evaluated["tau"], trained["loss"]]
+    assert [history[2][f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
     (table,) = path.parent.glob("files/media/table/*.json")
     assert json.loads(table.read_text())["data"] == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
 
@@ -246,8 +246,8 @@ def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
     recipe, find = make_recipe(tmp_path), importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name.startswith("tensorboard") else find(name, *rest))
     assert main([str(recipe), "log.tensorboard=true", "backbone.path=/nowhere"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output and output.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main([str(recipe), "log.tensorboard=maybe"]) == 2
     assert "log.tensorboard is" in capsys.readouterr().err
@@ -256,10 +256,10 @@ def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
 def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wandb = pytest.importorskip("wandb")
 
-    def refuse(**given: Any) -> None:
+    def refuse(**kwargs: Any) -> None:
         raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
 
     monkeypatch.setattr(wandb, "init", refuse)
     assert main([str(make_recipe(tmp_path)), "log.wandb=online"]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")

@@ -40,16 +40,16 @@ def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
     if (low is not None and value < low) or (high is not None and value > high):
         return [f"{at}: {value!r} is out of range"]
-    found: list[str] = []
+    problems: list[str] = []
     if isinstance(value, dict):
-        found += [f"{at}: {key} is missing" for key in schema.get("required", []) if key not in value]
+        problems += [f"{at}: {key} is missing" for key in schema.get("required", []) if key not in value]
         for key, item in value.items():
             inner = schema.get("properties", {}).get(key, schema.get("additionalProperties", {}))
             inner = {} if inner is True else inner
-            found += [f"{at}.{key} is unknown"] if inner is False else faults(item, inner, root, f"{at}.{key}")
+            problems += [f"{at}.{key} is unknown"] if inner is False else faults(item, inner, root, f"{at}.{key}")
     if isinstance(value, list) and isinstance(schema.get("items"), dict):
-        found += [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], root, f"{at}[{i}]")]
-    return found
+        problems += [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], root, f"{at}[{i}]")]
+    return problems
 
 
 def test_the_committed_schema_and_tables_are_current() -> None:

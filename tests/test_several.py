@@ -94,7 +94,7 @@ def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
 
 def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, taps = Backbone.read, []
-    monkeypatch.setattr(Backbone, "read", lambda self, *given, **named: taps.append(named.get("taps")) or read(self, *given, **named))
+    monkeypatch.setattr(Backbone, "read", lambda self, *args, **named: taps.append(named.get("taps")) or read(self, *args, **named))
     assert main([str(make(tmp_path)), "train.steps=2", "data.eval_rows=0"]) == 0
     assert taps.count((0, 1, 2, 3, 4, 5)) == 2 * 2   # steps, micro-batches
 
@@ -111,22 +111,22 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
 def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> None:
     from headstart.training.features.caching import write_cache
 
-    given = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
-    write_cache(load_recipe(together / "recipe.yaml", given), estimate=False)
-    assert main([str(together / "recipe.yaml"), *given, f"save.dir={tmp_path}/out"]) == 0
+    overrides = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
+    write_cache(load_recipe(together / "recipe.yaml", overrides), estimate=False)
+    assert main([str(together / "recipe.yaml"), *overrides, f"save.dir={tmp_path}/out"]) == 0
     assert json.loads((tmp_path / "cache" / "manifest.json").read_text())["contents"]["features"]["taps"] == [0, 1, 2, 3, 4, 5]
     for name, file in FILES.items():
-        found, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
+        cached, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
         for key, tensor in live.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=3e-5)
+            torch.testing.assert_close(cached[key], tensor, rtol=1e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
     environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
-    given = [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]
+    args = [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]
     for steps in ([3, STEPS] if sharded else [STEPS]):
-        given_steps = [*given, f"train.steps={steps}", "train.schedule=constant", "heads.wide.train.schedule=constant"]
+        given_steps = [*args, f"train.steps={steps}", "train.schedule=constant", "heads.wide.train.schedule=constant"]
         assert Forked(2, given_steps, tmp_path / "said", **environment).wait() == 0, (tmp_path / "said").read_text()[-3000:]
     assert main([str(together / "recipe.yaml"), f"save.dir={tmp_path}/one", *given_steps[3:]]) == 0
     two, one = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("out", "one"))

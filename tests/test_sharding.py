@@ -35,20 +35,20 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment: str) -> str:
     """The output of a run on that many processes."""
-    said = out.with_name(f"{out.name}.txt")
-    status = Forked(processes, [str(recipe), f"save.dir={out}", *changes], said, **environment).wait()
-    assert status == 0, said.read_text()[-3000:]
-    return said.read_text()
+    log = out.with_name(f"{out.name}.txt")
+    status = Forked(processes, [str(recipe), f"save.dir={out}", *changes], log, **environment).wait()
+    assert status == 0, log.read_text()[-3000:]
+    return log.read_text()
 
 
-def same(found: Path, wanted: Path) -> None:
+def same(actual: Path, expected: Path) -> None:
     """Losses and weights are equal up to rounding, and decoded results exactly."""
-    one, other = (read_log(out) for out in (found, wanted))
+    one, other = (read_log(out) for out in (actual, expected))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in one if key in line] == pytest.approx([line[key] for line in other if key in line], rel=1e-5)
     assert [line["tau"] for line in one if "tau" in line] == [line["tau"] for line in other if "tau" in line] != []
-    for name, tensor in load_file(wanted / "model.safetensors").items():
-        torch.testing.assert_close(load_file(found / "model.safetensors")[name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in load_file(expected / "model.safetensors").items():
+        torch.testing.assert_close(load_file(actual / "model.safetensors")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module", params=["adamw", "muon"])
@@ -68,8 +68,8 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
     """Five sequences a step, one at a time: some processes have more than others."""
-    said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", **environment)
-    assert f"{processes} processes on cpu{', sharded (FSDP2)' if environment else ''}\n" in said
+    output = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", **environment)
+    assert f"{processes} processes on cpu{', sharded (FSDP2)' if environment else ''}\n" in output
     same(tmp_path / "out", whole / "out")
     load_drafter(tmp_path / "out", load_backbone(str(whole / "backbone"), device="cpu"))
 
@@ -78,8 +78,8 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
 @pytest.mark.parametrize("whole", ["muon"], indirect=True)
 def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
     """Five sequences a step, one at a time: a process with one fewer still takes part in every forward pass."""
-    said = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
-    assert "frozen, its layers sharded over the processes\n" in said
+    output = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
+    assert "frozen, its layers sharded over the processes\n" in output
     same(tmp_path / "out", whole / "out")
 
 

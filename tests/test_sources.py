@@ -34,14 +34,14 @@ def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest
     of, timed, passes = SpeculativeModel(backbone("llama"), proposers=[SuffixProposer()], capture="off"), [], []
     observe, time = Speculation.observe, Speculation.time
 
-    def noted(speculation: Speculation, *given: Any) -> None:
+    def noted(speculation: Speculation, *args: Any) -> None:
         passes.append(len(passes))
         if passes[-1] in (2, 5):
             void_running()
-        observe(speculation, *given)
+        observe(speculation, *args)
 
     monkeypatch.setattr(Speculation, "observe", noted)
-    monkeypatch.setattr(Speculation, "time", lambda *given: timed.append(passes[-1]) or time(*given))
+    monkeypatch.setattr(Speculation, "time", lambda *args: timed.append(passes[-1]) or time(*args))
     say(of, {"input_ids": prompts((9,))[0][None]}, **OPTIONS)
     assert timed == [number for number in passes if number not in (2, 5)] and len(timed) > 4
 
@@ -52,7 +52,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     costs.add_pass(1, 1, 5e-3)
     for depth in range(3):
         costs.add(source.part(depth), 1, 5e-4)   # a tenth of a token
-    monkeypatch.setattr(costs, "add", lambda *given: None)   # ignore timings of this machine
+    monkeypatch.setattr(costs, "add", lambda *args: None)   # ignore timings of this machine
     source.learned.acceptance[:] = [0.01, 0.2, 0.2]
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
     source.prepare(6, 8, None)

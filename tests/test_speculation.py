@@ -236,8 +236,8 @@ def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
     drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
     parrots = [Parrot(texts, True), Parrot(texts, False)]
     for tree in ("auto", TreeShape(14, 4)):
-        for given in (drafters, parrots, [*drafters, *parrots]):
-            out = say(SpeculativeModel(on, proposers=given), rows, tree=tree, **options)
+        for proposers in (drafters, parrots, [*drafters, *parrots]):
+            out = say(SpeculativeModel(on, proposers=proposers), rows, tree=tree, **options)
             assert torch.equal(out.sequences, truth)
     assert out.tau > 2
 

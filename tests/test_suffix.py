@@ -29,15 +29,15 @@ def counts(text: Text, part: Text) -> dict[int, int]:
     Once when it first followed ``part``; then each time it came where the longest suffix it had followed before was ``part``, or
     a longer string with the same end positions as ``part``.
     """
-    found = {text[end]: 1 for end in ends(text, part) if end < len(text)}
+    followers = {text[end]: 1 for end in ends(text, part) if end < len(text)}
     for i, token in enumerate(text):
         before = text[:i]
         known = next((before[j:] for j in range(i + 1) if ends(before, [*before[j:], token])), None)
         if known is None or len(part) > len(known) or known[len(known) - len(part) :] != part:
             continue
         if ends(before, known) == ends(before, part):
-            found[token] += 1
-    return found
+            followers[token] += 1
+    return followers
 
 
 def state_of(automaton: Automaton, part: Text) -> int:
@@ -115,8 +115,8 @@ def test_continuations_of_shorter_suffixes_come_after(depth: int) -> None:
     """3 followed 1 2, and 4 followed another 2: both are proposed, the longer match first."""
     proposer = Suffix()
     proposer.open(0, [1, 2, 3, 5, 2, 4, 6, 1, 2])
-    found = proposer.propose(0, depth, 8)
-    first = [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent == -1]
+    candidates = proposer.propose(0, depth, 8)
+    first = [token for token, parent in zip(candidates.tokens, candidates.parents, strict=True) if parent == -1]
     assert first == [3, 4]
 
 
@@ -165,8 +165,8 @@ def test_a_proposal_costs_the_same_in_any_text(name: str) -> None:
     proposer.catch_up(0)
     automaton = proposer.automata[0]
     automaton.next = states = Counting(automaton.next)
-    found = proposer.propose(0, 6, 12)
-    assert len(found.tokens) <= 12
+    candidates = proposer.propose(0, 6, 12)
+    assert len(candidates.tokens) <= 12
     assert states.reads <= 12 * (MAX_SUFFIXES + 1)
     offered = list(following(automaton, automaton.match(), 0.0))
     assert len(offered) <= MAX_SUFFIXES * MAX_CONTINUATIONS

@@ -80,10 +80,10 @@ def case(family: str, lengths: list[list[int]] | None, positions: int = T) -> tu
     return drafter.requires_grad_(True), Features(features.tokens_BT, features.hidden_BTD, features.taps, document_BT=documents(lengths))
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys() and len(found) > 8
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys() and len(actual) > 8
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=2e-6 * float(gradient.abs().max()), rtol=1e-5, msg=name)
+        torch.testing.assert_close(actual[name], gradient, atol=2e-6 * float(gradient.abs().max()), rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 13, 64])

@@ -63,11 +63,11 @@ def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftSc
 
 def paths_of(tree: CandidateTree, row: int) -> list[Path]:
     """The tokens on the way to each node; fails unless every parent precedes its children."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for n, (token, parent) in enumerate(zip(tree.tokens[row], tree.parents[row], strict=True)):
         assert parent < n or n == 0
-        found.append((*found[parent], token) if n else (token,))
-    return found
+        paths.append((*paths[parent], token) if n else (token,))
+    return paths
 
 
 def best_first(drafter: Table, root: int, nodes: int, noise_PV: Tensor | None, temperature: float) -> set[Path]:

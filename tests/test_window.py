@@ -56,11 +56,11 @@ def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
 
 def both(monkeypatch: pytest.MonkeyPatch, window: int, sink: int, drafting: Any) -> None:
     """``drafting`` gives the same with a window as with the reference."""
-    found = drafting(made(window, sink))
+    actual = drafting(made(window, sink))
     with monkeypatch.context() as patched:
         expected = drafting(masked(patched, window, sink))
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
@@ -90,8 +90,8 @@ def test_ragged_rows(window: int, sink: int, monkeypatch: pytest.MonkeyPatch) ->
         state = drafter.begin(ragged(features, ends.tolist()))
         for brought in ([3, 5, 0, 1], [0, 1, 20, 2], [1, 1, 1, 1], [30, 0, 2, 5]):
             place_BT = torch.arange(max(brought))
-            news = features.gather((ends[:, None] + place_BT).clamp(max=59), place_BT < torch.tensor(brought)[:, None])
-            state = drafter.begin(news, drafter.reserve(state, 80))
+            new = features.gather((ends[:, None] + place_BT).clamp(max=59), place_BT < torch.tensor(brought)[:, None])
+            state = drafter.begin(new, drafter.reserve(state, 80))
             ends += torch.tensor(brought)
             out += chain(drafter, state, texts(4, drafter.depth, seed=5))
         return out
@@ -119,11 +119,11 @@ def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkey
 
 def test_a_text_within_the_window_is_as_without() -> None:
     for length in (1, 2, 9, 20):
-        found = []
+        states = []
         for drafter in (made(), made(16, 4)):
             features = read(backbone("llama"), texts(2, 20), drafter)
-            found.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
-        assert all(map(torch.equal, *found)), length
+            states.append(chain(drafter, drafter.begin(part(features, 0, length)), texts(2, drafter.depth, seed=5)))
+        assert all(map(torch.equal, *states)), length
 
 
 def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +243,11 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for kind in ("eagle3", "medusa"):
         random_drafter(kind, on, depth=2).save_pretrained(tmp_path / kind)
     command = ["generate", "--heads", str(tmp_path / "eagle3"), "def f(x):", "--max-new-tokens", "6", "--raw"]
-    found = []
+    outputs = []
     for limits in ([], ["--draft-window", "4", "--draft-sink", "1"], ["--draft-offload"]):
         assert main([*command, *limits, "--json", str(tmp_path / "out.json")]) == 0
-        found.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
-    assert found[0] == found[1] == found[2]
+        outputs.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
+    assert outputs[0] == outputs[1] == outputs[2]
     (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):"}\n')
     bench = ["bench", "--heads", command[2], "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--json"]
     assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--draft-sink", "1"]) == 0

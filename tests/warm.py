@@ -37,19 +37,19 @@ def run_warm(command: Sequence[str], **environment: str) -> subprocess.Completed
         with Listener(address, "AF_UNIX") as listener:
             environment = {**os.environ, "PYTHON": str(python), **environment}
             process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
-            said: list[str] = []
-            threading.Thread(target=_wait, args=(process, said, address), daemon=True).start()
+            output: list[str] = []
+            threading.Thread(target=_wait, args=(process, output, address), daemon=True).start()
             while (request := _take(listener)) is not None:
                 connection, arguments = request
                 with connection:
                     connection.send(_serve(arguments))
-        return subprocess.CompletedProcess(command, process.returncode, *said)
+        return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
-def _wait(process: subprocess.Popen[str], said: list[str], address: str) -> None:
+def _wait(process: subprocess.Popen[str], output: list[str], address: str) -> None:
     """Wait for the process to end, then tell the listener by an empty request."""
     try:
-        said += process.communicate(timeout=240)
+        output += process.communicate(timeout=240)
     finally:
         process.kill()
         with Client(address) as server:
