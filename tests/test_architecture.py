@@ -104,7 +104,7 @@ def test_scripts_and_tests_use_the_one_import_root() -> None:
         ("training", "train_heads", False),
     ],
 )
-def test_the_rule_itself(layer: str, name: str, allowed: bool) -> None:
+def test_the_import_rule(layer: str, name: str, allowed: bool) -> None:
     assert (fault(layer, name) is None) == allowed
 
 

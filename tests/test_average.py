@@ -24,7 +24,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     AcceleratorState._reset_state(True)
 
 
-def test_it_follows_the_weights_and_stands_in_for_them() -> None:
+def test_the_average_follows_the_weights_and_replaces_them_in_a_block() -> None:
     layer = torch.nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
     average, expected = Average(dict(layer.named_parameters()), 0.4), layer.weight.detach().clone()

@@ -121,7 +121,7 @@ def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None
     assert len(ended) > 1 or length_penalty == 2, "texts of several lengths"
 
 
-def test_many_ways_to_end() -> None:
+def test_many_end_tokens() -> None:
     """The number of candidates grows with the number of end tokens, so that enough beams continue."""
     options: dict[str, Any] = {"num_return_sequences": 3, "early_stopping": "never", "length_penalty": 3.0}
     for eos in ([0, 12, 16, 27, 15, 51, 37], list(range(VOCAB - 9))):
@@ -129,7 +129,7 @@ def test_many_ways_to_end() -> None:
 
 
 @pytest.mark.parametrize("returned,eos,pad", [(1, None, 0), (3, None, 60), (3, 5, 0), (2, [5], 60)])
-def test_what_stands_behind_the_end(returned: int, eos: Any, pad: int) -> None:
+def test_padding_after_the_end(returned: int, eos: Any, pad: int) -> None:
     """transformers pads with -1, the end token or the padding token."""
     stop = StoppingCriteriaList([Ends(9)])
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": returned, "eos_token_id": eos, "pad_token_id": pad}
@@ -210,7 +210,7 @@ def test_scores_and_logits() -> None:
     assert bare.sequences_scores is None and bare.scores is None and bare.beam_indices is not None
 
 
-def test_ids_alone_rows_in_turn_and_recorded_passes() -> None:
+def test_ids_alone_small_batches_and_captured_passes() -> None:
     rows, options = left_padded(prompts((9, 4, 59))), {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
     truth = own(drafting("llama", "none"), rows, **options)
     for of in (

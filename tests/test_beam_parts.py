@@ -22,7 +22,7 @@ NEXT = TopK(np.zeros(1), np.zeros(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nodes_read_as_their_texts_do(family: str) -> None:
+def test_nodes_equal_their_sequences(family: str) -> None:
     """Several passes over rows of very different lengths; a short row's trie would not fit after a long row's last slots."""
     on, make = backbone(family), random.Random(0)
     texts = prompts((30, 3))
@@ -50,7 +50,7 @@ def test_nodes_read_as_their_texts_do(family: str) -> None:
         cache.lengths_B = torch.tensor([trie.shared for trie in tries])
 
 
-def test_what_was_said_stands_in_for_drafts() -> None:
+def test_observed_top_k_replaces_drafts() -> None:
     tokens_BW, scores_BW = torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4)
     level = Level(tokens_BW, torch.zeros_like(tokens_BW), scores_BW, scores_BW - 1)
     assert _corrected(level, [None, None]) is level
@@ -60,7 +60,7 @@ def test_what_was_said_stands_in_for_drafts() -> None:
     assert torch.equal(corrected.totals_BW[1], corrected.scores_BW[1]) and corrected.totals_BW[1, 3] < -1e8, "nothing else is drafted"
 
 
-def test_a_forest_keeps_what_its_beams_descend_from() -> None:
+def test_a_trie_keeps_the_ancestors_of_its_beams() -> None:
     trie = BeamTrie(5)
     a = trie.add(-1, 7)
     b, c = trie.add(a, 1), trie.add(a, 2)

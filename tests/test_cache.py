@@ -126,7 +126,7 @@ def test_rows_leave_and_join() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 1, 9]])
-def test_who_sees_whom(lengths: list[int]) -> None:
+def test_attention_masks(lengths: list[int]) -> None:
     """Both masks against a loop: a node sees its row's sequence and its ancestors, within a window measured by position."""
     rows, window = len(lengths), 4
     tree, lengths_B = random_tree(9, 50, seed=1, rows=rows), torch.tensor(lengths)

@@ -93,7 +93,7 @@ def test_an_answer_can_be_stopped(say, monkeypatch, tmp_path):
     assert answers("two")[0].startswith(report[0]["answer"])   # the conversation continues from it
 
 
-def test_no_room_is_said_and_not_the_end(say):
+def test_a_full_context_is_reported_and_does_not_end_the_chat(say):
     status, out, err = say("two\n" + "two " * 90 + "\nsix\n", "--max-new-tokens", "4")
     assert status == 0 and out.count("\n") == 2 and "the backbone's context 96; /reset begins a new one" in err
     heads, prompter = talker()

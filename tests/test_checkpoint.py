@@ -91,7 +91,7 @@ def test_eagle3_is_the_portable_directory(tmp_path: Path, draft_vocab_size: int 
     assert config["rms_norm_eps"] == 1e-6 and config["torch_dtype"] == config["dtype"] == "float32"
 
 
-def test_other_taps_are_written_in_both_countings(tmp_path: Path) -> None:
+def test_other_taps_are_written_in_both_numberings(tmp_path: Path) -> None:
     saved("eagle3", tmp_path, taps=[5, 1, LAYERS, 3])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5, LAYERS] and config["num_aux_hidden_states"] == 4
@@ -186,13 +186,13 @@ WEIGHTS = {"file": "model.safetensors", "sha256": "0"}
     ],
     ids=str,
 )
-def test_damaged_cards(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_damaged_metadata(tmp_path: Path, changes: dict[str, Any]) -> None:
     saved("eagle3", tmp_path / "heads")
     rewrite(tmp_path / "heads", **changes)
     assert str(tmp_path / "heads") in refused(tmp_path / "heads") or "drafter" in refused(tmp_path / "heads")
 
 
-def test_cards_that_are_no_cards(tmp_path: Path) -> None:
+def test_files_that_are_no_metadata(tmp_path: Path) -> None:
     saved("eagle3", tmp_path / "heads")
     for content in (b"", b"{", b"[1]", b"5", b"null", b"\xff\xfe\x00", b'{"format": 1}'):
         (tmp_path / "heads" / METADATA).write_bytes(content)
@@ -207,7 +207,7 @@ def test_tensors_of_another_drafter(tmp_path: Path) -> None:
         assert "does not hold the tensors of eagle3" in refused(tmp_path / "heads")
 
 
-def test_a_card_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A downloaded folder in the working directory is importable; its metadata must not cause an import."""
     saved("medusa", tmp_path / "downloaded")
     (tmp_path / "downloaded" / "payload.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")

@@ -99,7 +99,7 @@ def test_forward_is_begin_and_steps(family: str, kind: str, arguments: dict[str,
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 @each_drafter
-def test_short_texts_teach_what_they_hold(kind: str, arguments: dict[str, Any], length: int) -> None:
+def test_short_sequences_give_what_they_hold(kind: str, arguments: dict[str, Any], length: int) -> None:
     on, drafter = made("llama", kind, arguments)
     taught = drafter(read(on, texts(2, length), drafter))
     assert [x.shape[1] for x in taught] == [max(length - 2 - k, 0) for k in range(drafter.trained_depth)]
@@ -123,7 +123,7 @@ def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[
 
 @each_family
 @each_drafter
-def test_rows_are_what_they_are_alone(family: str, kind: str, arguments: dict[str, Any]) -> None:
+def test_rows_are_independent_of_each_other(family: str, kind: str, arguments: dict[str, Any]) -> None:
     """Two rounds of ragged rows, one of which adds no token to some rows and one token to others."""
     on, drafter = made(family, kind, arguments)
     features, next_BK = read(on, texts(4, 22), drafter), texts(4, drafter.depth, seed=5)
@@ -207,7 +207,7 @@ def test_packed_documents_are_what_they_are_alone(family: str, kind: str, argume
 
 @each_family
 @each_drafter
-def test_saved_and_loaded_it_says_the_same(family: str, kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_and_loaded_it_drafts_the_same(family: str, kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     on, drafter = made(family, kind, arguments)
     drafter.save_pretrained(tmp_path / "heads", {"note": "kept"})
     loaded = load_drafter(tmp_path / "heads", on)

@@ -129,7 +129,7 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
     asked = [set(part) for part in parts.values()]
     assert sum(map(len, asked)) == len(set.union(*asked)) == 34, "every question, each in one file"
     assert [len(part) for part in parts.values()] == [4, 4, 30] and "; 3 left out, which ask the same" in done.stdout
-    assert all(done == sorted(done) for done in numbers.values())
+    assert all(indices == sorted(indices) for indices in numbers.values())
 
 
 def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
-def test_what_is_recorded_writes_the_same(family: str) -> None:
+def test_captured_passes_write_the_same(family: str) -> None:
     on = backbone(family)
     of = SpeculativeModel(on, proposers=drafters(family), capture="trace")
     for lengths, new, sample, trees in (((59,), 20, False, [TreeShape(12, 4)]), ((9, 1, 14), 12, True, [TreeShape(12, 4), "auto"])):
@@ -135,7 +135,7 @@ def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> N
         paths = [[torch.cat([paths[b][int(parents_BN[b, n])], tokens_BN[b, n, None]]) for n in range(N)] for b in range(3)]
 
 
-def test_a_draft_model_that_has_rested_reads_all_it_missed() -> None:
+def test_a_paused_draft_model_reads_all_it_missed() -> None:
     """Rows that accepted alternately: padding reaches far past the slots."""
     on, all_BT, ends = backbone("llama"), texts(2, 220), [10, 10]
     drafter = DraftModel(on, on.model)

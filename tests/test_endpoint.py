@@ -91,7 +91,7 @@ def test_turn_by_turn_with_thoughts_tools_and_settings(ask: Any, tmp_path: Path,
     assert (report["turns"], report["tokens"], report["rows_written"]) == (3, 9, 1) and "tau" not in report
 
 
-def test_what_is_busy_or_broken_is_asked_again(ask: Any, tmp_path: Path) -> None:
+def test_busy_or_failing_servers_are_retried(ask: Any, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     failures: list[Reply] = [(429, "slow down"), (500, "oh"), (503, {"error": "loading"})]
 
@@ -107,7 +107,7 @@ def test_what_is_busy_or_broken_is_asked_again(ask: Any, tmp_path: Path) -> None
     assert len({body["seed"] for body in server.asked}) == 5, "the same request again"
 
 
-def test_waits_grow_and_heed_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_grow_and_follow_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.5)
     waits = [[endpoint._pause(attempt, 0.0) for _ in range(50)] for attempt in range(1, 12)]
     assert all(min(0.25 * 2**k, 30) <= wait <= min(0.5 * 2**k, 60) for k, some in enumerate(waits) for wait in some)
@@ -150,7 +150,7 @@ def test_what_was_answered_before_an_error_is_kept(ask: Any, tmp_path: Path) -> 
     assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(12)]
 
 
-def test_nobody_answers_there(ask: Any, capsys: Any) -> None:
+def test_an_unreachable_server(ask: Any, capsys: Any) -> None:
     with serving(echo) as server:
         pass
     assert ask(questions(2), server.url, "regenerate.retries=1") == 2

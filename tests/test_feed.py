@@ -40,7 +40,7 @@ def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-4)
 
 
-def test_every_step_shares_its_rows_whole(tmp_path: Path) -> None:
+def test_every_step_splits_its_rows_completely(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path, train={"batch_size": 5, "micro_batch": 1}), ["data.packing=true", "data.max_length=40"])
     trained = prepare(recipe)
     trained.log.close()
@@ -53,7 +53,7 @@ def test_every_step_shares_its_rows_whole(tmp_path: Path) -> None:
             assert sorted(index for part in parts for rows in part.local_rows(step) for row in rows for index in row) == whole
 
 
-def test_other_samples_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_samples_are_refused_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, eval={"prompts": 1})
     assert main([str(recipe), "train.steps=2"]) == 0
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)

@@ -108,7 +108,7 @@ class Feature(TinyDrafter):
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 53, 2)], ids=["whole", "draft"])
 @pytest.mark.parametrize("terms", [{"features": 1.0}, {"features": 1.0, "kl": 0.1}], ids=str)
-def test_regression_beside_a_divergence_same_as_naive(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
+def test_regression_with_a_divergence_same_as_naive(backbone: Backbone, terms: dict[str, float], vocabulary: Tensor | None) -> None:
     torch.manual_seed(2)
     drafter, features = Feature(backbone, 3, vocabulary).double(), batch(backbone)
     wanted = Objective(terms=terms, chunk_size=7)

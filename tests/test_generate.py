@@ -187,7 +187,7 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_tau_is_what_it_says(kind: str) -> None:
+def test_tau_matches_its_definition(kind: str) -> None:
     """Tokens after the first per pass, and one more than the sum of the acceptance rates. A single row, so every pass is its own."""
     family, row = "llama", {"input_ids": prompts((9,))[0][None]}
     first = say(heads(family, kind), row, max_new_tokens=40, do_sample=False)

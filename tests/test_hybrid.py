@@ -165,7 +165,7 @@ def test_greedy_text_is_transformers_own(family: str) -> None:
         assert manner != "oracle" or output.tau > 3, "drafts are accepted"
 
 
-def test_recorded_passes_write_the_same() -> None:
+def test_captured_passes_write_the_same() -> None:
     on, truths, rows = hybrid("qwen3_next_moe"), alone("qwen3_next_moe"), left_padded(prompts())
     of = SpeculativeModel(on, Scripted(on, truths, "nearly"), capture="trace")
     assert unpadded(say(of, rows, tree=TreeShape(12, 4), max_new_tokens=LENGTH, do_sample=False), rows) == truths
@@ -175,7 +175,7 @@ def test_recorded_passes_write_the_same() -> None:
 
 
 @pytest.mark.parametrize("manner", ["eagle3", "nearly"])
-def test_sampled_text_is_the_plain_one(manner: str) -> None:
+def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     """A batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""
     on, rows = hybrid("qwen3_next"), left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": True, "eos_token_id": [4, 5, 15]}
@@ -238,7 +238,7 @@ def test_what_would_carry_a_state_across_is_refused() -> None:
             on.read(tokens, cache, None, mask)
 
 
-def test_in_bf16_a_tree_is_read_nearly_so() -> None:
+def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     on, tree = Backbone(build(*CONFIGS["qwen3_next"]).to(torch.bfloat16)), random_tree(9, VOCAB, seed=2, rows=1)
     reader, _, cache = read_prompts(on, prompts((9,)))
     _, logits_BNV = reader.tree(cache, tree)

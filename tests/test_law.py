@@ -86,16 +86,16 @@ def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
-def test_texts_follow_the_law(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:
+def test_sequences_follow_the_distribution(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:
     n = 1000 if "repetition_penalty" in warpers else 4000  # a penalty depends on the whole sequence: slower
     assert chi_square(drawn(small, n, length, seed=1, tree=TreeShape(12, 5), **warpers), law(small, length, warpers), n) > 1e-3
 
 
-def test_the_test_can_tell(small: SpeculativeModel) -> None:
+def test_the_test_detects_another_distribution(small: SpeculativeModel) -> None:
     assert chi_square(drawn(small, 4000, 2, seed=1), law(small, 2, {"temperature": 1.15}), 4000) < 1e-4
 
 
-def test_transformers_draws_by_the_same_law(small: SpeculativeModel) -> None:
+def test_transformers_samples_from_the_same_distribution(small: SpeculativeModel) -> None:
     """A two-sample test: counts of three tokens from headstart and from generate(do_sample=True)."""
     n = 4000
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_transformers_draws_by_the_same_law(small: SpeculativeModel) -> None:
     assert p > 1e-3
 
 
-def test_seeds_drawn_by_torch_follow_the_law(small: SpeculativeModel) -> None:
+def test_seeds_drawn_by_torch_follow_the_distribution(small: SpeculativeModel) -> None:
     torch.manual_seed(4)
     assert chi_square(drawn(small, 4000, 2), law(small, 2, {}), 4000) > 1e-3
 
@@ -160,7 +160,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     assert torch.equal(together[2, 0], together[2, 1])
 
 
-def test_noise_made_ahead_is_that_of_each_position() -> None:
+def test_buffered_noise_is_that_of_each_position() -> None:
     """Rows advance at their own pace, leave and join; the noise takes few calls."""
     calls: list[int] = []
 

@@ -111,7 +111,7 @@ def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> 
 
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("processors", PROCESSORS)
-def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
+def test_sampled_text_is_that_of_autoregressive_decoding(warpers: str, processors: str) -> None:
     options = PROCESSORS[processors] | WARPERS[warpers] | {"max_new_tokens": LENGTH, "do_sample": True, "seed": 11}
     rows, texts, half = left_padded(prompts((9, 1, 4))), set(), (list(PROCESSORS).index(processors) + list(WARPERS).index(warpers)) % 2
     for family, manner in list(zip(FAMILIES, ("nearly", "eagle3", "medusa", "nearly"), strict=True))[half::2]:
@@ -124,7 +124,7 @@ def test_sampled_text_is_the_plain_one(warpers: str, processors: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sample", [False, True])
-def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool) -> None:
+def test_an_oracle_is_accepted_and_an_adversary_is_not(family: str, sample: bool) -> None:
     """A drafter of depth 5 yields at best 6 tokens per pass, at worst 1."""
     rows = left_padded(prompts())
     options: dict[str, Any] = {"max_new_tokens": 1 + 4 * 6, "do_sample": sample, "seed": 3, "return_dict_in_generate": True}
@@ -140,7 +140,7 @@ def test_an_oracle_is_believed_and_an_adversary_is_not(family: str, sample: bool
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_can_be_taken_up_anywhere(family: str) -> None:
+def test_a_sequence_can_be_continued_from_any_position(family: str) -> None:
     """The token at a position depends only on the preceding tokens, the seed and the position."""
     options: dict[str, Any] = {"do_sample": True, "seed": 5, "temperature": 0.9}
     whole = say(heads(family, "eagle3"), {"input_ids": prompts()[0][None]}, max_new_tokens=LENGTH, **options)
@@ -196,7 +196,7 @@ def test_constraints_know_the_text() -> None:
         assert torch.equal(say(drafting(manner, "llama", own.tolist()), {"input_ids": row}, **options), own)
 
 
-def test_bf16_writes_picks() -> None:
+def test_bf16_tokens_are_near_the_argmax() -> None:
     """In bf16 a tree pass rounds differently from a single-token pass: every token must be the argmax or very near it."""
     from families import tiny
 

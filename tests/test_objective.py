@@ -105,7 +105,7 @@ class Module(nn.Module):
         return objective(FusedLoss(wanted, backbone, self.drafter), features, self.drafter(features)).loss
 
 
-def test_a_batch_with_nothing_to_learn_still_reaches_every_parameter(backbone: Backbone) -> None:
+def test_a_batch_without_label_tokens_still_reaches_every_parameter(backbone: Backbone) -> None:
     """Data parallelism waits for the gradient of every parameter, even from a process without label tokens."""
     drafter = TinyDrafter(backbone, 3, None).double()
     for length in (1, 2, 4, 6):

@@ -55,7 +55,7 @@ def each_draft(anchors: SampledAnchors) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, rows: list[list[int]]) -> None:
+def test_target_hidden_is_that_of_each_draft_in_its_sequence(family: str, rows: list[list[int]]) -> None:
     on = backbone(family)
     features, N = with_kv(on, random_drafter("medusa", on), rows), 6   # gemma3's windows are shorter
     anchors = sample_anchors(features, N + 1, 0.5, KEY, first_depth=1)
@@ -69,7 +69,7 @@ def test_the_backbone_hears_each_guess_as_if_it_stood_in_the_text(family: str, r
             torch.testing.assert_close(heard_MND[m], alone_ND, atol=1e-5 * max(alone_ND.abs().max().item(), 1.0), rtol=1e-4)
 
 
-def test_long_texts_are_taken_in_piece_by_piece() -> None:
+def test_long_sequences_are_prefilled_in_pieces() -> None:
     """Rows of very different lengths: a row's pieces are padded past the room the drafter had reserved."""
     on = backbone("llama")
     drafter, lengths = random_drafter("eagle3", on, depth=2), (190, 130, 200, 64)
@@ -88,7 +88,7 @@ def test_long_texts_are_taken_in_piece_by_piece() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"draft_vocab_size": 23, "depth": 3}], ids=str)
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_learns_is_what_decodes(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
+def test_training_states_are_decoding_states(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
     """The hidden states that carry gradients equal those of `begin` and `step` for each draft alone."""
     on = backbone(family)
     drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
@@ -169,7 +169,7 @@ def test_the_sum_does_not_depend_on_how_documents_lie(temperature: float) -> Non
     assert losses == pytest.approx([losses[0]] * len(layouts), rel=1e-9) and losses[0] > 0
 
 
-def test_drafts_begin_by_chance_at_learned_positions_alone() -> None:
+def test_drafts_begin_at_sampled_label_positions_alone() -> None:
     on, drafter = drafting()
     features, counts = with_kv(on, drafter, ROWS, on.vocab), {}
     assert features.loss_mask_BT is not None and features.document_BT is not None
@@ -210,7 +210,7 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
     assert q_V is not None and (counts / counts.sum() - q_V).abs().sum() < 0.1 and (counts > 0).sum() > 20
 
 
-def test_nothing_to_learn_is_no_loss() -> None:
+def test_no_label_tokens_no_loss() -> None:
     on, drafter = drafting()
     features = with_kv(on, drafter, ROWS, on.vocab)
     assert features.loss_mask_BT is not None

@@ -40,7 +40,7 @@ def losses(out: Path) -> list[list[float]]:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_no_cut_of_a_step_shows(tmp_path: Path) -> None:
+def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))
     assert main([recipe, f"save.dir={tmp_path}/whole"]) == 0
     pieces = ["train.micro_batch=1", "objective.chunk_size=7", "train.gradient_checkpointing=true"]
@@ -68,7 +68,7 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> 
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_it_learns_what_it_visits(tmp_path: Path) -> None:
+def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
     """On-policy training brings the drafter's own drafts nearer to the backbone's distribution than training on the data alone."""
     far = {}
     for weight in (0.0, 2.0):

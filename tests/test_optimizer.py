@@ -89,7 +89,7 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
-def test_wsd_stays_and_then_falls() -> None:
+def test_wsd_is_constant_and_then_decays() -> None:
     wanted = Train(lr=2.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.3, min_lr_ratio=0.1)
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
     assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to decay

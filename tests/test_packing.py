@@ -119,7 +119,7 @@ def test_packed_or_not_the_loss_and_its_gradients_are_the_same(family: str, kind
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5 * max(expected.abs().max().item(), 1.0))
 
 
-def test_the_mask_is_what_makes_it_so() -> None:
+def test_without_the_mask_documents_leak() -> None:
     """Without the mask neighbours leak into each other, so the test above can fail."""
     samples, on = make_samples(), backbone("llama")
     batch = collate(samples, ROWS)

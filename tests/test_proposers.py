@@ -49,7 +49,7 @@ def chain(candidates: Candidates) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_proposals_are_forests_within_what_was_asked(kind: type[Proposer]) -> None:
+def test_proposals_are_forests_within_the_limits(kind: type[Proposer]) -> None:
     draw = random.Random(1)
     proposer = kind()
     sizes = set()
@@ -144,7 +144,7 @@ def test_only_the_end_of_a_long_prompt_is_known() -> None:
     assert chain(proposer.propose(0, 1, 4)) == (2,)
 
 
-def test_recycling_proposes_what_was_said_and_the_newest_wins() -> None:
+def test_recycling_proposes_the_observed_top_k_and_the_newest_wins() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [3, 5])
     proposer.observe([5, 6], [[6, 8], [7, 9]], [[-0.2, -2.0], [-0.1, -3.0]])
@@ -157,7 +157,7 @@ def test_recycling_proposes_what_was_said_and_the_newest_wins() -> None:
     assert proposer.propose(0, 1, 1).tokens == [7]
 
 
-def test_what_is_said_again_is_surer_and_what_is_old_fades() -> None:
+def test_repeated_tokens_gain_probability_and_old_ones_lose_it() -> None:
     proposer = RecyclingProposer()
     proposer.open(0, [5])
     first, second = [6, 7], [8, 7]
@@ -180,7 +180,7 @@ def test_the_table_is_the_model_s_and_outlives_texts() -> None:
     assert proposer.propose(0, 1, 1).tokens == proposer.propose(1, 1, 1).tokens == [6]
 
 
-def test_memory_continues_as_earlier_texts_did() -> None:
+def test_history_continues_as_earlier_sequences_did() -> None:
     proposer = HistoryProposer()
     proposer.open(0, [1, 2, 3, 4])
     proposer.extend(0, [5, 6])
@@ -191,7 +191,7 @@ def test_memory_continues_as_earlier_texts_did() -> None:
     assert proposer.propose(0, 4, 4) == proposer.propose(1, 4, 4)
 
 
-def test_memory_begins_anew_when_it_is_full() -> None:
+def test_history_starts_over_when_it_is_full() -> None:
     proposer = HistoryProposer(tokens=10)
     texts = [[1, 2, 3, 4], [5, 6, 7, 8], [11, 12, 13, 14], list(range(20, 50))]
     for text in [*texts[:3], [0]]:
@@ -213,7 +213,7 @@ def test_sizes_are_counts(make: type[Proposer]) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 80])
-def test_growth_takes_the_nodes_of_largest_reach(nodes: int) -> None:
+def test_growth_takes_the_nodes_of_largest_path_probability(nodes: int) -> None:
     """Compared with all possible paths."""
 
     def expand(place: Path, least: float = 0.0) -> list[tuple[int, float, Path]]:

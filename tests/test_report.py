@@ -52,7 +52,7 @@ def test_the_text_is_whole_and_its_runs_are_marked(report):
     assert sum(value == "prefill" for value in titles) == len(report["samples"]) == 8
 
 
-def test_what_there_is_nothing_of_is_left_out(report):
+def test_empty_sections_are_left_out(report):
     rows = [row | {"acceptance_per_depth": [], "tree_sizes": {}} for row in report["results"] if row["batch"] == 1]
     bare = {key: value for key, value in report.items() if key != "costs"} | {"results": rows, "samples": []}
     words = Reader(page(bare)).words

@@ -157,7 +157,7 @@ def test_nothing_yet_is_a_page_too() -> None:
     assert "Nothing has been logged yet." in Reader(page([])).words
 
 
-def test_made_again_of_the_log_alone(ran: Path, tmp_path: Path) -> None:
+def test_rebuilt_from_the_log_alone(ran: Path, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
     assert write_report(tmp_path).read_text() == (ran / "report.html").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "report.html"]

@@ -138,7 +138,7 @@ def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
             torch.testing.assert_close(two_file[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_an_override_finds_its_head(together: Path) -> None:
+def test_an_override_reaches_its_drafter(together: Path) -> None:
     recipe = load_recipe(together / "recipe.yaml", ["heads.wide.depth=5", "heads.wide.train.lr=0.5", "train.max_grad_norm=9"])
     wide, other = recipe.per_drafter()["wide"], recipe.per_drafter()["other-taps"]
     assert (wide.drafter, wide.train.lr, wide.train.max_grad_norm) == (
@@ -175,6 +175,6 @@ def test_what_is_wrong_is_named(together: Path, override: str, message: str) -> 
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_another_set_of_heads_is_not_gone_on_with(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_set_of_drafters_is_refused_on_resume(together: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(together / "recipe.yaml"), "heads=[{kind: medusa}]", "train.steps=9"]) == 2
     assert "was trained by another recipe: heads.eagle3.depth (was 3, now None)" in capsys.readouterr().err

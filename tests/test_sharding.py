@@ -76,7 +76,7 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
 
 @pytest.mark.parametrize("processes, environment", [(2, {}), (3, SHARDED)], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("whole", ["muon"], indirect=True)
-def test_the_backbone_too_is_shared_out(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
+def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
     """Five sequences a step, one at a time: a process with one fewer still takes part in every forward pass."""
     output = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
     assert "frozen, its layers sharded over the processes\n" in output

@@ -75,7 +75,7 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
 
 
-def test_what_one_number_of_rows_costs_tells_of_another() -> None:
+def test_costs_of_one_batch_size_inform_others() -> None:
     """Positions determine the cost, here 8 ms and a third of one each; other batch sizes share what was measured."""
     costs = Costs()
     for rows, nodes in ((8, 1), (8, 12), (1, 12)):
@@ -91,7 +91,7 @@ def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:
     assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
 
 
-def test_texts_of_another_length_cost_what_the_nearest_do_until_they_are_timed() -> None:
+def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
     assert CostModel().at(100) is not CostModel().at(257) and not CostModel().at(257).known()
     known = CostModel()
     short = known.at(30)
@@ -142,7 +142,7 @@ def test_a_source_that_costs_more_than_it_brings_backs_off_longer_each_time() ->
     assert TRIAL_PASSES < 200
 
 
-def test_a_trial_is_over_when_it_has_lost_two_plain_steps() -> None:
+def test_a_trial_ends_when_it_has_lost_two_autoregressive_steps() -> None:
     """Random heads take about a step's time for no accepted token: their first trial ends before eight passes."""
     useless, passes = SourceStats(), 0
     while useless.loss(rate=200.0, step=5e-3) <= 0:
@@ -243,7 +243,7 @@ def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_waiting_texts_take_free_rows_and_come_back_in_order(batch: int) -> None:
+def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> None:
     """Each equals its result alone with its seed, whatever its neighbours; sequences end at different times."""
     on, rows = backbone("llama"), left_padded(prompts((9, 1, 14, 4, 7, 3)))
     options: dict[str, Any] = {"do_sample": True, "seed": [5, 77, -3, 11, 0, 2], "max_new_tokens": 24, "eos_token_id": [4, 5, 15, 20]}

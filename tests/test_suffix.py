@@ -81,7 +81,7 @@ def test_continuations_stand_in_the_order_in_which_they_were_last_counted() -> N
     assert list(automaton.next[state_of(automaton, [9])]) == [2, 3, 1]
 
 
-def test_texts_of_one_automaton_share_what_they_share() -> None:
+def test_sequences_of_one_automaton_share_their_counts() -> None:
     """Several sequences: the counts of a string cover all of them, and no string spans two of them."""
     draw = random.Random(3)
     texts = [[draw.randrange(3) for _ in range(12)] for _ in range(4)]
@@ -97,7 +97,7 @@ def test_texts_of_one_automaton_share_what_they_share() -> None:
         assert set(automaton.next[state_of(automaton, part)]) == followed
 
 
-def test_chances_follow_the_length_of_the_match_the_counts_and_the_order() -> None:
+def test_probabilities_follow_the_match_length_the_counts_and_the_order() -> None:
     def chance(text: Text, token: int) -> float:
         automaton = Automaton(text)
         return {one: chance for one, chance, _ in following(automaton, automaton.match(), 0.0)}[token]

@@ -116,7 +116,7 @@ def test_trees_hold_only_what_was_drafted(spread: float) -> None:
             assert rank < 6, "not among the parent's likeliest: it hangs on another parent than it was drafted for"
 
 
-def test_the_beam_the_depth_the_room_and_the_vocabulary_bound_the_tree() -> None:
+def test_beam_depth_budget_and_vocabulary_bound_the_tree() -> None:
     drafter = Table(5, torch.tensor([2, 3, 5]))
     for shape, room, size, height in (
         (TreeShape(100, 2, 3), 99, 7, 3),

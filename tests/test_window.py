@@ -142,7 +142,7 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("window,sink,capture", [(8, 4, "off"), (1, 2, "off"), (3, 1, "trace")])
-def test_the_text_is_the_plain_one(window: int, sink: int, capture: Any, sample: bool) -> None:
+def test_the_text_is_that_of_autoregressive_decoding(window: int, sink: int, capture: Any, sample: bool) -> None:
     """One row, and five of which four at a time: rows leave and join; fixed and adaptive trees."""
     of = SpeculativeModel(backbone("llama"), made(), capture=capture)
     of.limit(window=window, sink=sink)
@@ -181,7 +181,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(slots) > 230 and grown[tail] >= 256 and set(slots.values()) == {STEP}
 
 
-def test_room_taken_by_a_long_rest_is_given_back() -> None:
+def test_slots_of_a_long_pause_are_freed() -> None:
     drafter = made(10, 2)
     features = read(backbone("llama"), texts(1, 250), drafter)
     state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, unknown to the store
