@@ -1,1 +1,1 @@
-"""How a drafter is taught."""
+"""Training of drafters."""

@@ -1,1 +1,1 @@
-"""What is learned from: rows, conversations, samples with their loss mask, packed rows, the order they come in."""
+"""Training data: rows, conversations, samples with loss masks, packing, and the batch order."""

@@ -1,8 +1,8 @@
-"""Which rows make up an optimiser step, and which of them this process reads.
+"""The rows of each optimiser step, and this process's share of them.
 
-Both are functions of the step alone: there is no state to save, and a resumed run or another number of processes reads the same data.
-Epochs follow each other without a gap, so every step has all ``batch_size`` rows. A row is one sample or, packed, as many as fit
-``row_length`` tokens; which samples share a row is drawn anew every epoch.
+Both depend on the step alone: there is no state to save, and a resumed run or another number of processes reads the same data.
+Batches may span epochs, so every step has ``batch_size`` rows. A row is one sample or, packed, as many as fit ``row_length`` tokens;
+samples are packed differently in every epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headstart.training.data.packing import Batch, collate, empty_batch, pack
 from headstart.training.recipe.recipe import Train
 
 Row = list[int]
-"""Indices of the samples in it."""
+"""Indices of the row's samples."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class BatchSampler:
     process: int = 0
     processes: int = 1
     row_length: int | None = None
-    """Most tokens of a packed row; None: one sample per row."""
+    """Maximum number of tokens of a packed row; None: one sample per row."""
     equal_counts: bool = False
-    """Give every process as many micro-batches of a step as the first has, by empty ones: a sharded backbone is run by all together."""
+    """Pad with empty micro-batches to the same number in all processes, since they must run a sharded backbone together."""
 
     @property
     def steps(self) -> int:
-        """Optimiser steps the recipe asks for."""
+        """Optimiser steps of the run."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.epochs is not None
@@ -46,7 +46,7 @@ class BatchSampler:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of an epoch; every epoch has as many."""
+        """Rows per epoch, the same for all epochs."""
         return len(self._epochs[0])
 
     @cached_property
@@ -55,7 +55,7 @@ class BatchSampler:
         return _Epochs(len(self.samples), self.seed, lengths, self.row_length)
 
     def global_rows(self, step: int) -> list[Row]:
-        """The rows of optimiser step ``step`` (from 1), over all processes."""
+        """Return the rows of optimiser step ``step`` (from 1) over all processes."""
         start = (step - 1) * self.train.batch_size
         return [self._row(number) for number in range(start, start + self.train.batch_size)]
 
@@ -64,14 +64,14 @@ class BatchSampler:
         return self._epochs[epoch][within]
 
     def local_rows(self, step: int) -> list[list[Row]]:
-        """The rows of each of this process's micro-batches: rows of similar length together, for little padding."""
+        """Return the rows of each micro-batch of this process; rows of similar length are grouped to reduce padding."""
         longest_first = sorted(self.global_rows(step), key=lambda row: -sum(len(self.samples[index].tokens) for index in row))
         rows = longest_first[self.process :: self.processes]
         size = self.train.micro_batch or len(rows)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def local_batches(self, step: int, device: torch.device) -> Iterator[Batch]:
-        """This process's micro-batches of the step."""
+        """Yield this process's micro-batches of the step."""
         batches = self.local_rows(step)
         for _ in range(self._most_batches - len(batches) if self.equal_counts else 0):
             yield empty_batch(MIN_TOKENS).to(device)
@@ -80,18 +80,18 @@ class BatchSampler:
 
     @property
     def _most_batches(self) -> int:
-        """Micro-batches of a step that the first process has; no process has more."""
+        """Micro-batches per step of the first process; no process has more."""
         rows = -(-self.train.batch_size // self.processes)
         return -(-rows // (self.train.micro_batch or rows))
 
     @cached_property
     def samples_hash(self) -> str:
-        """A hash of every sample, in order: together with the recipe it determines what each step reads."""
+        """Hash of all samples, in order; with the recipe it determines the data of each step."""
         return samples_hash(self.samples)
 
 
 class _Epochs:
-    """The rows of each epoch, in order. The last two asked for are kept, since a step may span both."""
+    """The rows of each epoch, in order. The current and previous epochs are cached, since a step may span both."""
 
     def __init__(self, samples: int, seed: int, lengths: list[int] | None, row_length: int | None) -> None:
         self.samples, self.seed, self.lengths, self.row_length = samples, seed, lengths, row_length
@@ -112,14 +112,14 @@ class _Epochs:
 
 
 def epoch_order(count: int, epoch: int, seed: int) -> list[int]:
-    """A shuffle that is a function of its arguments alone, so a resumed run and any number of processes agree on it."""
+    """Shuffle indices as a function of the arguments alone, so that resumed runs and all processes agree."""
     indices = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(indices)
     return indices
 
 
 def samples_hash(samples: list[Sample]) -> str:
-    """A hash of the tokens and loss masks."""
+    """Hash the tokens and loss masks."""
     state = hashlib.sha256()
     for sample in samples:
         state.update(f"{len(sample.tokens)} ".encode() + sample.tokens.numpy().tobytes() + sample.loss_mask.numpy().tobytes())

@@ -1,13 +1,13 @@
-"""Conversations rendered by a chat template, and which characters of the text the assistant wrote (the loss mask).
+"""Render conversations with a chat template and find the characters of the assistant's turns, for the loss mask.
 
-A template with ``{% generation %}`` blocks marks them itself. For any other, the assistant's turn i is found by rendering the
-conversation twice: everything before the turn with the generation prompt, and everything up to and including it. The turn is what the
-second text has beyond the first. Its end-of-turn token belongs to it; line breaks that the template adds after that token do not, since
-the model never writes them.
+A template with ``{% generation %}`` blocks marks the turns itself. For other templates, the assistant's turn i is found by rendering
+the conversation twice: up to the turn with the generation prompt, and including the turn. The turn is the part by which the second text
+extends the first. It includes the end-of-turn token, but not the line breaks that the template adds after it, since the model never
+generates them.
 
-Some templates rewrite earlier turns (a reasoning model's thoughts are dropped once the user has spoken again), so what the model wrote
-at turn i is not in the full text. Such a conversation becomes one text per turn, with a loss on its last turn: what the model reads and
-writes when it answers that turn.
+Some templates rewrite earlier turns (they drop a reasoning model's thoughts after the next user turn), so the full text lacks what the
+model generated at turn i. Such a conversation becomes one text per assistant turn, with a loss on that last turn: the prompt and
+answer as they occur in decoding.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TemplateRefusal(Exception):
-    """The chat template raises an error for a conversation (for roles that do not alternate, say)."""
+    """The chat template raised an error for a conversation, for example because roles do not alternate."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rendered:
 
 
 class Chat:
-    """Renders conversations by a tokenizer's chat template, or by ``template`` (Jinja) in its place."""
+    """Renders conversations with the tokenizer's chat template, or with ``template`` (Jinja) instead."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         if template is None and tokenizer.chat_template is None:
@@ -55,20 +55,20 @@ class Chat:
         self.special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or "(?!)")
 
     def render(self, messages: Sequence[Message], tools: Any = None, ask: bool = False) -> str:
-        """The template's text, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
+        """Render a conversation, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, chat_template=self.template, tokenize=False, add_generation_prompt=ask
             )
-        except (TemplateError, TypeError) as error:   # a TypeError when the template adds text to a null
+        except (TemplateError, TypeError) as error:   # TypeError: the template concatenates text and null
             raise TemplateRefusal(" ".join(str(error).split())) from None
         assert isinstance(text, str)
         return text
 
     def answers(self, messages: Sequence[Message], where: str, tools: Any = None) -> list[Rendered]:
-        """The conversation with a loss on the assistant's turns: one text, or one per turn (see above), or none without such a turn.
+        """Render a conversation with a loss on the assistant's turns: one text, or one per turn (see above); none without such turns.
 
-        A turn that opens the conversation answers nothing and has no loss; what follows the last one is left out.
+        An assistant turn that opens the conversation has no loss; messages after the last assistant turn are dropped.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i > 0]
         if not turns:
@@ -82,9 +82,9 @@ class Chat:
         return [Rendered(full, tuple(spans))]
 
     def _marked(self, messages: Sequence[Message], turns: list[int], full: str, tools: Any) -> list[tuple[int, int]] | None:
-        """The template's own ``{% generation %}`` spans; None where it has none, or where they would include what they should not.
+        """Return the template's ``{% generation %}`` spans.
 
-        That is an opening turn, and earlier turns that the template rewrites.
+        None if it has none, if the assistant opens the conversation, or if the template rewrites earlier turns.
         """
         template = self.tokenizer.get_chat_template(self.template, tools)
         if not GENERATION.search(template) or messages[0]["role"] == ASSISTANT:
@@ -98,7 +98,7 @@ class Chat:
         return list(indices[0]) or None
 
     def _last_turn(self, messages: Sequence[Message], i: int, where: str, tools: Any) -> Rendered:
-        """The conversation up to turn i, with a loss on turn i alone."""
+        """Render the conversation up to turn i, with a loss on turn i only."""
         text = self.render(messages[: i + 1], tools)
         span = self._span(messages, i, text, tools)
         if span is None:
@@ -109,7 +109,7 @@ class Chat:
         return Rendered(text, (span,))
 
     def _span(self, messages: Sequence[Message], i: int, full: str, tools: Any) -> tuple[int, int] | None:
-        """Where turn i stands in the full text; None if the full text does not begin with the conversation up to that turn."""
+        """Find turn i in the full text; None if the full text does not begin with the conversation up to that turn."""
         start = len(before := self.render(messages[:i], tools, ask=True))
         after = self.render(messages[: i + 1], tools)
         end = self._stable(after, full)
@@ -117,12 +117,12 @@ class Chat:
             return None
         turn = full[start:end].rstrip()
         closed = any(match.end() == len(turn) for match in self.special.finditer(turn))
-        return start, start + len(turn) if closed else end   # with no closing token, the line break is what ends the turn
+        return start, start + len(turn) if closed else end   # without a closing token, the line break ends the turn
 
     def _stable(self, after: str, full: str) -> int:
-        """Length of the prefix that ``after`` shares with the full text; 0 if they differ in more than a closing special token.
+        """Return the length of the prefix of ``full`` that ``after`` covers; 0 if more than closing special tokens differ.
 
-        Some templates write one more special token at the very end.
+        Some templates add one more special token at the very end.
         """
         if full.startswith(after):
             return len(after)
@@ -132,13 +132,13 @@ class Chat:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tensor, Tensor]:
-    """Token ids and their loss mask: tokens that begin inside a span."""
+    """Tokenize; returns token ids and their loss mask, True for tokens that begin inside a span."""
     if not tokenizer.is_fast:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this backbone'} is a slow one, which cannot say which characters a token"
             " stands for; take a backbone with a tokenizer.json, or set data.loss_on=all"
         )
-    # The template has already written the special tokens: adding them again would double the first.
+    # The template has added the special tokens already.
     encoding = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = torch.tensor([_first(rendered.text, start, end) for start, end in encoding["offset_mapping"]], dtype=torch.int64)
     loss_mask = torch.zeros(len(starts), dtype=torch.bool)
@@ -148,9 +148,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> tuple[Tens
 
 
 def _first(text: str, start: int, end: int) -> int:
-    """Where a token begins, not counting leading spaces: the first word after ``Assistant: `` belongs to the answer.
+    """Return the start of a token without leading spaces, so that the first word after ``Assistant: `` belongs to the answer.
 
-    Some tokenizers leave those spaces out of the offsets already, and give a token of spaces alone an empty range at its end.
+    Some tokenizers exclude these spaces from the offsets; a token of spaces only then has an empty range at its end.
     """
     if start == end:
         return start - 1

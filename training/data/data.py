@@ -1,4 +1,4 @@
-"""Training data: rows -> samples (tokens with a loss mask); and the prompts that evaluation decodes.
+"""Training data: convert rows to samples (tokens with a loss mask), and choose the prompts for evaluation.
 
 Shape suffixes: T positions.
 """
@@ -22,7 +22,7 @@ from headstart.training.recipe.recipe import Data, Eval
 
 COLUMNS = ("messages", "conversations", "text")
 MIN_TOKENS = 4
-"""Samples with fewer tokens are dropped: the third token of a sample is the first that a drafter predicts."""
+"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +30,36 @@ class Sample:
     tokens: Tensor
     """int64 [T]."""
     loss_mask: Tensor
-    """bool [T]: the label tokens."""
+    """bool [T]: True for label tokens."""
 
 
 @dataclass
 class Stats:
-    """Counts of what became of the rows."""
+    """Counts of rows, samples and tokens, and of what was dropped, truncated or split."""
 
     rows: int = 0
     samples: int = 0
     tokens: int = 0
     label_tokens: int = 0
     rows_without_assistant: int = 0
-    """Rows without an assistant turn that answers something."""
+    """Rows without an assistant turn after another message."""
     rows_refused: int = 0
-    """Rows that the chat template does not render."""
+    """Rows that the chat template fails to render."""
     refusal: str = ""
-    """The template's error for the first of them."""
+    """The template's error for the first refused row."""
     rows_split: int = 0
-    """Rows that became one sample per turn, because the template rewrites earlier turns."""
+    """Rows that became one sample per turn because the template rewrites earlier turns."""
     samples_truncated: int = 0
     tokens_truncated: int = 0
     """Tokens lost by truncation."""
     samples_split: int = 0
     """Samples cut into pieces under ``data.overlong=split``."""
     pieces: int = 0
-    """Number of those pieces."""
+    """Number of pieces."""
     samples_too_long: int = 0
     """Samples skipped under ``data.overlong=skip``."""
     samples_empty: int = 0
-    """Samples dropped for having too few tokens, or no label tokens."""
+    """Samples dropped because they have too few tokens or no label tokens."""
     roles: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -81,11 +81,11 @@ class Splits:
     train: list[Sample]
     eval: list[Sample]
     stats: Stats
-    """Of the training rows."""
+    """Counts for the training rows."""
 
 
 def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, progress: bool = True) -> Splits:
-    """Read and tokenise the data of a recipe, for a backbone of ``context`` positions."""
+    """Read and tokenise a recipe's data for a backbone of ``context`` positions."""
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
     rows = read_rows(data.train, split=data.split, subset=data.subset, limit=data.limit)
@@ -95,19 +95,19 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
     elif data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.train)
     train, stats = make_samples(rows, tokenizer, data, source=data.train, progress=progress)
-    held_out = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # a later piece is no prompt
+    held_out = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # later pieces are not prompts
     return Splits(train, make_samples(held, tokenizer, held_out, source=source, progress=False)[0] if held else [], stats)
 
 
 def require_vocabulary(splits: Splits, vocab: int) -> None:
-    """Raise UserError if some token is none of the backbone's ``vocab``."""
+    """Raise UserError if a token is outside the backbone's vocabulary of size ``vocab``."""
     largest = max(int(sample.tokens.max()) for sample in [*splits.train, *splits.eval])
     if largest >= vocab:
         raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
 
 
 def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows. Evenly spaced, since files are often sorted, and the same whatever the seed."""
+    """Split into training and held-out rows. Held-out rows are evenly spaced, since files are often sorted, and independent of the seed."""
     if count >= len(rows):
         raise UserError(f"data.eval_rows={count} would hold out all {len(rows)} rows of {source}; lower it, or set data.eval")
     held = {i * len(rows) // count for i in range(count)}
@@ -117,7 +117,7 @@ def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[
 def make_samples(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, progress: bool = False
 ) -> tuple[list[Sample], Stats]:
-    """Samples of all rows, in order, with counts. Raises UserError if no label token is left."""
+    """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
     column = data_column(rows[0], data, source)
     read = _reader(rows[0][column], tokenizer, data)
     samples, stats = [], Stats(rows=len(rows))
@@ -140,7 +140,7 @@ def make_samples(
 
 
 def data_column(row: Row, data: Data, source: str) -> str:
-    """The column to train on. Raises UserError if the row has none."""
+    """Return the column to train on. Raises UserError if the row has none."""
     candidates = (data.column,) if data.column else COLUMNS if data.format == "auto" else (data.format,)
     for column in candidates:
         if row.get(column) is not None:
@@ -153,7 +153,7 @@ Reader = Callable[[Row, str, str, Stats], list[Sample]]
 
 
 def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reader:
-    """The function that makes samples of a row, chosen by the recipe's format or by the first value."""
+    """Return the function that makes a row's samples, chosen by the recipe's format or by the first value."""
     if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
         return lambda row, column, where, stats: _text(row[column], tokenizer, where)
     chat = Chat(tokenizer, data.chat_template)
@@ -182,7 +182,7 @@ def _whole(ids: list[int]) -> Sample:
 
 
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
-    """The sample as ``data.overlong`` has it: unchanged, truncated, in pieces, or dropped."""
+    """Apply ``data.overlong``: keep, truncate, split or drop the sample."""
     length, most = len(sample.tokens), data.max_length
     if length > most and data.overlong == "error":
         raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.overlong=truncate")
@@ -190,7 +190,7 @@ def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
         stats.samples_too_long += 1
         return []
     count = -(-length // most) if data.splits_long else 1
-    # Pieces of equal length: with full ones and a remainder, the remainder could be too short.
+    # Pieces have equal lengths, since the remainder after full pieces could be too short.
     pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
     kept = [Sample(tokens[:most].clone(), loss_mask[:most].clone()) for tokens, loss_mask in pieces]
     kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
@@ -213,7 +213,7 @@ def _nothing_left(stats: Stats, source: str) -> UserError:
 
 
 def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:
-    """The ``size`` most frequent label tokens, ascending; ties go to the lower id."""
+    """Return the ``size`` most frequent label tokens, ascending; ties go to the lower id."""
     if not 1 <= size <= vocab:
         raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
     counts = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
@@ -223,9 +223,9 @@ def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) ->
 
 
 def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
-    """Up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
+    """Return up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
 
-    Of a conversation, everything up to its last answer; of plain text, its beginning (`prompt_length`).
+    A prompt is a conversation up to its last answer, or the beginning of a plain text (`prompt_length`).
     """
     longest = context - settings.max_new_tokens
     fitting = [prompt for sample in samples if 0 < len(prompt := _prompt(sample, settings.prompt_tokens)) <= longest]

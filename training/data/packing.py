@@ -1,7 +1,7 @@
-"""Batches: samples side by side in rows, and which positions may attend to which.
+"""Batches: rows of one or several samples, and their attention masks.
 
-A sample is a document. A row holds one document or, packed, as many as fit; documents are never cut here. In a packed row the backbone
-reads each document as if it stood alone: positions restart at 0, and no position attends to another document.
+A sample is a document. A row holds one document or, packed, as many as fit; documents are never split here. Documents of a packed row
+are independent: positions restart at 0, and no position attends to another document.
 
 Shape suffixes: B batch, T positions.
 """
@@ -26,13 +26,13 @@ class Batch:
     tokens_BT: Tensor
     loss_mask_BT: Tensor
     document_BT: Tensor
-    """0, 1, ... along a row."""
+    """Document index of each position: 0, 1, ... along a row."""
     members: tuple[tuple[int, ...], ...]
-    """Per row, the indices of its samples, in order."""
+    """Indices of each row's samples, in order."""
 
     @property
     def packed(self) -> bool:
-        """Whether some row holds several documents."""
+        """True if a row holds several documents."""
         return any(len(row) > 1 for row in self.members)
 
     def to(self, device: torch.device) -> Batch:
@@ -40,7 +40,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
-    """A batch of these rows, each given by the indices of its samples."""
+    """Make a batch of rows, each given by the indices of its samples."""
     tokens = [torch.cat([samples[i].tokens for i in row]) for row in rows]
     loss_mask = [torch.cat([samples[i].loss_mask for i in row]) for row in rows]
     document = [torch.cat([torch.full_like(samples[i].tokens, number) for number, i in enumerate(row)]) for row in rows]
@@ -53,20 +53,20 @@ def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Batch:
 
 
 def empty_batch(length: int) -> Batch:
-    """One row without a document, for a process that has fewer micro-batches than the others."""
+    """Make a batch of one row of padding, for a process with fewer micro-batches than others."""
     tokens_1T = torch.zeros(1, length, dtype=torch.int64)
     return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: the longest sample first, into the fullest row that has room for it.
+    """Pack samples into rows by best-fit decreasing: longest sample first, into the fullest row that has room.
 
-    ``order`` (the indices, shuffled) breaks ties. The number of rows depends on the lengths alone.
+    ``order`` (the shuffled indices) breaks ties. The number of rows depends on the lengths only.
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
-    """Free tokens -> the rows that have exactly so many."""
-    rooms = 0   # bit r is set where by_room[r] is not empty, so that the least sufficient room is found by arithmetic
+    """Number of free tokens -> rows with exactly that many."""
+    rooms = 0   # bit r is set if by_room[r] is not empty, to find the smallest sufficient room with bit operations
     for index in sorted(order, key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > row_length:
@@ -87,7 +87,7 @@ def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[
 
 
 def document_positions(document_BT: Tensor) -> Tensor:
-    """Position of each token within its document, ``[B, T]``."""
+    """Return each token's position within its document, ``[B, T]``."""
     position_T = torch.arange(document_BT.shape[1], device=document_BT.device)
     first_BT = torch.ones_like(document_BT, dtype=torch.bool)
     first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
@@ -95,7 +95,7 @@ def document_positions(document_BT: Tensor) -> Tensor:
 
 
 def document_masks(document_BT: Tensor, windows: dict[str, int | None]) -> dict[str, Tensor]:
-    """Attention mask ``[B, T, T]`` of each kind of layer: True for earlier positions of the same document, within the layer's window."""
+    """Return the attention mask ``[B, T, T]`` of each kind of layer: causal, within the document and the layer's window."""
     T = document_BT.shape[1]
     position_T = torch.arange(T, device=document_BT.device)
     distance_TT = position_T[:, None] - position_T

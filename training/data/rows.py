@@ -1,4 +1,4 @@
-"""Rows of training data, from a file or a named dataset, as plain mappings from column to value."""
+"""Read rows of training data from a file or a dataset, as mappings from column to value."""
 from __future__ import annotations
 
 import gzip
@@ -11,11 +11,11 @@ from headstart.support.jsonl import Row, read_jsonl
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SHIPPED = "quickstart:"
-"""Begins the name of a file in the folder of the quickstart recipes, wherever the package is installed."""
+"""Prefix of files in the installed package's quickstart folder."""
 
 
 def read_rows(source: str, *, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
-    """The first ``limit`` rows of a local file, or of the split of a dataset (a hub name, or a folder of files)."""
+    """Read the first ``limit`` rows of a local file, or of a split of a dataset (a hub name or a folder of files)."""
     path = Path(source).expanduser()
     if source.startswith(SHIPPED):
         path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / source.removeprefix(SHIPPED)
@@ -39,7 +39,7 @@ def _read_file(path: Path, limit: int | None) -> list[Row]:
         opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
         with opened as text:
             return _read_json(text.read(), path)[:limit]
-    except (OSError, EOFError, UnicodeDecodeError) as error:   # broken compression, not UTF-8, no permission
+    except (OSError, EOFError, UnicodeDecodeError) as error:   # truncated gzip, not UTF-8, no permission
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -54,7 +54,7 @@ def _read_json(text: str, path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path, limit: int | None) -> list[Row]:
-    import pyarrow.parquet  # type: ignore[import-untyped]  # here, since only this kind of file needs it
+    import pyarrow.parquet  # type: ignore[import-untyped]  # here, since only Parquet files need it
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()

@@ -1,4 +1,4 @@
-"""Features from a cache that ``headstart cache`` has written, and the choice between it and the backbone.
+"""Features from a cache written by ``headstart cache``, and the choice between cached and live features.
 
 Shape suffixes: B batch, T positions.
 """
@@ -31,7 +31,7 @@ from headstart.training.recipe.recipe import Recipe
 
 
 class CachedFeatures(FeatureSource):
-    """Reads every sample from the shards of a complete cache; the backbone is not run."""
+    """Reads samples from a complete feature cache; the backbone is not run."""
 
     def __init__(self, manifest: Manifest, form: CacheFormat, taps: tuple[int, ...], teacher: Teacher) -> None:
         self.reader, self.form, self.taps, self.teacher = ShardReader(manifest), form, taps, teacher
@@ -44,9 +44,9 @@ class CachedFeatures(FeatureSource):
 def open_source(
     recipe: Recipe, drafters: Sequence[Drafter], tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
 ) -> tuple[FeatureSource, str | None]:
-    """The feature source of a run, shared by its drafters, and a line about the cache if there is one.
+    """Return the feature source shared by a run's drafters, and a summary of the feature cache, if any.
 
-    Raises UserError for a cache that is missing, incomplete, or of other contents.
+    Raises UserError if the cache is missing, incomplete, or has other contents.
     """
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
@@ -63,7 +63,7 @@ def open_source(
 
 
 def require_taps_only(recipe: Recipe, drafters: Sequence[Drafter], form: CacheFormat) -> None:
-    """Raise UserError if the format keeps no final hidden state and a drafter or a loss term needs it."""
+    """Raise UserError if the format lacks the final hidden state and a drafter or loss term needs it."""
     if not form.top_k:
         return
     for one, drafter in zip(recipe.per_drafter().values(), drafters, strict=True):

@@ -1,4 +1,4 @@
-"""``headstart cache``: from a recipe to a feature cache; its size is printed before, its rounding error after."""
+"""``headstart cache``: write a recipe's feature cache; prints its size before and its rounding error after."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headstart.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class PlannedCache:
-    """A cache as it is to be, whatever part of it is written."""
+    """A complete feature cache as planned, written or not."""
 
     manifest: Manifest
     form: CacheFormat
@@ -67,7 +67,7 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
 
 
 def _plan(recipe: Recipe) -> PlannedCache:
-    """Raises UserError for a recipe without ``cache.dir``, and for a folder that holds another cache."""
+    """Plan a recipe's cache. Raises UserError if ``cache.dir`` is not set or holds another cache."""
     cache, where = recipe.cache, recipe.backbone
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
@@ -94,7 +94,7 @@ def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
-    """Print what will be written and where, and return it for the report."""
+    """Print what will be written and where; returns it for the report."""
     manifest, form, samples, tokens = planned.manifest, planned.form, planned.splits.train, planned.splits.stats.tokens
     total, missing = sum(record_size(sample, form) for sample in samples), bytes_missing(manifest, form, samples)
     free, shards = free_bytes(manifest.folder), len(manifest.shards)
@@ -114,6 +114,6 @@ def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
 
 
 def _device() -> torch.device | None:
-    """This process's accelerator, where a launcher has started several processes."""
+    """Return this process's accelerator if a launcher started several processes."""
     rank = os.environ.get("LOCAL_RANK")
     return torch.device("cuda", int(rank)) if rank is not None and torch.cuda.is_available() else None

@@ -1,12 +1,12 @@
-"""The format of cached features: which states of a sample are kept, and in how many bits.
+"""The format of cached features: which hidden states are stored, and how they are quantized.
 
-States are stored in the backbone's dtype (``exact``), in bf16, or in int8. For int8 each channel is divided by its typical share of a
-token's norm (from the mean of fourth powers over tokens scaled to unit norm, so that the few tokens with huge states, which language
-models have, do not dominate), then each token by its largest entry over 127. The error of an entry is at most ``token * channel / 2``.
+States are stored in the backbone's dtype (``exact``), bf16 or int8. For int8, each channel is divided by its scale and then each token by
+its largest entry over 127. The scale of a channel is the fourth root of the mean fourth power over tokens scaled to unit RMS, so that
+the few tokens with huge states, common in language models, do not dominate. The error of an entry is at most ``token * channel / 2``.
 
-The final hidden state is kept because the teacher's distribution is computed from it. Where no drafter reads it, its ``top_k`` most
-likely tokens and the mass of all others can be kept instead, at label positions only. The remaining mass is then spread over the other
-tokens as it is on average over the first samples (``tail_V``); how far that is from the truth is measured when a cache is written.
+The final hidden state is stored to compute the teacher's distribution. If no drafter uses it, the ``top_k`` most likely tokens and the
+total mass of all others can be stored instead, at label positions only. That mass is then distributed over the other tokens by their
+average in the first samples (``tail_V``); the resulting error is measured when a cache is written.
 
 Shape suffixes: B batch, T positions, P positions of several samples concatenated, L label positions among them, S samples, D width,
 V vocabulary, M kept tokens, C positions of a chunk.
@@ -27,16 +27,16 @@ from headstart.support.pytree import map_tensors
 from headstart.training.data.packing import Batch
 
 Record = dict[str, Tensor]
-"""Tensors kept of one sample, or of several concatenated, by name."""
+"""Stored tensors of one sample, or of several concatenated, by name."""
 CHUNK = 256
 """Positions whose logits are in memory at a time."""
 LOG_ZERO = -100.0
-"""Stands for the logarithm of a mass of 0."""
+"""Substitute for the logarithm of 0."""
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """What is kept of a sample, and how."""
+    """The states stored per sample, and their encoding."""
 
     taps: tuple[int, ...]
     dim: int
@@ -44,11 +44,11 @@ class CacheFormat:
     backbone_dtype: torch.dtype
     dtype: Literal["int8", "bf16", "exact"] = "int8"
     top_k: int | None = None
-    """Number of most likely tokens kept instead of the final hidden state; None keeps the state."""
+    """Number of most likely tokens stored instead of the final hidden state; None: store the state."""
 
     @property
     def states(self) -> dict[str, int | None]:
-        """Name of each state kept -> its tap (None: the final hidden state)."""
+        """Name of each stored state -> its tap (None: the final hidden state)."""
         final: dict[str, int | None] = {} if self.top_k else {"hidden": None}
         return final | {f"tap.{tap}": tap for tap in self.taps}
 
@@ -57,14 +57,14 @@ class CacheFormat:
         return torch.int16 if self.vocab <= 2**15 else torch.int32
 
     def size(self, tokens: int, labels: int) -> int:
-        """Bytes of a sample with so many tokens and label positions."""
+        """Return the bytes of a sample with ``tokens`` tokens and ``labels`` label positions."""
         entry = {"int8": 1, "bf16": 2, "exact": self.backbone_dtype.itemsize}[self.dtype]
         scales = 2 * (tokens + self.dim) if self.dtype == "int8" else 0
         teacher = labels * (self.top_k * (self.token_dtype.itemsize + 2) + 8) if self.top_k else 0
         return len(self.states) * (tokens * self.dim * entry + scales) + teacher + 8   # two counts
 
     def encode(self, features: Features, readout: Callable[[Tensor], Tensor]) -> Record:
-        """The record of one sample (a batch of one row with ``loss_mask_BT``), on the CPU."""
+        """Encode one sample (a batch of one row with ``loss_mask_BT``); the record is on the CPU."""
         taps, record = features.taps or {}, Record()
         for name, tap in self.states.items():
             record |= self._quantize(name, (features.hidden_BTD if tap is None else taps[tap])[0])
@@ -102,7 +102,7 @@ class CacheFormat:
         return {"top.token": torch.cat(tokens), "top.log_prob": torch.cat(log_probs), "top.others": torch.cat(others)}
 
     def decode(self, record: Record, batch: Batch, taps: tuple[int, ...]) -> Features:
-        """The features of a batch whose members ``record`` holds concatenated; on the batch's device, in the backbone's dtype."""
+        """Decode the concatenated samples of a batch to features on its device, in the backbone's dtype."""
         B, T = batch.tokens_BT.shape
         device = batch.tokens_BT.device
         lengths = record["tokens"].tolist()
@@ -133,42 +133,42 @@ class CacheFormat:
 
 
 def single_row(features: Features, row: int, length: int) -> Features:
-    """One row of a batch, without its padding."""
+    """Select one row of a batch, without padding."""
     return map_tensors(lambda x: x[row : row + 1, :length], features)
 
 
 def label_positions(loss_mask_T: Tensor) -> Tensor:
-    """Positions of one sample whose next token has a loss: the teacher's distribution is needed there."""
+    """Return the positions of a sample whose next token is a label; the teacher's distribution is needed there."""
     return loss_mask_T[1:].nonzero().flatten()
 
 
 def concatenate(records: Sequence[Record]) -> Record:
-    """Several samples as one record."""
+    """Concatenate the records of several samples."""
     return {name: torch.cat([record[name] for record in records]) for name in records[0]}
 
 
 def _top_rows(record: Record) -> Tensor:
-    """Kept tokens, their log-probabilities and the log mass of all others, ``[L, 2M + 1]``. Token ids are exact in fp32."""
+    """Concatenate stored tokens, their log-probabilities and the log mass of all others: ``[L, 2M + 1]``. Ids are exact in fp32."""
     return torch.cat([record["top.token"].float(), record["top.log_prob"].float(), record["top.others"][:, None]], -1)
 
 
 def _label_indices(record: Record) -> Tensor:
-    """Indices of the label positions among the concatenated positions, ``[L]``."""
+    """Return the indices of the label positions among the concatenated positions, ``[L]``."""
     start_S = record["tokens"].cumsum(0) - record["tokens"]
     return (record["top.position"] + start_S.repeat_interleave(record["labels"])).long()
 
 
 class TopKTeacher:
-    """Takes the backbone's place as teacher where only the most likely tokens were kept: rows of `_top_rows` -> logits."""
+    """Teacher for caches of the most likely tokens: computes logits from rows of `_top_rows`."""
 
     def __init__(self, tail_V: Tensor) -> None:
         self.log_tail_V = tail_V.clamp(min=1e-30).log()
         self.vocab, self.device = len(tail_V), tail_V.device
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """``[..., 2M + 1]`` -> log-probabilities ``[..., V]``."""
+        """Map ``[..., 2M + 1]`` to log-probabilities ``[..., V]``."""
         top_k = hidden.shape[-1] // 2
         tokens, log_probs, others = hidden[..., :top_k].long(), hidden[..., top_k : 2 * top_k], hidden[..., 2 * top_k :]
         tail = self.log_tail_V.expand(*hidden.shape[:-1], -1).scatter(-1, tokens, -torch.inf)
-        scale = (others - tail.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LOG_ZERO)   # infinite where all tokens were kept
+        scale = (others - tail.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LOG_ZERO)   # infinite if all tokens are stored
         return (tail + scale).scatter(-1, tokens, log_probs)

@@ -1,10 +1,10 @@
-"""A feature cache on disk: the backbone's states for every training sample, to be trained from without running it again.
+"""A feature cache on disk: the backbone's hidden states of all training samples, to train without running it again.
 
-``manifest.json`` says what the features depend on (the backbone by a fingerprint of its weights, taps, format, a hash of every sample)
-and which samples each shard holds. ``shard-00003-of-00020.safetensors`` holds its samples concatenated, with the manifest's id in its
-header. A shard is renamed into place when it is complete, so a file of that name is complete.
+``manifest.json`` lists what the features depend on (a fingerprint of the backbone's weights, taps, format, a hash of all samples)
+and the samples of each shard. ``shard-00003-of-00020.safetensors`` holds its samples concatenated, with the manifest's id in its
+header. Shards are renamed into place when complete.
 
-Each sample is stored as the backbone reads it alone. Packing, batches, their order and the number of processes are up to the trainer.
+Features are those of each sample alone, so packing, batches, their order and the number of processes may change.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SAMPLE_KEYS = (
     "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "max_length", "packing", "overlong",
     "loss_on",
 )  # fmt: skip
-"""Keys of ``data`` that decide what the samples are; kept so that an error can say which one changed."""
+"""Keys of ``data`` that determine the samples; stored so that an error can name the one that changed."""
 Contents = dict[str, dict[str, Any]]
-"""``features``: what the features of any sample depend on. ``samples``: which samples. ``data``: the settings that made them."""
+"""``features``: dependencies of all features; ``samples``: their count and hash; ``data``: the settings that determine them."""
 
 
 def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, data: Data) -> Contents:
-    """What a cache of these samples' features depends on."""
+    """Describe what a cache of these samples' features depends on."""
     template = data.chat_template or tokenizer.chat_template
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
@@ -60,7 +60,7 @@ def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, to
 
 
 def difference(actual: Contents, expected: Contents) -> str | None:
-    """The first difference, in words; None if there is none. More taps than expected are fine."""
+    """Describe the first difference; None if there is none. Extra taps are allowed."""
     for key, value in expected["features"].items():
         other = actual["features"].get(key)
         if key == "backbone weights":
@@ -78,7 +78,7 @@ def difference(actual: Contents, expected: Contents) -> str | None:
 
 
 def _describe(key: str, actual: Any, expected: Any) -> str:
-    if key == "backbone weights":   # of a fingerprint's 64 numbers, the first pair that differs
+    if key == "backbone weights":   # report only the first differing pair of the fingerprints' 64 values
         pairs = list(zip(actual or [], expected, strict=False))
         actual, expected = next((pair for pair in pairs if not same_weights([pair[0]], [pair[1]])), (actual, expected))
     return f"{key}: found {actual!r}, expected {expected!r}"
@@ -89,7 +89,7 @@ class Manifest:
     folder: Path
     contents: Contents
     shards: tuple[tuple[int, int], ...]
-    """First sample of each shard, and the one after its last."""
+    """(first sample, last sample + 1) of each shard."""
 
     @cached_property
     def id(self) -> str:
@@ -108,12 +108,12 @@ class Manifest:
             raise UserError(f"{self.folder} is a cache of something else: {changed}; restore that, or choose another cache.dir")
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not written yet."""
+        """Return the numbers of the shards not written yet."""
         return [number for number in range(len(self.shards)) if not self.shard(number).exists()]
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None where there is no manifest. Raises UserError for one that cannot be read."""
+    """Read a cache's manifest; None if there is none. Raises UserError if it cannot be read."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of samples: each shard ends with the sample that takes it to ``shard_mb``."""
+    """Divide the samples into shards; each ends with the sample that reaches ``shard_mb``."""
     shards, first, size = [], 0, 0
     for i, sample in enumerate(samples):
         size += record_size(sample, form)
@@ -143,21 +143,21 @@ def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> 
 
 
 def record_size(sample: Sample, form: CacheFormat) -> int:
-    """Bytes of a sample's features."""
+    """Return the bytes of a sample's features."""
     return form.size(len(sample.tokens), int(sample.loss_mask[1:].sum()))
 
 
 class ShardReader:
-    """Reads samples of a complete cache. Raises UserError at construction for a shard that is missing, damaged or another cache's."""
+    """Reads samples of a complete cache. The constructor raises UserError if a shard is missing, damaged or of another cache."""
 
     MAX_OPEN = 64
-    """Files held open."""
+    """Maximum number of open files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.ends = [end for _, end in manifest.shards]
         self.files: dict[int, tuple[Any, list[int], list[int]]] = {}
-        """Number -> open file, and where each sample's positions and label positions start in it; the last used is last."""
+        """Shard number -> open file and the start of each sample's positions and label positions; least recently used first."""
         if missing := manifest.missing():
             names = f"{manifest.shard(missing[0]).name}{', ...' if len(missing) > 1 else ''}"
             raise UserError(
@@ -168,13 +168,13 @@ class ShardReader:
             open_shard(manifest, number)
 
     def sample(self, index: int) -> Record:
-        """The record of one sample, on the CPU."""
+        """Return the record of one sample, on the CPU."""
         number = bisect.bisect_right(self.ends, index)
         file, tokens, labels = self._open(number)
         i = index - self.manifest.shards[number][0]
         return {
             name: file.get_slice(name)[slice(*_range(name, i, tokens, labels))]
-            for name in file.keys()  # noqa: SIM118  (a file is no mapping)
+            for name in file.keys()  # noqa: SIM118  (not a mapping)
         }
 
     def _open(self, number: int) -> tuple[Any, list[int], list[int]]:
@@ -190,7 +190,7 @@ class ShardReader:
 
 
 def _range(name: str, i: int, tokens: list[int], labels: list[int]) -> tuple[int, int]:
-    """Rows of an array that belong to sample ``i``: arrays have a row per sample, per label position, or per position."""
+    """Return the range of a tensor's entries that belong to sample ``i``: one per sample, per label position or per position."""
     if name in ("tokens", "labels") or name.endswith(".channel"):
         return i, i + 1
     starts = labels if name.startswith("top.") else tokens
@@ -198,7 +198,7 @@ def _range(name: str, i: int, tokens: list[int], labels: list[int]) -> tuple[int
 
 
 def open_shard(manifest: Manifest, number: int) -> Any:
-    """A shard's file. Raises UserError if it is damaged or another cache's."""
+    """Open a shard. Raises UserError if it is damaged or of another cache."""
     path = manifest.shard(number)
     try:
         file = safe_open(path, "pt")
@@ -214,11 +214,11 @@ def open_shard(manifest: Manifest, number: int) -> Any:
 
 
 def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:
-    """The format that a recipe asks for, for drafters that read these taps."""
+    """Return the cache format of a recipe, for drafters that use ``taps``."""
     top_k = min(cache.top_k, backbone.vocab) if cache.teacher == "topk" else None
     return CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, cache.dtype, top_k)
 
 
 def format_on_disk(form: CacheFormat, manifest: Manifest) -> CacheFormat:
-    """The format of an existing cache, which may have more taps than asked for."""
+    """Return the format of an existing cache, which may have more taps than requested."""
     return replace(form, taps=tuple(manifest.contents["features"]["taps"]))

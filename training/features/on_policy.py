@@ -1,7 +1,7 @@
-"""Features for on-policy training (``objective.on_policy``), and what it requires of backbone and drafter.
+"""Features for on-policy training (``objective.on_policy``), and its requirements.
 
-The backbone verifies the drafter's rollouts at every step: it must be live, keep its KV cache of the text, and follow masks. The drafter's
-tokens must depend on those drafted before them. The loss itself is `objective.on_policy_loss`.
+The backbone scores the drafter's rollouts at every step, so it must be live, keep its KV cache of the batch, and follow masks. The
+drafter's tokens must depend on those drafted before them. The loss is `objective.on_policy_loss`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from headstart.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class FeaturesWithCache(Features):
-    """Features with what the backbone needs to read on behind any of the positions."""
+    """Features with the KV cache from which the backbone can continue after any position."""
 
     cache: DynamicCache | None = None
-    """Its keys and values of all positions, in every layer."""
+    """The backbone's keys and values of all positions."""
 
 
 class LiveWithCache(LiveFeatures):
-    """The live backbone, whose KV cache is kept until the batch is trained on."""
+    """The live backbone; its KV cache is kept with the features."""
 
     def read(self, batch: Batch) -> FeaturesWithCache:
-        cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration: sliding layers keep all of their keys
+        cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration, so that sliding layers keep all keys
         positions_BT, attention_mask = None, None
         if batch.packed:
             positions_BT, attention_mask = document_positions(document_BT), document_masks(document_BT, self.backbone.windows)
@@ -41,15 +41,15 @@ class LiveWithCache(LiveFeatures):
 
 
 def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
-    """The source of a run, with the KV cache if some drafter trains on-policy."""
+    """Return the feature source, with the KV cache if a drafter trains on-policy."""
     if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
         return source
-    assert isinstance(source, LiveFeatures)   # a recipe with a cache is refused when it is read
+    assert isinstance(source, LiveFeatures)   # recipes with a feature cache are rejected on loading
     return LiveWithCache(source.backbone, source.taps)
 
 
 def require_on_policy(recipe: Recipe, backbone: Backbone, drafters: Mapping[str, Drafter]) -> None:
-    """Raise UserError if a drafter is to train on-policy and cannot, by its kind or with this backbone."""
+    """Raise UserError if on-policy training is requested for a drafter or backbone that does not support it."""
     for name, one in recipe.per_drafter().items():
         if not one.objective.on_policy:
             continue

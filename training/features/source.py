@@ -1,4 +1,4 @@
-"""Features of a batch, from the backbone or from a cache: a drafter cannot tell which.
+"""Sources of a batch's features: the live backbone, or a cache behind the same interface.
 
 Shape suffixes: B batch, T positions.
 """
@@ -22,7 +22,7 @@ from headstart.training.recipe.recipe import Recipe
 
 
 class Teacher(Protocol):
-    """Turns final hidden states, or what a cache stores in their place, into the backbone's logits."""
+    """Computes the backbone's logits from final hidden states, or from what a cache stores instead."""
 
     @property
     def vocab(self) -> int: ...
@@ -31,21 +31,21 @@ class Teacher(Protocol):
     def device(self) -> torch.device: ...
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """``[..., D]`` -> logits ``[..., V]`` over the backbone's vocabulary."""
+        """Map ``[..., D]`` to logits ``[..., V]`` over the backbone's vocabulary."""
 
 
 class FeatureSource(ABC):
-    """Gives the features of batches, and the teacher that turns their final hidden states into logits."""
+    """Returns the features of batches; ``teacher`` computes logits from their final hidden states."""
 
     teacher: Teacher
 
     @abstractmethod
     def read(self, batch: Batch) -> Features:
-        """Features on the batch's device, with its loss mask and documents."""
+        """Return features on the batch's device, with its loss mask and documents."""
 
 
 class LiveFeatures(FeatureSource):
-    """Runs the backbone, in its own dtype as in decoding."""
+    """Runs the backbone in its own dtype, as in decoding."""
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
         self.backbone, self.teacher, self.taps = backbone, backbone, taps
@@ -55,19 +55,19 @@ class LiveFeatures(FeatureSource):
         if batch.packed:
             attention_mask = document_masks(document_BT, self.backbone.windows)
             features = self.backbone.read(tokens_BT, None, document_positions(document_BT), attention_mask, self.taps)
-        else:   # causal: no position sees the padding on its right
+        else:   # causal, so no position attends to right padding
             features = self.backbone.read(tokens_BT, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=document_BT)
 
 
 def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
-    """Taps that serve all drafters: those of one in its own order, the sorted union of several."""
+    """Return the taps for all drafters: in their own order if all have the same, else the sorted union."""
     taps = {drafter.taps for drafter in drafters}
     return taps.pop() if len(taps) == 1 else tuple(sorted({tap for each in taps for tap in each}))
 
 
 def require_packable(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise UserError for packed rows and a backbone with recurrent layers, unless features come from a cache of single samples."""
+    """Raise UserError for packed rows with a recurrent backbone, unless features come from a cache, which stores single samples."""
     if recipe.data.packing and recipe.cache.dir is None and backbone.recurrent is not None:
         raise UserError(
             f"{type(backbone.model).__name__} has recurrent layers, which follow no mask: no packing (data.packing=false), "

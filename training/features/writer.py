@@ -1,7 +1,7 @@
-"""Filling a feature cache: the backbone reads every sample once.
+"""Write a feature cache: one forward pass of the backbone per sample.
 
-The disk space needed is known before anything is written. A shard is renamed into place when it is complete, so after a kill the same
-command goes on. Several processes may fill one cache: a process locks the shard it writes.
+Disk space is checked before anything is written. Complete shards are renamed into place, so the same command resumes after a kill.
+Several processes may write to one cache: each locks the shard it is writing.
 
 Shape suffixes: C positions, V vocabulary.
 """
@@ -33,41 +33,41 @@ from headstart.training.features.manifest import Manifest, open_shard, record_si
 from headstart.training.features.source import LiveFeatures, Teacher
 
 FORWARD_TOKENS = 8192
-"""Positions of one forward pass of the backbone, padding included."""
+"""Maximum positions per forward pass of the backbone, padding included."""
 MEASURED_POSITIONS = 512
 """Label positions per shard at which the rounding error is measured."""
 TAIL_POSITIONS = 4096
-"""Label positions from which the distribution of the tail is estimated."""
+"""Label positions used to estimate the tail distribution."""
 SPARE_BYTES = 64 * 2**20
-"""To leave free on the disk."""
+"""Disk space to leave free."""
 TAIL = "tail.safetensors"
 LOCKS = ".locks"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What it takes to write a shard."""
+    """Inputs for writing shards."""
 
     manifest: Manifest
     form: CacheFormat
     samples: list[Sample]
     live: LiveFeatures
     teacher: Teacher
-    """Reads out what the cache keeps; the errors of its distribution are measured."""
+    """Computes logits from cached features, to measure the error of the distribution."""
 
 
 def bytes_missing(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample]) -> int:
-    """Size of the shards that are not written yet."""
+    """Return the size of the shards not written yet."""
     return sum(record_size(sample, form) for number in manifest.missing() for sample in samples[slice(*manifest.shards[number])])
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder, which need not exist yet."""
+    """Return the free space on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 def require_disk_space(folder: Path, needed: int) -> None:
-    """Raise UserError if the disk has not as much free."""
+    """Raise UserError if less than ``needed`` bytes (plus `SPARE_BYTES`) are free."""
     free = free_bytes(folder)
     if free < needed + SPARE_BYTES:
         raise UserError(
@@ -77,7 +77,7 @@ def require_disk_space(folder: Path, needed: int) -> None:
 
 
 def write_missing(manifest: Manifest, form: CacheFormat, samples: list[Sample], backbone: Backbone, *, progress: bool = True) -> int:
-    """Write the shards that are missing and that no other process is writing; returns how many."""
+    """Write missing shards that no other process is writing; returns their number."""
     require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
     manifest.write()
     live = LiveFeatures(backbone, form.taps)
@@ -116,7 +116,7 @@ def _write_shard(job: Job, number: int, bar: tqdm) -> None:
 
 
 def _save(tensors: Record, path: Path, header: dict[str, str]) -> None:
-    """Write atomically. Raises UserError if the disk refuses it."""
+    """Write a file atomically. Raises UserError on disk errors."""
     try:
         with atomic(path) as temporary:
             save_file(tensors, temporary, metadata=header)
@@ -125,7 +125,7 @@ def _save(tensors: Record, path: Path, header: dict[str, str]) -> None:
 
 
 def _batches(samples: list[Sample], first: int, end: int) -> Iterator[list[int]]:
-    """Samples of similar length together, for little padding; a function of the samples alone."""
+    """Group samples of similar length to reduce padding; depends on the samples only."""
     batch: list[int] = []
     for i in sorted(range(first, end), key=lambda i: len(samples[i].tokens)):
         if batch and (len(batch) + 1) * len(samples[i].tokens) > FORWARD_TOKENS:
@@ -137,10 +137,10 @@ def _batches(samples: list[Sample], first: int, end: int) -> Iterator[list[int]]
 
 @torch.no_grad()
 def rounding_errors(live: Features, cached: Features, backbone: Backbone, teacher: Teacher) -> dict[str, Tensor]:
-    """How far cached features are from the live ones, per position.
+    """Return the errors of cached features per position.
 
-    States: the distance relative to the norm. The teacher's distribution, at label positions: KL(live | cached) in nats and total
-    variation.
+    For states, the distance to the live state relative to its norm; for the teacher's distribution at label positions, KL(live | cached)
+    in nats and the total variation.
     """
     pairs = {f"tap.{tap}": (tensor, (cached.taps or {})[tap]) for tap, tensor in (live.taps or {}).items()}
     if live.hidden_BTD.shape == cached.hidden_BTD.shape:
@@ -157,16 +157,16 @@ def rounding_errors(live: Features, cached: Features, backbone: Backbone, teache
 
 
 def measured_errors(manifest: Manifest) -> dict[str, float]:
-    """Mean over the shards of the errors measured while they were written."""
+    """Return the mean over shards of the errors measured during writing."""
     shards = [json.loads(open_shard(manifest, number).metadata()["error"]) for number in range(len(manifest.shards))]
     names = dict.fromkeys(name for errors in shards for name in errors)
     return {name: statistics.fmean(errors[name] for errors in shards if name in errors) for name in names}
 
 
 def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], live: LiveFeatures) -> Teacher:
-    """Turns what the cache keeps into logits: the backbone, or with ``top_k`` a `TopKTeacher`.
+    """Return the teacher for a cache: the backbone, or with ``top_k`` a `TopKTeacher`.
 
-    Its tail distribution is estimated once from the first samples and kept in the cache.
+    Its tail distribution is estimated once from the first samples and stored in the cache.
     """
     if not form.top_k:
         return live.backbone
@@ -181,7 +181,7 @@ def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], l
 
 @torch.no_grad()
 def _tail(form: CacheFormat, samples: list[Sample], live: LiveFeatures) -> Tensor:
-    """Mass of each token, summed over positions where it is not among the ``top_k``; a little for tokens that always are."""
+    """Sum each token's probability over positions where it is not in the ``top_k``; tokens always in it get a small constant."""
     assert form.top_k
     sum_V, count = torch.zeros(form.vocab, device=live.backbone.device), 0
     for i, sample in enumerate(samples):
