@@ -161,12 +161,12 @@ def test_lm_loss_is_the_models_own(chunk: int) -> None:
     labelled = Features(tokens, features.hidden_BTD, None, mask, torch.zeros_like(tokens))
     labels = tokens.masked_fill(~mask, -100)
     labels[:, :2] = -100   # no depth drafts the first two tokens
-    own = F.cross_entropy(on.model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    expected_loss = F.cross_entropy(on.model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     loss = lm_loss(on, labelled, chunk)
-    torch.testing.assert_close(loss, own, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(loss, expected_loss, atol=1e-4, rtol=1e-5)
     weights = list(on.trainable.values())
-    for ours, theirs in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(own, weights), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected_loss, weights), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     nothing = Features(tokens, on.read(tokens).hidden_BTD, None, torch.zeros_like(mask), torch.zeros_like(tokens))
     assert all(not grad.any() for grad in torch.autograd.grad(lm_loss(on, nothing, chunk), weights))
 

@@ -70,24 +70,24 @@ def test_readout_is_the_models_own(name: str) -> None:
     on = Backbone(build(name, OTHERS[name])) if name in OTHERS else backbone(name)
     tokens = texts(2, 12)
     read = on.read(tokens)
-    own = on.model(tokens).logits
-    torch.testing.assert_close(on.readout(read.hidden_BTD), own, atol=1e-5, rtol=1e-5)
+    logits = on.model(tokens).logits
+    torch.testing.assert_close(on.readout(read.hidden_BTD), logits, atol=1e-5, rtol=1e-5)
     if name not in ("llama", "qwen3", "gpt2"):
-        assert (on.unembed(read.hidden_BTD) - own).abs().max() > 0.1, "this family does nothing to its logits: the test holds nothing"
+        assert (on.unembed(read.hidden_BTD) - logits).abs().max() > 0.1, "this family does nothing to its logits: the test holds nothing"
     assert on.readout(read.hidden_BTD[0, 3]).shape == (on.vocab,)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_are_the_models_hidden_states(family: str) -> None:
     on, tokens = backbone(family), texts(2, 12)
-    own = on.model(tokens, output_hidden_states=True).hidden_states
+    states = on.model(tokens, output_hidden_states=True).hidden_states
     hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in on.layers]
     read = on.read(tokens, taps=(0, 2, LAYERS - 1, LAYERS))
     assert read.taps is not None and set(read.taps) == {0, 2, LAYERS - 1, LAYERS}
     for tap in (0, 2, LAYERS - 1):
-        assert torch.equal(read.taps[tap], own[tap])
-    assert torch.equal(read.hidden_BTD, own[LAYERS])
-    assert not torch.allclose(read.taps[LAYERS], own[LAYERS], atol=1e-2), "the last tap stands before the final norm"
+        assert torch.equal(read.taps[tap], states[tap])
+    assert torch.equal(read.hidden_BTD, states[LAYERS])
+    assert not torch.allclose(read.taps[LAYERS], states[LAYERS], atol=1e-2), "the last tap stands before the final norm"
     assert on.read(tokens).taps is None
     assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in on.layers] == hooks, "hooks are left behind"
 

@@ -68,10 +68,10 @@ def drafting(family: str, kind: str) -> SpeculativeModel:
 def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | None = None, **options: Any) -> Any:
     """The output, checked against transformers."""
     options = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True} | options
-    asked = f"{type(of.backbone.model).__name__} {rows} {options}"
-    if asked not in TRUTHS or " at 0x" in asked:   # a function's repr holds an address, which may be reused
-        TRUTHS[asked] = own(of, rows, **options)
-    expected, out = TRUTHS[asked], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
+    request = f"{type(of.backbone.model).__name__} {rows} {options}"
+    if request not in TRUTHS or " at 0x" in request:   # a function's repr holds an address, which may be reused
+        TRUTHS[request] = own(of, rows, **options)
+    expected, out = TRUTHS[request], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.sequences_scores, expected.sequences_scores, atol=1e-5, rtol=1e-5)
     assert torch.equal(out.beam_indices, expected.beam_indices) and out.beam_indices.dtype == expected.beam_indices.dtype

@@ -27,11 +27,11 @@ def audit(decoder: Decoder, on: Backbone) -> None:
         ids = text.ids_T[text.pads :]
         assert length == len(ids) - 1, "all but the root has been read"
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
-        for i, own in enumerate(fresh.layers):
+        for i, layer in enumerate(fresh.layers):
             keys, values = decoder.cache.layer(i)
-            kept = own.keys.shape[2]  # transformers' sliding layers keep their last keys only
-            torch.testing.assert_close(keys[row, :, length - kept : length], own.keys[0], atol=5e-5, rtol=1e-4)
-            torch.testing.assert_close(values[row, :, length - kept : length], own.values[0], atol=5e-5, rtol=1e-4)
+            kept = layer.keys.shape[2]  # transformers' sliding layers keep their last keys only
+            torch.testing.assert_close(keys[row, :, length - kept : length], layer.keys[0], atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(values[row, :, length - kept : length], layer.values[0], atol=5e-5, rtol=1e-4)
 
 
 def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, **arguments: object) -> list[list[int]]:

@@ -99,8 +99,8 @@ def test_a_full_context_is_reported_and_does_not_end_the_chat(say):
     heads, prompter = talker()
     talk = Chat(heads, prompter, Settings(90), 0)
     painter = Painter(prompter.tokenizer, io.StringIO(), False)
-    asked = len(prompter.converse([{"role": "user", "content": "two"}]))
-    assert talk.ask("two", painter).tokens == 96 - asked   # the remaining context
+    prompt_length = len(prompter.converse([{"role": "user", "content": "two"}]))
+    assert talk.ask("two", painter).tokens == 96 - prompt_length   # the remaining context
     with pytest.raises(UserError, match="/reset"):
         talk.ask("more", painter)
     assert len(talk.messages) == 2

@@ -176,8 +176,8 @@ def test_the_recipes_chat_template_serves_a_tokenizer_that_has_none(house, tmp_p
         assert main([*command, "--json", str(tmp_path / "answer.json"), *style]) == 0
         counts.append(json.loads((tmp_path / "answer.json").read_text())["prompt_tokens"])
     tokenizer = load_tokenizer(str(house / "backbone"))
-    asked = len(tokenizer("Q: What is two? A:", add_special_tokens=False)["input_ids"])
-    assert tokenizer.chat_template is None and counts == [asked, len(tokenizer("What is two?")["input_ids"])]
+    prompt_length = len(tokenizer("Q: What is two? A:", add_special_tokens=False)["input_ids"])
+    assert tokenizer.chat_template is None and counts == [prompt_length, len(tokenizer("What is two?")["input_ids"])]
 
 
 def test_chat_template_unless_raw(house, tmp_path, capsys):

@@ -233,9 +233,9 @@ def test_every_weight_learns_and_none_of_the_backbones(kind: str, arguments: dic
     sum(drafter.readout(x, k, features.tokens_BT[:, k + 1 : -1]).square().sum() for k, x in enumerate(hidden)).backward()
     for name, weight in drafter.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
-    own = {id(weight) for weight in on.model.parameters()}
-    assert not own & {id(weight) for weight in drafter.parameters()}
-    assert not own & {id(tensor) for tensor in drafter.state_dict(keep_vars=True).values()}
+    shared = {id(weight) for weight in on.model.parameters()}
+    assert not shared & {id(weight) for weight in drafter.parameters()}
+    assert not shared & {id(tensor) for tensor in drafter.state_dict(keep_vars=True).values()}
 
 
 def test_medusa_is_what_the_paper_says() -> None:

@@ -37,7 +37,7 @@ def steps(output: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model that ends an answer after about ten tokens, and conversations of one to three questions, one of which appears twice."""
     folder = tmp_path_factory.mktemp("given")
     tokenizer = make_tokenizer(CHATML)
@@ -53,11 +53,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", folder / "chats.jsonl"
 
 
-def test_from_conversations_to_a_report(given: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     AcceleratorState._reset_state(True)
     out = tmp_path / "out"
-    command = [str(part) for part in (FOLDER / "run.sh", "--held-out", 3, "--max-new-tokens", 8, *given, out, *OVERRIDES)]
+    command = [str(part) for part in (FOLDER / "run.sh", "--held-out", 3, "--max-new-tokens", 8, *inputs, out, *OVERRIDES)]
     stopped = run_warm([command[0], "--until", "regenerate", *command[1:]])
     assert stopped.returncode == 0 and steps(stopped.stdout) == ["plan", "regenerate", "hold-out"], stopped.stderr
     assert "the backbone reading, since there is no cache yet" in stopped.stdout
@@ -68,9 +68,9 @@ def test_from_conversations_to_a_report(given: tuple[Path, Path], tmp_path: Path
     report = json.loads((out / "report.json").read_text())
     assert report["prompts"] == 3 and {row["temperature"] for row in report["results"]} == {0.0, 1.0}
     assert (out / "report.html").exists() and (out / "heads" / "tuned.json").exists()
-    again = run_warm(command)
-    assert steps(again.stdout) == [f"({name})" for name in ("plan", "regenerate", "hold-out", "cache", "train", "tune", "bench")]
-    assert "all done" in again.stdout and again.returncode == 0
+    second = run_warm(command)
+    assert steps(second.stdout) == [f"({name})" for name in ("plan", "regenerate", "hold-out", "cache", "train", "tune", "bench")]
+    assert "all done" in second.stdout and second.returncode == 0
     other = run_warm([*command, "train.lr=1e-4"])
     assert other.returncode == 2 and "train.lr (was 0.0005, now 0.0001)" in other.stderr
     assert steps(other.stdout) == ["plan", "(regenerate)", "(hold-out)", "(cache)", "train"]
@@ -103,8 +103,8 @@ def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: s
     assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_missing_data_cost_one_line(given: tuple[Path, Path], tmp_path: Path) -> None:
-    done = run("--no-plan", given[0], tmp_path / "none.jsonl", tmp_path / "out")
+def test_missing_data_cost_one_line(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run("--no-plan", inputs[0], tmp_path / "none.jsonl", tmp_path / "out")
     assert done.returncode == 2 and f"error: no data file {tmp_path / 'none.jsonl'}" in done.stderr
     assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
 
@@ -126,8 +126,8 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (tmp_path / "data" / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
         numbers[name] = [row["row"] for row in rows]
         parts[name] = [row["messages"][0]["content"] if "messages" in row else row["text"] for row in rows]
-    asked = [set(part) for part in parts.values()]
-    assert sum(map(len, asked)) == len(set.union(*asked)) == 34, "every question, each in one file"
+    question_sets = [set(part) for part in parts.values()]
+    assert sum(map(len, question_sets)) == len(set.union(*question_sets)) == 34, "every question, each in one file"
     assert [len(part) for part in parts.values()] == [4, 4, 30] and "; 3 left out, which ask the same" in done.stdout
     assert all(indices == sorted(indices) for indices in numbers.values())
 

@@ -33,10 +33,10 @@ def traced(*example: Tensor) -> Any:
 def test_a_folded_trace_follows_sizes_and_writes_in_place() -> None:
     folded = fold(traced(torch.zeros(2, 64), torch.randn(2, 3, 8)))
     for rows, count, width in ((2, 3, 8), (5, 2, 12), (1, 4, 2)):
-        x, store, own = torch.randn(rows, count, width), torch.zeros(rows, 64), torch.zeros(rows, 64)
-        for one, other in zip(folded(own, x), halves(store, x), strict=True):
+        x, store, folded_store = torch.randn(rows, count, width), torch.zeros(rows, 64), torch.zeros(rows, 64)
+        for one, other in zip(folded(folded_store, x), halves(store, x), strict=True):
             assert torch.equal(one, other)
-        assert torch.equal(own, store) and own.max() == 2
+        assert torch.equal(folded_store, store) and folded_store.max() == 2
 
 
 def test_sizes_are_no_tensors_any_more() -> None:

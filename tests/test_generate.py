@@ -140,13 +140,13 @@ def test_stop_strings_want_a_tokenizer(oracle: SpeculativeModel, row: dict[str, 
 
 
 def test_a_streamer_gets_each_token_once(oracle: SpeculativeModel, row: dict[str, Tensor], truth: list[int]) -> None:
-    ours, expected = Noted(), Noted()
+    actual, expected = Noted(), Noted()
     for options in ({}, {"eos_token_id": truth[20]}):
-        ours, expected = Noted(), Noted()
-        text = say(oracle, row, max_new_tokens=LENGTH, streamer=ours, **options)
+        actual, expected = Noted(), Noted()
+        text = say(oracle, row, max_new_tokens=LENGTH, streamer=actual, **options)
         own(oracle, row, max_new_tokens=LENGTH, streamer=expected, **options)
-        assert [x.tolist() for x in ours.got] == [x.tolist() for x in expected.got] and ours.ended == expected.ended == 1
-        assert torch.cat([x.flatten() for x in ours.got]).tolist() == text[0].tolist()
+        assert [x.tolist() for x in actual.got] == [x.tolist() for x in expected.got] and actual.ended == expected.ended == 1
+        assert torch.cat([x.flatten() for x in actual.got]).tolist() == text[0].tolist()
 
 
 def test_text_streams(

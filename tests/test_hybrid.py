@@ -145,12 +145,12 @@ def test_prompts_of_any_lengths_are_read_as_if_alone() -> None:
     _, features, cache = read_prompts(on, rows)
     assert features.document_BT is not None and features.lengths_B.tolist() == cache.lengths_B.tolist() == [9, 1, 14, 9, 2]
     for row, text in enumerate(rows):
-        _, mine, own = read_prompts(on, [text])
+        _, mine, fresh = read_prompts(on, [text])
         torch.testing.assert_close(features.hidden_BTD[row, : len(text)], mine.hidden_BTD[0], atol=1e-5, rtol=1e-4)
-        for one, other in zip(list_tensors(cache.states), list_tensors(own.states), strict=True):
+        for one, other in zip(list_tensors(cache.states), list_tensors(fresh.states), strict=True):
             torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-5, rtol=1e-4)
         for number in (2, 4):
-            for one, other in zip(cache.layer(number), own.layer(number), strict=True):
+            for one, other in zip(cache.layer(number), fresh.layer(number), strict=True):
                 torch.testing.assert_close(one[row, :, : len(text)], other[0], atol=1e-5, rtol=1e-4)
 
 
@@ -198,8 +198,8 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
         advance(self, *args)
         for row, number in enumerate(self.rows if len(audited) % 3 == 0 else []):
             text, length = self.sequences[number], int(self.cache.lengths_B[row])
-            _, _, own = read_prompts(on, [text.ids_T[text.pads :][:length]])
-            for one, other in zip(list_tensors(self.cache.states), list_tensors(own.states), strict=True):
+            _, _, fresh = read_prompts(on, [text.ids_T[text.pads :][:length]])
+            for one, other in zip(list_tensors(self.cache.states), list_tensors(fresh.states), strict=True):
                 torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-4, rtol=1e-3)
         audited.append(len(self.rows))
 
@@ -243,7 +243,7 @@ def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     reader, _, cache = read_prompts(on, prompts((9,)))
     _, logits_BNV = reader.tree(cache, tree)
     text = torch.cat([prompts((9,))[0], torch.tensor([tree.tokens[0][one] for one in lines(tree, 0, 8)])])
-    own = on.model(text[None]).logits[0, -1]
-    assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - own).abs().max() < 0.15 * own.abs().max()
+    expected = on.model(text[None]).logits[0, -1]
+    assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - expected).abs().max() < 0.15 * expected.abs().max()
     cache.keep([lines(tree, 0, 8)], [len(lines(tree, 0, 8))])
     assert {one.dtype for one in list_tensors(cache.states)} == {torch.float32, torch.bfloat16}

@@ -100,12 +100,12 @@ def test_transformers_samples_from_the_same_distribution(small: SpeculativeModel
     n = 4000
     torch.manual_seed(0)
     ids = PROMPT.expand(n, -1)
-    own = small.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True, temperature=0.8)
-    expected = Counter(map(tuple, own[:, PROMPT.shape[1] :].tolist()))
-    ours = drawn(small, n, 3, seed=5, temperature=0.8)
+    sequences = small.backbone.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True, temperature=0.8)
+    expected = Counter(map(tuple, sequences[:, PROMPT.shape[1] :].tolist()))
+    actual = drawn(small, n, 3, seed=5, temperature=0.8)
     assert chi_square(expected, law(small, 3, {"temperature": 0.8}), n) > 1e-3
-    both = [text for text in ours | expected if ours[text] + expected[text] >= 10]
-    bins = [(ours[text], expected[text]) for text in both]
+    both = [text for text in actual | expected if actual[text] + expected[text] >= 10]
+    bins = [(actual[text], expected[text]) for text in both]
     bins.append((n - sum(o for o, _ in bins), n - sum(t for _, t in bins)))
     statistic = sum((o - t) ** 2 / (o + t) for o, t in bins if o + t)
     p = torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2.0, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
@@ -145,8 +145,8 @@ def test_noise_is_independent_along_every_axis() -> None:
             assert abs(correlation(noise.narrow(axis, 0, size), noise.narrow(axis, lag, size))) < 5 / n**0.5
     assert abs(correlation(noise[1:, :-1], noise[:-1, 1:])) < 5 / n**0.5, "seed + 1 at position p, seed at p + 1"
     assert abs(correlation(noise[:, 1:, :-1], noise[:, :-1, 1:])) < 5 / n**0.5, "position + 1 at token v, position at v + 1"
-    for far in (GOLDEN, -GOLDEN):
-        moved = gumbel(row_seeds([7 + far], 1, noise.device), torch.arange(9)[None], 97)
+    for offset in (GOLDEN, -GOLDEN):
+        moved = gumbel(row_seeds([7 + offset], 1, noise.device), torch.arange(9)[None], 97)
         assert not torch.isin(moved, noise[7, :12]).any(), "seed + the stride of positions at p is not seed at p + 1"
     assert len(noise.flatten().unique()) > 0.9 * noise.numel()
 

@@ -176,10 +176,10 @@ def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
 def test_processors_that_know_the_prompt(options: dict[str, Any]) -> None:
     """transformers builds these processors for the single sequence of one prompt; a tree of nodes must not confuse them."""
     row = prompts((20,))[0][None]
-    own = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=LENGTH, do_sample=False, **options)
+    expected = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=LENGTH, do_sample=False, **options)
     for manner in ("oracle", "nearly"):
-        of = drafting(manner, "llama", own.tolist())
-        assert torch.equal(say(of, {"input_ids": row}, max_new_tokens=LENGTH, do_sample=False, **options), own)
+        of = drafting(manner, "llama", expected.tolist())
+        assert torch.equal(say(of, {"input_ids": row}, max_new_tokens=LENGTH, do_sample=False, **options), expected)
 
 
 def test_constraints_know_the_text() -> None:
@@ -191,9 +191,9 @@ def test_constraints_know_the_text() -> None:
         return [int(ids[-1] + step) % VOCAB for step in range(1, 10)]
 
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
-    own = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), **options)
+    expected = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), **options)
     for manner in ("oracle", "eagle3"):
-        assert torch.equal(say(drafting(manner, "llama", own.tolist()), {"input_ids": row}, **options), own)
+        assert torch.equal(say(drafting(manner, "llama", expected.tolist()), {"input_ids": row}, **options), expected)
 
 
 def test_bf16_tokens_are_near_the_argmax() -> None:

@@ -54,14 +54,14 @@ def test_plain_decoding_is_one_token_a_pass(heads):
 def test_the_models_own_sampling_settings_do_not_sneak_in(heads, temperature):
     model, settings = heads.backbone.model, Settings(20, temperature)
     before = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[:1], settings, 3).sequences
-    own = model.generation_config
+    original = model.generation_config
     odd = GenerationConfig(do_sample=True, temperature=0.1, top_k=2, top_p=0.5, repetition_penalty=3.0, max_length=7)
     try:
         model.generation_config = odd
         after = continue_text(heads, PROMPTS[0], settings, 3).sequences, continue_by_transformers(model, PROMPTS[:1], settings, 3).sequences
         assert model.generation_config is odd
     finally:
-        model.generation_config = own
+        model.generation_config = original
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
     assert temperature or torch.equal(before[0], before[1])
 
@@ -104,9 +104,9 @@ def test_compare_takes_every_system_through_every_prompt(heads):
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
 
 
-@pytest.mark.parametrize(("dtype", "fine", "said"), [("fp32", False, "NOT IDENTICAL"), ("bf16", True, "round differently")])
-def test_verdict_when_tokens_differ(dtype, fine, said):
+@pytest.mark.parametrize(("dtype", "fine", "expected"), [("fp32", False, "NOT IDENTICAL"), ("bf16", True, "round differently")])
+def test_verdict_when_tokens_differ(dtype, fine, expected):
     same = {"head": "a", "temperature": 0.0, "batch": 1, "identical": True, "identical_to_transformers": True}
     other = {"head": "b", "temperature": 0.7, "batch": 1, "identical": False, "prompts_differing": 2}
     passed, sentence = verdict({"dtype": dtype, "prompts": 9, "baselines": [], "results": [same, other]})
-    assert passed is fine and said in sentence and "b at temperature 0.7 in 2 of 9 prompts" in sentence
+    assert passed is fine and expected in sentence and "b at temperature 0.7 in 2 of 9 prompts" in sentence

@@ -70,19 +70,19 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
     """On-policy training brings the drafter's own drafts nearer to the backbone's distribution than training on the data alone."""
-    far = {}
+    distances = {}
     for weight in (0.0, 2.0):
         settings = {"on_policy": weight, "on_policy_share": 0.3}
         path = make_recipe(tmp_path, objective=settings, drafter=DRAFTER, train={"steps": 80, "schedule": "constant"}, eval={"prompts": 1})
         run = prepare(load_recipe(path, [f"save.dir={tmp_path}/{weight}"]))
         assert train(run) == 0
         run.log.close()
-        source, asked = LiveWithCache(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
+        source, objective = LiveWithCache(run.backbone, run.drafter.taps), Objective(on_policy=1.0, on_policy_share=1.0)
         rows = [[i] for i in range(len(run.feed.samples))]
         with torch.no_grad():
             features = source.read(collate(run.feed.samples, rows))
-            far[weight] = on_policy_loss(FusedLoss(asked, run.backbone, run.drafter), features, KEY).item()
-    assert far[2.0] < 0.98 * far[0.0]
+            distances[weight] = on_policy_loss(FusedLoss(objective, run.backbone, run.drafter), features, KEY).item()
+    assert distances[2.0] < 0.98 * distances[0.0]
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -65,8 +65,8 @@ def test_orthogonal_as_torchs_in_the_same_dtype(shape: tuple[int, int]) -> None:
     from torch.optim._muon import _zeropower_via_newtonschulz  # not public: the day it goes, so may this comparison
 
     coefficients, matrix = (3.4445, -4.775, 2.0315), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    own, expected = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
-    assert torch.equal(own, expected)
+    actual, expected = (way(matrix.bfloat16(), coefficients, 5, 1e-7) for way in (orthogonal, _zeropower_via_newtonschulz))
+    assert torch.equal(actual, expected)
     sizes = torch.linalg.svdvals(orthogonal(matrix, coefficients, 5, 1e-7))
     assert sizes.min() > 0.3 and sizes.max() < 1.3
 

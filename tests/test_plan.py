@@ -32,14 +32,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("limit,expected", [(1050, 10), (149, 0), (150, 1), (10**9, 500), (1149, 10), (5050, 50), (49, 0)])
 def test_the_largest_that_fits(limit: int, expected: int) -> None:
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def most(n: int) -> int:
-        asked.append(n)
+        sizes.append(n)
         return 50 + 100 * n
 
     assert largest(most, 50, 7, limit, 500) == expected
-    assert len(asked) <= 3 and max(asked, default=0) <= 500
+    assert len(sizes) <= 3 and max(sizes, default=0) <= 500
 
 
 def test_the_largest_of_a_curve_fits() -> None:

@@ -19,21 +19,21 @@ def decoded(path, **arguments) -> list[str]:
 
 def test_rows_of_every_kind(tmp_path):
     conversation = [{"from": "human", "value": "What is two?"}, {"from": "gpt", "value": "It is four."}]
-    asked = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
+    rendered = "<|im_start|>user\nWhat is two?<|im_end|>\n<|im_start|>assistant\n"
     rows = [
         {"messages": chat(*TURNS)}, {"conversations": conversation}, {"turns": ["What is two?", "And three?"]}, {"prompt": "What is two?"},
         {"prompt": chat(TURNS[0])}, {"question": "What is two?"}, {"text": "two two two two", "id": 7},
     ]
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress("\n\n".join(json.dumps(row) for row in rows).encode()))
-    whole = f"{asked}It is four.<|im_end|>\n<|im_start|>user\nAnd three?<|im_end|>\n<|im_start|>assistant\n"
-    assert decoded(file, template=CHATML)[:6] == [whole, asked, asked, asked, asked, asked]
-    assert decoded(file, template=CHATML, limit=2) == [whole, asked]
+    whole = f"{rendered}It is four.<|im_end|>\n<|im_start|>user\nAnd three?<|im_end|>\n<|im_start|>assistant\n"
+    assert decoded(file, template=CHATML)[:6] == [whole, rendered, rendered, rendered, rendered, rendered]
+    assert decoded(file, template=CHATML, limit=2) == [whole, rendered]
     plain = tmp_path / "rows.txt"
     plain.write_text("What is two?\n\nAnd three?\n")
     assert decoded(plain) == ["<s>What is two?", "<s>And three?"]
     assert decoded(plain, template=CHATML, chat=False) == decoded(plain)
-    assert decoded(plain, template=CHATML)[0] == asked
+    assert decoded(plain, template=CHATML)[0] == rendered
 
 
 def test_text_is_cut(tmp_path):
@@ -46,7 +46,7 @@ def test_text_is_cut(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("p.csv", "a", "its name should end in .jsonl"),
         ("p.jsonl", None, "no file of prompts at"),
@@ -63,13 +63,13 @@ def test_text_is_cut(tmp_path):
         ("p.jsonl.gz", "not compressed", "cannot be read"),
     ],
 )
-def test_faults_in_files_of_prompts(tmp_path, name, content, said):
+def test_faults_in_files_of_prompts(tmp_path, name, content, message):
     file = tmp_path / name
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError) as caught:
         decoded(file)
-    assert said in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def rows(path, *contents: dict) -> Path:
@@ -81,8 +81,8 @@ def tasks(path, **how) -> list[str]:
     return [prompt.task for prompt in read_prompts(path, Prompter(make_tokenizer()), **how)]
 
 
-def turns(category: str, *asked: str) -> dict:
-    return {"question_id": 81, "category": category, "turns": list(asked), "reference": ["no"]}
+def turns(category: str, *questions: str) -> dict:
+    return {"question_id": 81, "category": category, "turns": list(questions), "reference": ["no"]}
 
 
 def test_the_usual_sets_are_known_by_their_keys(tmp_path):

@@ -88,30 +88,30 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, without communication
     try:
         model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
-        own = {name: to_local(weight).numel() for name, weight in model.named_parameters()}
+        local = {name: to_local(weight).numel() for name, weight in model.named_parameters()}
         wholes = {name: weight.numel() for name, weight in model.named_parameters()}
         with torch.no_grad():
             model(input_ids=torch.arange(5)[None])
-        assert {name: to_local(weight).numel() for name, weight in model.named_parameters()} == own, "gathered while it runs, not longer"
+        assert {name: to_local(weight).numel() for name, weight in model.named_parameters()} == local, "gathered while it runs, not longer"
     finally:
         torch.distributed.destroy_process_group()
     layers = {name for name in wholes if ".layers." in name}
-    assert layers and all(own[name] == wholes[name] / (4 if name in layers else 1) for name in wholes)
+    assert layers and all(local[name] == wholes[name] / (4 if name in layers else 1) for name in wholes)
     planned = MemoryPlan(recipe, make_fake_models(recipe, False), False, False, processes=4)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert planned.persistent()["backbone weights"] == 4 * sum(own.values()) + buffers
+    assert planned.persistent()["backbone weights"] == 4 * sum(local.values()) + buffers
     layer = sum(wholes[name] for name in layers) // 6
     assert planned.step(MicroBatch(2, 32)).phases[TARGET_FORWARD]["gathered layer"] == 2 * 4 * layer
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     ("backbone.dtype=int8", "backbone.shard is for weights that are kept as numbers of one dtype; int8 is not: leave one of them out"),
     ("objective.on_policy=0.5", "drafts are read by each process for itself, and backbone.shard has all read alike; set either back"),
 ])  # fmt: skip
-def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str) -> None:
+def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
     recipe = make_recipe(tmp_path, drafter=DRAFTER, backbone={"shard": True})
     assert main([str(recipe), change]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:

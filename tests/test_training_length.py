@@ -140,12 +140,12 @@ def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch)
 
 def saved(drafter: Eagle3, features: Features) -> int:
     """Bytes that the forward pass keeps for backward, each storage once, without the weights."""
-    own = {weight.untyped_storage().data_ptr() for weight in drafter.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in drafter.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -191,8 +191,8 @@ def test_checkpointing_changes_no_gradient(lengths: Any) -> None:
     drafter, features = case("llama", lengths)
     plain = learned(drafter, drafter(features))
     drafter.recompute()
-    again = learned(drafter, drafter(features))
-    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
+    checkpointed = learned(drafter, drafter(features))
+    assert plain.keys() == checkpointed.keys() and all(torch.equal(plain[name], checkpointed[name]) for name in plain)
 
 
 def test_checkpointing_keeps_less() -> None:

@@ -187,12 +187,12 @@ def random_tree(nodes: int, vocab: int, seed: int, rows: int = 3) -> CandidateTr
         count = max(1, nodes - 2 * row)
         parents.append([0] + [make.randrange(n) for n in range(1, count)])
         taken: dict[int, list[int]] = {}
-        own = [make.randrange(vocab)]
+        labels = [make.randrange(vocab)]
         for parent in parents[-1][1:]:
             free = [t for t in range(vocab) if t not in taken.setdefault(parent, [])] or [-1]
-            own.append(make.choice(free))
-            taken[parent].append(own[-1])
-        tokens.append(own)
+            labels.append(make.choice(free))
+            taken[parent].append(labels[-1])
+        tokens.append(labels)
     return CandidateTree(tokens, parents)
 
 

@@ -76,8 +76,8 @@ class Block(Drafter):
         x_MKD = self.layer.inputs(block_MKD)
         positions_MK = at.position_M[:, None] + 1 + torch.arange(K, device=device)
         rotation = rotary_at(self.cached.rotary.table(T + K, device), positions_MK)
-        own = self.layer.keys_values(x_MKD, rotation)
-        keys, values = (torch.cat([text[at.row_M], block], 2) for text, block in zip(keys_values, own, strict=True))
+        block_kv = self.layer.keys_values(x_MKD, rotation)
+        keys, values = (torch.cat([text[at.row_M], block], 2) for text, block in zip(keys_values, block_kv, strict=True))
         text_MT = torch.arange(T, device=device) <= at.position_M[:, None]
         if features.document_BT is not None:
             document_MT = features.document_BT[at.row_M]
