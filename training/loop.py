@@ -1,8 +1,8 @@
 """The training loop on `accelerate`: optimiser steps, logging, evaluation and saving.
 
-The loss is the sum over the whole global batch divided by its number of label tokens. These are counted before the first forward, over
-all processes and micro-batches, so every micro-batch has the same divisor; gradients are then multiplied by the number of processes,
-because data parallelism averages them.
+The loss is the sum over the global batch divided by its number of label tokens. These are counted before the first forward pass, over
+all processes and micro-batches, so that every micro-batch has the same divisor. The loss is also multiplied by the number of processes,
+since data parallelism averages gradients.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.setup import Run
 
 MAX_CONSECUTIVE_SKIPS = 10
-"""With ``train.non_finite=skip``, so many non-finite steps in a row end the run: the weights themselves are broken."""
+"""With ``train.non_finite=skip``, the run ends after this many non-finite steps in a row, since the weights are then broken."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an optimiser step, over all processes."""
+    """Result of an optimiser step, over all processes."""
 
     tokens: int
     stop: bool
-    """A signal to stop has arrived at some process."""
+    """True if a process has received a signal to stop."""
     results: list[Result | None]
-    """One for each trainer; None if its step was skipped."""
+    """One per trainer; None if its step was skipped."""
 
 
 def train(run: Run) -> int:
-    """Train to the last step or until a signal; the exit status of the command."""
+    """Train to the last step or until a signal; returns the exit status."""
     steps = run.feed.steps
     if run.done >= steps:
         run.log.say(f"{run.folder} is already at step {run.done} of {steps}; raise train.steps or train.epochs to go on")
@@ -70,7 +70,7 @@ def train(run: Run) -> int:
 
 
 def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
-    """One optimiser step of every trainer. Raises UserError, before any weight changes, if a non-finite loss or gradient ends the run."""
+    """Run one optimiser step of every trainer. Raises UserError, with weights unchanged, if a non-finite loss or gradient ends the run."""
     accelerator, batches = run.accelerator, list(run.feed.local_batches(step, run.accelerator.device))
     for trainer in run.trainers:
         trainer.set_learning_rate(step, run.feed.steps)
@@ -90,11 +90,11 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
 
 
 def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tensor) -> list[Sums]:
-    """Forward and backward of all micro-batches. A frozen backbone's features are computed once for all trainers."""
+    """Run forward and backward of all micro-batches. A frozen backbone's features are computed once for all trainers."""
     totals: list[Sums] = []
     for i, batch in enumerate(batches):
         inputs = batch if run.backbone.trainable else run.source.read(batch)
-        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so random states need no saving
+        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so that no random state is saved
         sums = [trainer.backward(inputs, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
         totals = [Sums(*(a + b for a, b in zip(*pair, strict=True))) for pair in zip(totals, sums, strict=True)] if totals else sums
     return totals
@@ -103,7 +103,7 @@ def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tens
 def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """The counts, and of each trainer its sums, over all processes: one all-reduce."""
+    """Sum the counts and each trainer's sums over all processes in one all-reduce."""
     parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], *each.per_depth)]
     reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
@@ -112,7 +112,7 @@ def _sum_over_processes(
 
 
 def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
-    """Whether to update the weights. Raises UserError if the run has to end."""
+    """Return True if the weights should be updated. Raises UserError if the run must end."""
     if trainer.is_finite(result):
         return True
     fault = f"the loss{_of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
@@ -148,7 +148,7 @@ def _skipped_steps(run: Run) -> str:
 
 
 def _log_and_evaluate(run: Run) -> None:
-    """Write the log's lines and evaluate, if due at this step."""
+    """Write log lines and evaluate, if due at this step."""
     step, last = run.done, run.done == run.feed.steps
     run.log.advance()
     for trainer in run.trainers:
@@ -158,12 +158,12 @@ def _log_and_evaluate(run: Run) -> None:
             trainer.meter = Meter()
         if run.prompts and (last or _due(step, run.recipe.eval.every)):
             _evaluate(run, trainer)
-    if run.prompts and _due(step, run.recipe.eval.every):   # the report of the last step is written when the log is closed
+    if run.prompts and _due(step, run.recipe.eval.every):   # after the last step, closing the log writes the report
         run.log.report()
 
 
 def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
-    """Decode the held-out prompts, in the main process; in all processes with a sharded backbone, which they have to run together."""
+    """Decode the held-out prompts in the main process, or in all processes if the backbone is sharded."""
     with trainer.eval_weights() as drafter:
         if run.accelerator.is_main_process or is_sharded(run.backbone):
             scores = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
@@ -173,7 +173,7 @@ def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
 
 
 def save(run: Run) -> None:
-    """Save the heads, loadable, in ``save.dir``, and below it the state to resume from."""
+    """Save the heads in ``save.dir`` and the state to resume from in its subfolder ``state``."""
     tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
     progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
@@ -186,7 +186,7 @@ def save(run: Run) -> None:
             _save_heads(run, trainer)
         if run.accelerator.is_main_process:
             write_state(run.folder, run.done, tensors, progress, run.recipe.save.keep)
-    except (OSError, SafetensorError) as error:   # no space, no permission, a disk that is gone
+    except (OSError, SafetensorError) as error:   # no space, no permission, lost disk
         raise UserError(
             f"step {run.done} could not be saved in {run.folder}: {error}; stopped, and {_last_checkpoint(run)}. "
             "Make room there, and the same command goes on"
@@ -199,7 +199,7 @@ def _save_heads(run: Run, trainer: DrafterTrainer) -> None:
         if run.accelerator.is_main_process:
             recipe = to_dict(trainer.recipe)
             provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
-            discard_unfinished(trainer.folder / "*")   # of a killed run
+            discard_unfinished(trainer.folder / "*")   # from a killed run
             drafter.save_pretrained(trainer.folder, extra=provenance)
 
 

@@ -1,4 +1,4 @@
-"""Sets up a training run from a recipe, in the order in which mistakes are cheapest to report."""
+"""Set up a training run from a recipe; cheap checks come first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 @dataclass
 class Run:
-    """A training run: its parts, and how far it is."""
+    """A training run: its components and progress."""
 
     recipe: Recipe
     accelerator: Accelerator
@@ -71,7 +71,7 @@ class Run:
 
 
 def prepare(recipe: Recipe) -> Run:
-    """Load the backbone and the data, build the drafters, resume. Raises UserError for the user's mistakes."""
+    """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
@@ -95,7 +95,7 @@ def prepare(recipe: Recipe) -> Run:
 def _accelerator(recipe: Recipe) -> Accelerator:
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # the other processes wait while the main one evaluates
+        InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # other processes wait during evaluation
     ]
     plugin = fsdp_plugin()
     try:
@@ -110,7 +110,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 
 
 def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
-    """The saved state to resume from, chosen by the main process for all."""
+    """Find the saved state to resume from; the main process chooses it for all."""
     choice: list[Path | None] = [find_state(Path(recipe.save.dir)) if accelerator.is_main_process else None]
     folder = broadcast_object_list(choice)[0]
     if folder is None:
@@ -139,7 +139,7 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
 
 
 def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
-    """By name; freshly initialised, or without weights where a saved state has them."""
+    """Build the drafters by name: initialised if ``fresh``, else without weights, which the saved state has."""
     drafters = {name: build(one, backbone, fresh) for name, one in recipe.per_drafter().items()}
     require_on_policy(recipe, backbone, drafters)
     return drafters
@@ -148,7 +148,7 @@ def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str
 def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
-    with accelerator.main_process_first():   # the main process downloads a named dataset, the others read its copy
+    with accelerator.main_process_first():   # the main process downloads a dataset, others use its cache
         splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
@@ -156,14 +156,14 @@ def _load_data(
 
 
 def _choose_vocabularies(drafters: dict[str, Drafter], splits: Splits, backbone: Backbone) -> None:
-    """Give drafters with a draft vocabulary the most frequent tokens of the training data."""
+    """Set the draft vocabularies to the most frequent tokens of the training data."""
     for drafter in drafters.values():
         if drafter.vocabulary is not None:
             drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
 
 
 def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
-    """A trainer, with the weights of the saved state if there is one. Each has an `Accelerator`, and so a gradient scaler, of its own."""
+    """Build a trainer, with the saved state's weights if any. Each has its own `Accelerator` and so its own gradient scaler."""
     if state is not None:
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
         unpack_adapter(drafter.backbone.trainable, state.tensors)
@@ -184,7 +184,7 @@ def _resume(run: Run, state: State) -> None:
 
 
 def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
-    """What is about to be trained, printed before the first step."""
+    """Summarize the run, for printing before the first step."""
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)

@@ -1,1 +1,1 @@
-"""``headstart inspect``: what a recipe or a checkpoint holds."""
+"""``headstart inspect``: show the contents of a recipe or checkpoint."""

@@ -1,4 +1,4 @@
-"""Trained heads, inspected without loading them or their backbone: metadata, shapes of the tensors, machines they were tuned for."""
+"""Inspect a checkpoint without loading it or its backbone: metadata, tensor shapes, machines it was tuned on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROVENANCE = ("steps", "tokens", "tau", "command", "commit", "versions", "chat_t
 
 
 def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The report on a folder or hub id, and what to print. Raises UserError for heads that are missing or damaged."""
+    """Return the report on a folder or hub id, and the output to print. Raises UserError for missing or damaged heads."""
     folder, metadata = read_metadata(path)
     file = folder / metadata["weights"]["file"]
     if not file.is_file():
@@ -49,10 +49,10 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
-    """Name, shape, dtype and size of each, from the header alone."""
+    """Return name, shape, dtype and size of each tensor, from the file's header."""
     try:
         with safe_open(file, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (a file is no mapping)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
             shapes = {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is damaged ({error}); train or fetch the heads again") from None
@@ -66,7 +66,7 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
 
 
 def _tuned(file: Path) -> list[str]:
-    """The machines that `headstart tune` has measured."""
+    """Return the machines measured by `headstart tune`."""
     if not file.is_file():
         return []
     try:

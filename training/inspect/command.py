@@ -1,4 +1,4 @@
-"""``headstart inspect``: a recipe or trained heads, whichever is given."""
+"""``headstart inspect`` for a recipe or a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headstart.training.recipe.recipe import load_recipe
 
 
 def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The report for ``--json``, and what to print; ``marks``: mark label tokens by brackets in place of colours.
+    """Return the report for ``--json`` and the output to print; ``marks``: mark label tokens with brackets instead of colours.
 
-    Raises UserError for a target that is neither a recipe nor trained heads.
+    Raises UserError if the target is neither a recipe nor a checkpoint.
     """
     path = Path(target)
     if path.suffix in (".yaml", ".yml") or path.is_file():

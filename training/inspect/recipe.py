@@ -1,6 +1,6 @@
-"""A recipe, inspected: a sample with its loss mask, statistics of the data, and the hidden layers that the heads will read.
+"""Inspect a recipe: a sample with its loss mask, data statistics, and the hidden layers that the heads use.
 
-The backbone's weights are not needed: its configuration says what can be tapped (`plan.fake_model`).
+The backbone's weights are not needed, only its configuration (`plan.fake_model`).
 
 Shape suffixes: V vocabulary.
 """
@@ -30,11 +30,11 @@ from headstart.training.recipe.recipe import Recipe
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 BINS, BAR_WIDTH = 8, 40
-"""Of the histogram of lengths; the width in characters."""
+"""Number of bins of the length histogram, and its width in characters."""
 
 
 def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The report and what to print. Raises UserError for data that training would refuse, and for a sample that does not exist."""
+    """Return the report and the output to print. Raises UserError for data that training would reject or a nonexistent sample."""
     models = make_fake_models(recipe, accelerator=False)
     require_packable(recipe, models.backbone)
     where = recipe.backbone
@@ -55,7 +55,7 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
 
 
 def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
-    """Counts of the training rows and samples, and the distribution of their lengths."""
+    """Count training rows and samples, and return the distribution of sample lengths."""
     lengths = torch.tensor([len(sample.tokens) for sample in splits.train], dtype=torch.float64)
     longest = int(lengths.max())
     edges = [round(i * longest / BINS) for i in range(BINS + 1)]
@@ -75,7 +75,7 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
 
 
 def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the heads will depend on, except the fingerprint of the weights, which are not loaded."""
+    """Return the properties that the heads depend on, without the weights' fingerprint, since they are not loaded."""
     backbone = models.backbone
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template
@@ -93,12 +93,12 @@ def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerB
 
 
 def layer_name(backbone: Backbone, tap: int) -> str:
-    """The module whose output a tap is: the residual stream after that many layers, 0 the embedding."""
+    """Return the name of the module whose output is the tap: the embedding for 0, else decoder layer ``tap - 1``."""
     return _name(backbone, backbone.embed if tap == 0 else backbone.layers[tap - 1])
 
 
 def norm_name(backbone: Backbone) -> str | None:
-    """The last norm; the final hidden state is its output."""
+    """Return the name of the final norm, whose output is the final hidden state."""
     norms = [child for child in backbone.base.children() if "norm" in type(child).__name__.lower()]
     return _name(backbone, norms[-1]) if norms else None
 
@@ -109,7 +109,7 @@ def _name(backbone: Backbone, module: nn.Module) -> str:
 
 
 def vocabulary_coverage(recipe: Recipe, models: FakeModels, samples: list[Sample]) -> dict[str, Any]:
-    """How many distinct label tokens there are, and the share of all label tokens in each draft vocabulary (the most frequent ones)."""
+    """Count distinct label tokens, and return each draft vocabulary's share of all label tokens (it has the most frequent ones)."""
     counts_V: Tensor = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=models.backbone.vocab)
     sorted_V = counts_V.sort(descending=True).values
     drafters = {

@@ -1,4 +1,4 @@
-"""A training sample on screen: its text, with the label tokens coloured or in brackets."""
+"""Show a training sample as text, with label tokens coloured or in brackets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headstart.support.token_text import token_texts
 from headstart.training.data.data import Sample
 
 LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
-"""Styles."""
+"""Styles of label, context and special tokens."""
 BRACKETS = "⟦", "⟧"
-"""Around label tokens, where there are no colours."""
+"""Marks of label tokens in output without colours."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class TokenText:
 
 
 def read_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Every token with its text and whether it has a loss."""
+    """Return each token with its text and whether it has a loss."""
     tokens, special = sample.tokens.tolist(), set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     texts, losses = token_texts(tokenizer, tokens), sample.loss_mask.tolist()
     return [TokenText(token, text, loss, token in special) for token, text, loss in zip(tokens, texts, losses, strict=True)]
 
 
 def paint(tokens: list[TokenText], marks: bool) -> Text:
-    """Label tokens green, the context dim, special tokens reversed; with ``marks``, brackets around label tokens instead."""
+    """Show label tokens green, context dim and special tokens reversed; with ``marks``, label tokens in brackets instead."""
     painted, inside = Text(overflow="fold"), False
     for token in tokens:
         if marks:

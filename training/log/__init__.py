@@ -1,1 +1,1 @@
-"""What a run reports: log lines, evaluation, trackers, HTML."""
+"""Reporting of a training run: log, evaluation, trackers, HTML report."""

@@ -1,4 +1,4 @@
-"""How good the heads are at what they are for: accepted tokens per backbone pass, by really decoding held-out prompts.
+"""Evaluate heads by decoding held-out prompts: the mean acceptance length (tau) and acceptance rates.
 
 Shape suffix: T positions.
 """
@@ -21,21 +21,21 @@ from headstart.support.token_text import token_texts
 from headstart.training.recipe.recipe import Eval
 
 EXAMPLES = 3
-"""How many of the prompts are shown with what was written, the first ones."""
+"""Number of prompts, the first ones, that are reported with their continuations."""
 LONGEST = 300
-"""Tokens of an example, at most: those of whole passes."""
+"""Maximum tokens of an example, which ends with a whole decoding step."""
 PROMPT_END = 300
-"""Characters of its prompt, the last ones."""
+"""Number of characters reported from the end of a prompt."""
 
 
 def evaluate(
     backbone: Backbone, drafter: Drafter, prompts: list[Tensor], settings: Eval, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> dict[str, Any]:
-    """``tau`` (the backbone's own token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer ``examples``.
+    """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer also ``examples``.
 
-    ``prompts``: int64 [T] each, at least one; the i-th is decoded with ``seed + i``. An example has ``prompt``, the end of it as text;
-    ``tokens``, the text of each token written; ``accept_lengths``, how many each decoding step wrote after the first token.
-    Leaves the random state and the drafter's mode as they were.
+    ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the
+    prompt as text; ``tokens``, the text of each generated token; and ``accept_lengths``, the number of tokens of each decoding step after
+    the first token. Restores the random state and the drafter's mode.
     """
     training, tally, examples = drafter.training, Tally(), []
     devices = [backbone.device] if backbone.device.type == "cuda" else []
@@ -56,7 +56,7 @@ def evaluate(
 
 
 def marked(example: dict[str, Any]) -> str:
-    """The text of an example; in brackets the tokens one step wrote together, as in ``[def fib][(n)]:``."""
+    """Format an example with brackets around the tokens of one decoding step, as in ``[def fib][(n)]:``."""
     tokens, place = example["tokens"], 1
     text = "".join(tokens[:1])
     for length in example["accept_lengths"]:

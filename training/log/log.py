@@ -1,4 +1,4 @@
-"""The log of a run: a JSONL file, a report made from it, the recipe's trackers, and a progress bar."""
+"""The log of a run: a JSONL file, an HTML report made from it, trackers, and a progress bar."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from headstart.training.recipe.recipe import Recipe, to_dict
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an optimiser step for one drafter, over all processes."""
+    """Result of an optimiser step for one drafter, over all processes."""
 
     loss: float
     grad_norm: float
     depths: list[list[float]]
-    """Per depth: positions that count, agreeing top-1 tokens, summed acceptance rate (alpha)."""
+    """Three lists over depths: positions counted, top-1 agreements, summed acceptance rate (alpha)."""
     lm_loss: float = 0.0
     """Cross-entropy of a trainable backbone."""
 
 
 @dataclass
 class Meter:
-    """Sums since the last line of the log, saved with the state so that a resumed run writes the same lines."""
+    """Sums since the last log line, saved with the state so that a resumed run writes the same lines."""
 
     steps: int = 0
-    """Steps that were not skipped."""
+    """Steps not skipped."""
     skipped: int = 0
     loss: float = 0.0
     lm_loss: float = 0.0
@@ -47,12 +47,12 @@ class Meter:
     alpha_K: list[float] = field(default_factory=list)
 
     def add(self, result: Result | None, tokens: int, seconds: float) -> None:
-        """One optimiser step; None for one that was skipped."""
+        """Add an optimiser step; ``result`` None: it was skipped."""
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         if result is None:
             self.skipped += 1
             return
-        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # a step that the scaler skipped
+        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # the gradient scaler skipped the step
         self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
         self.lm_loss += result.lm_loss
         before = [self.count_K, self.correct_K, self.alpha_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
@@ -60,7 +60,7 @@ class Meter:
         self.count_K, self.correct_K, self.alpha_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
 
     def record(self) -> dict[str, Any]:
-        """Means; accuracy and expected acceptance rate (alpha) per depth. Without a step taken the loss and the norm are None."""
+        """Return means, with accuracy and expected acceptance rate (alpha) per depth; loss and norm are None if all steps were skipped."""
         return {
             "loss": self.loss / self.steps if self.steps else None,
             "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
@@ -90,7 +90,7 @@ class Log:
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
         self.trackers = start_trackers(recipe, done)
         self.report_current = done == 0
-        """Whether the report shows all lines of the log."""
+        """True if the report includes all log lines."""
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -98,7 +98,7 @@ class Log:
             tqdm.write(text, file=sys.stderr)
 
     def line(self, step: int, record: dict[str, Any], head: str = "") -> None:
-        """One line of the log: training metrics or an evaluation; ``head`` names the drafter if there are several."""
+        """Write a log line of training metrics or an evaluation; ``head`` names the drafter if there are several."""
         if not self.main:
             return
         self._write({"step": step, **({"head": head} if head else {}), **record})
@@ -126,7 +126,7 @@ class Log:
         try:
             write_report(Path(self.file.name).parent)
             self.report_current = True
-        except Exception as error:   # of any kind
+        except Exception as error:   # must not end the run
             self.say(f"report.html could not be written: {type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Log:
 
 
 def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
-    """Drop the lines after the resumed step, and a torn one, since they will be written again. Returns the last recipe in the log."""
+    """Drop lines after the resumed step, which will be written again, and incomplete ones. Returns the last recipe in the log."""
     discard_unfinished(path.with_name("*"))
     kept, recipe = [], None
     for text in path.read_text().splitlines() if path.exists() and done else []:
@@ -164,7 +164,7 @@ def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Scalar metrics; lists become one metric for each depth: accuracy/0, accuracy/1, ..."""
+    """Return scalar metrics; lists become one metric per depth: accuracy/0, accuracy/1, ..."""
     flat: dict[str, float] = {}
     for key, value in record.items():
         if key == "examples":

@@ -1,6 +1,6 @@
-"""A training run as one HTML page with plots, ``<save.dir>/report.html``, made of ``log.jsonl`` alone and so at any time again.
+"""Report of a training run as an HTML page with plots, ``<save.dir>/report.html``, made from ``log.jsonl`` alone.
 
-Several heads are a line each in the same plots; what has a line for each depth has a panel for each head.
+Several heads share plots, one line each; plots with a line per depth are repeated for each head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Line = dict[str, Any]
 Points = list[tuple[float, float]]
 ACCEPTANCE = "acceptance_per_depth"
 MOST = 200
-"""Points of a curve; of a longer log, each is the mean of several lines."""
+"""Maximum number of points of a curve; in longer logs, a point is the mean of several lines."""
 LOSS = (
     "Per label token, as the objective adds up its terms and depths: not comparable between heads with different objectives."
     " With a draft vocabulary KL can be below 0, since the backbone's distribution is not renormalised over it."
@@ -36,7 +36,7 @@ SKIPPED = "Steps without an update, since their loss or gradient was not finite:
 
 @dataclass
 class Head:
-    """The lines of a log about one head."""
+    """The log lines of one head."""
 
     name: str
     kind: str
@@ -50,24 +50,24 @@ class Head:
         return sum(line.get("skipped", 0) for line in self.steps)
 
     def curve(self, key: str, of: list[Line], x: str = "step", at: int | None = None) -> Points:
-        """``key`` over ``x``, the entry ``at`` of lists; finite numbers only."""
+        """Return ``key`` (entry ``at`` of lists) over ``x``; finite values only."""
         points = [(line[x], line[key] if at is None else line[key][at]) for line in of if at is None or at < len(line[key])]
         return _thinned([(x, y) for x, y in points if y is not None and math.isfinite(y)])
 
     def last(self, key: str) -> Any:
-        """Its newest value; None if no line has it."""
+        """Return the latest value of ``key``; None if no line has it."""
         return next((line[key] for line in reversed(self.steps + self.evaluations) if line.get(key) is not None), None)
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from ``folder/log.jsonl``, replacing an earlier one atomically. Raises OSError if the disk refuses."""
+    """Write ``folder/report.html`` from ``folder/log.jsonl`` atomically. Raises OSError on disk errors."""
     target = folder / "report.html"
     write_text(target, page(_read(folder / "log.jsonl")))
     return target
 
 
 def page(log: Iterable[Line]) -> str:
-    """The page of a log's lines."""
+    """Render the page from log lines."""
     log = list(log)
     started: Line = next((line for line in reversed(log) if "recipe" in line), {"recipe": {}})
     recipe = started["recipe"]
@@ -86,7 +86,7 @@ def page(log: Iterable[Line]) -> str:
 
 
 def _read(path: Path) -> list[Line]:
-    """All complete lines; the last may still be being written."""
+    """Read all complete log lines; the last may be incomplete."""
     log = []
     for line in path.read_text().splitlines():
         try:
@@ -97,7 +97,7 @@ def _read(path: Path) -> list[Line]:
 
 
 def _heads(log: Iterable[Line], recipe: Line) -> list[Head]:
-    """In the order in which they first appear."""
+    """Group log lines by head, in order of first appearance."""
     heads: dict[str, Head] = {}
     several = recipe.get("heads") or {}
     for line in log:
@@ -136,7 +136,7 @@ def _latest(heads: Sequence[Head]) -> Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its title and what it shows."""
+    """A plot with its title and description."""
 
     title: str
     about: str
@@ -144,7 +144,7 @@ class Chart:
 
 
 def _charts(heads: Sequence[Head]) -> Iterable[Chart]:
-    """Charts with a line for each head."""
+    """Yield the charts with one line per head."""
 
     def train(key: str, x: str = "step") -> list[Series]:
         return [Series(head.name, head.curve(key, head.steps, x), head.hue) for head in heads]
@@ -169,7 +169,7 @@ def _last_acceptance(heads: Sequence[Head]) -> Markup | None:
 
 
 def _by_depth(heads: Sequence[Head], key: str, title: str) -> list[tuple[str, Markup]]:
-    """A plot for each head, with a line for each depth over the steps."""
+    """Plot ``key`` over the steps: one plot per head, one line per depth."""
     plots = []
     for head in heads:
         log = head.evaluations if key == ACCEPTANCE else head.steps
@@ -180,7 +180,7 @@ def _by_depth(heads: Sequence[Head], key: str, title: str) -> list[tuple[str, Ma
 
 
 def _plot(series: Sequence[Series], x_title: str, y_title: str, top: float | None = None) -> Markup | None:
-    """Lines over counts from 0; None where there are no points."""
+    """Plot lines over counts from 0; None if there are no points."""
     series = [one for one in series if one.points]
     if not series:
         return None
@@ -190,7 +190,7 @@ def _plot(series: Sequence[Series], x_title: str, y_title: str, top: float | Non
 
 
 def _thinned(points: Points) -> Points:
-    """At most MOST points: each the mean of consecutive ones, at the x of the last of them."""
+    """Reduce to at most MOST points, each the mean of consecutive ones at the x of the last."""
     size = math.ceil(len(points) / MOST) or 1
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]

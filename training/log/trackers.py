@@ -1,4 +1,4 @@
-"""Trackers beside a run's own log: accelerate's Weights & Biases and TensorBoard trackers."""
+"""Trackers in addition to a run's log: Weights & Biases and TensorBoard, through accelerate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headstart.training.log.evaluate import marked
 from headstart.training.recipe.recipe import Recipe, to_dict, to_yaml
 
 FOLDER = "tensorboard"
-"""The folder of TensorBoard's files in ``save.dir``."""
+"""Folder of TensorBoard's files in ``save.dir``."""
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """Raise UserError, before anything is loaded, if a tracker of the recipe is not installed."""
+    """Raise UserError if a tracker of the recipe is not installed; called before anything is loaded."""
     if recipe.log.wandb != "off" and not _installed("wandb"):
         raise UserError(f"log.wandb={recipe.log.wandb} needs wandb, which is not installed; pip install wandb, or set log.wandb=off")
     if recipe.log.tensorboard and not (_installed("tensorboard") or _installed("tensorboardX")):
@@ -29,7 +29,7 @@ def require_trackers(recipe: Recipe) -> None:
 
 
 def start_trackers(recipe: Recipe, done: int) -> list[GeneralTracker]:
-    """The trackers of the recipe, started, with the recipe in them. ``done``: optimiser steps before this start."""
+    """Start the recipe's trackers and log the recipe. ``done``: optimiser steps before this start."""
     trackers: list[GeneralTracker] = []
     if recipe.log.wandb != "off":
         trackers.append(_start_wandb(recipe))
@@ -39,7 +39,7 @@ def start_trackers(recipe: Recipe, done: int) -> list[GeneralTracker]:
 
 
 def log_examples(tracker: GeneralTracker, step: int, name: str, examples: list[dict[str, Any]]) -> None:
-    """The decoded examples of an evaluation: a table in Weights & Biases, a text elsewhere."""
+    """Log an evaluation's decoded examples: as a table in Weights & Biases, as text in others."""
     if isinstance(tracker, WandBTracker):
         rows = [[one["prompt"], marked(one)] for one in examples]
         tracker.log_table(name, columns=["prompt", "continuation, [tokens of one step]"], data=rows, step=step)
@@ -62,7 +62,7 @@ def _start_wandb(recipe: Recipe) -> WandBTracker:
 
 
 def _start_tensorboard(recipe: Recipe, done: int) -> TensorBoardTracker:
-    # Steps that are about to be repeated were already written by an earlier start: TensorBoard is to hide those.
+    # purge_step hides steps of an earlier start that will be repeated.
     tracker = TensorBoardTracker(FOLDER, recipe.save.dir, purge_step=done + 1)
     try:
         tracker.start()
@@ -74,7 +74,7 @@ def _start_tensorboard(recipe: Recipe, done: int) -> TensorBoardTracker:
 
 
 def _as_code(text: str) -> str:
-    """As a code block: TensorBoard renders texts as Markdown."""
+    """Indent as a code block, since TensorBoard renders text as Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
