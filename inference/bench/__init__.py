@@ -1,1 +1,1 @@
-"""Measuring on prompt sets: systems side by side, tables, reports; this machine's costs."""
+"""Benchmarks on prompt sets: comparison of systems, tables and reports; measurement of this machine's costs."""

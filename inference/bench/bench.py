@@ -1,7 +1,7 @@
-"""Heads against autoregressive decoding and transformers' own ``generate``: one process, the same prompts, interleaved.
+"""Compares heads with autoregressive decoding and with transformers' own ``generate`` on the same prompts in one process.
 
-The systems alternate prompt by prompt (batch by batch), in an order that rotates, so that a machine that slows down or warms up does
-so for all of them. A later question of a conversation follows the answer of autoregressive decoding, for all systems alike.
+The systems alternate batch by batch in a rotating order, so that a machine that slows down or warms up affects all of them. Later
+questions of a conversation follow the answers of autoregressive decoding, for all systems alike.
 Shape suffix: T positions.
 """
 
@@ -35,27 +35,27 @@ from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 
 TIMED = 4
-"""Batches decoded once more on an accelerator for exact times of the parts of a step (waiting for each costs speed)."""
+"""Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a benchmark. ``seed``: of the first prompt."""
+    """Settings of a benchmark. ``seed``: the seed of prompt 0; prompt ``i`` has ``seed + i``."""
 
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     tree: TreeSize = "auto"
     sampled: TreeSize | None = None
-    """Instead of ``tree`` above temperature 0, where the next token is less certain and a wider tree is faster."""
+    """Replaces ``tree`` above temperature 0, where the next token is less certain and a wider tree is faster."""
     batches: tuple[int, ...] = (1,)
     fixed_trees: tuple[TreeShape, TreeShape] | None = None
-    """Measure the trained heads also without proposers, in trees of these shapes: greedy, sampled."""
+    """Also measure the trained heads without proposers, in trees of these shapes (greedy, sampled)."""
     skip_long: bool = False
     """Drop prompts that leave no room in the context, instead of refusing them."""
 
     def settings(self, temperature: float) -> Settings:
-        """Of one temperature."""
+        """Decoding settings at one temperature."""
         return Settings(self.max_new_tokens, temperature, tree=self.sampled if self.sampled and temperature > 0 else self.tree)
 
 
@@ -66,10 +66,10 @@ def compare(
     prompter: Prompter | None = None,
     others: Sequence[TransformersSystem] = (),
 ) -> dict[str, Any]:
-    """The report: a row for each system at each temperature and batch size, in two lists, baselines and heads.
+    """Measure all systems. The report has an entry for each system, temperature and batch size, in two lists: baselines and heads.
 
-    ``heads``: with the names to report them under, all on one backbone. ``prompter``: needed for later turns and for samples of the text.
-    ``others``: further baselines. Raises UserError for a prompt that leaves no room in the context.
+    ``heads``: pairs of a name for the report and a model, all on one backbone. ``prompter``: needed for later turns and sample outputs.
+    ``others``: further baselines. Raises UserError if a prompt leaves no room in the context.
     """
     backbone = heads[0][1].backbone
     fitting = _fitting(prompts, plan, backbone)
@@ -96,7 +96,7 @@ def compare(
 
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:
-    """The heads as they are, and if the plan says so each trained one also without proposers in fixed trees."""
+    """The heads as given and, if the plan has fixed trees, each trained drafter without proposers in those trees."""
     systems = [HeadstartSystem(name, one) for name, one in heads]
     if plan.fixed_trees is not None:
         systems += [
@@ -108,7 +108,7 @@ def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan)
 
 
 class Race:
-    """Systems that continue the same prompts, interleaved; later questions follow the answers of the ``leader``."""
+    """Several systems continue the same prompts, interleaved; later questions follow the answers of the ``leader``."""
 
     def __init__(
         self, leader: System, systems: Sequence[System], prompts: Sequence[Prompt], settings: Settings, batch: int, seed: int
@@ -117,13 +117,13 @@ class Race:
         self.leader = next(one for one in self.results if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
         self.dropped_turns = 0
-        """Later turns of conversations for which there was no room in the context."""
+        """Later turns of conversations that did not fit into the context."""
 
     def run(self, prompter: Prompter | None) -> None:
-        """Continue every prompt with every system, then every next question, until none is left."""
+        """Continue every prompt with every system, then the next question of each conversation until none is left."""
         asked = dict(enumerate(self.prompts))
         self._warm_up(asked)
-        pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between lines of a log
+        pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates
         title = f"temperature {self.settings.temperature:g}" + (f", batch {self.batch}" if self.batch > 1 else "")
         total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results)
         with tqdm(total=total, desc=title, unit="sequence", mininterval=pace) as progress:
@@ -137,7 +137,7 @@ class Race:
         self._time_parts()
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Every system continues prompts until it captures nothing any more, but no more prompts than are measured."""
+        """Let every system continue measured prompts, each at most once, until it no longer captures functions."""
         for one in self.results:
             warm_up(self._warm_up_rounds(one.system, asked))
 
@@ -149,14 +149,14 @@ class Race:
             yield partial(passes, group)
 
     def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:
-        """Batches of prompts of one task each."""
+        """Batches of prompts; all prompts of a batch have one task."""
         for task in dict.fromkeys(prompt.task for prompt in asked.values()):
             prompts = [(i, prompt.ids_T) for i, prompt in asked.items() if prompt.task == task]
             for start in range(0, len(prompts), self.batch):
                 yield task, dict(prompts[start : start + self.batch])
 
     def _next(self, asked: dict[int, Prompt], prompter: Prompter, progress: tqdm) -> dict[int, Prompt]:
-        """The next questions, after the answers to those before."""
+        """The next question of each conversation, after the answer to the previous one."""
         context = self.leader.system.backbone.max_positions
         following: dict[int, Prompt] = {}
         for i, prompt in asked.items():
@@ -171,7 +171,7 @@ class Race:
         return following
 
     def _time_parts(self) -> None:
-        """On an accelerator decode some prompts once more with exact times."""
+        """On an accelerator, decode some prompts once more with exact times."""
         if self.leader.system.backbone.device.type == "cpu":
             return
         groups = [group for _, group in self._groups(dict(enumerate(self.prompts)))][:TIMED]
@@ -181,7 +181,7 @@ class Race:
 
 
 def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:
-    """All prompts, or if the plan says so those that leave room for an answer."""
+    """All prompts or, with ``skip_long``, those that leave room for an answer."""
     if not plan.skip_long:
         for number, prompt in enumerate(prompts, 1):
             require_room(f"prompt {number}", len(prompt.ids_T), plan.max_new_tokens, backbone)
@@ -195,7 +195,7 @@ def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[
 
 
 def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
-    """Raise UserError unless prompt and answer fit into the backbone's context."""
+    """Raise UserError unless the prompt and its answer fit into the backbone's context."""
     context = backbone.max_positions
     if context is not None and prompt_tokens + max_new_tokens > context:
         raise UserError(

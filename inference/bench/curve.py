@@ -1,4 +1,4 @@
-"""The cost curve of a benchmark report: time of a decoding step by the size of its candidate tree, on this machine.
+"""The cost curve of a benchmark report: the time of a decoding step by tree size on this machine.
 
 Shape suffix: T positions.
 """
@@ -20,7 +20,7 @@ REPEATS = 3
 
 
 def cost_curve(heads: SpeculativeModel, prompt_T: Tensor, tokens: int = TOKENS) -> list[dict[str, float]]:
-    """Milliseconds per decoding step by nodes: verification (``verify_ms``) and the whole step (``pass_ms``), the best of a few runs."""
+    """Milliseconds per decoding step by nodes: verification (``verify_ms``) and whole step (``pass_ms``), the best of `REPEATS` runs."""
 
     def decode(nodes: int) -> Tally:
         tally = Tally()

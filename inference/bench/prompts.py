@@ -1,6 +1,6 @@
-"""Prompts: from a file, a question or a conversation, as the token ids the backbone is asked to continue.
+"""Prompts as token ids, from a file, a question or a conversation.
 
-A file's rows are recognised by their keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
+The format of a row is recognised by its keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
 `prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), or `prompt`, `question`, `text`.
 Shape suffix: T positions.
 """
@@ -24,48 +24,48 @@ from headstart.support.jsonl import Row, read_jsonl, read_lines
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
-"""What a row may ask with, in the order in which they are looked for."""
+"""Keys that may hold a row's prompt, in order of precedence."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
 SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
-"""Beside these, the eight categories of MT-bench count as the one task ``mt_bench``, as Spec-Bench reports them."""
+"""In a file with these tasks, the eight categories of MT-bench count as the one task ``mt_bench``, as in Spec-Bench's reports."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked first, and what is asked next once that is answered."""
+    """A prompt and, for a conversation, the questions that follow it."""
 
     ids_T: Tensor
     """int64, on the host."""
     task: str = ""
     messages: tuple[Message, ...] = ()
-    """The conversation so far; none where the prompt is the beginning of a text."""
+    """The conversation so far; empty where the prompt is the beginning of a text."""
     later: tuple[str, ...] = ()
-    """Questions still to come (`Prompter.follow`)."""
+    """Remaining questions (`Prompter.follow`)."""
 
 
 @dataclass(frozen=True)
 class Prompter:
-    """How text becomes a prompt. ``chat``: through the chat template; None: if the tokenizer has one."""
+    """Turns text into prompts. ``chat``: use the chat template; None: if the tokenizer has one."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool | None = None
     prompt_tokens: int = 64
-    """How much of a row's plain ``text`` is the prompt."""
+    """The number of tokens of a row's plain ``text`` that form the prompt."""
 
     def __post_init__(self) -> None:
         if self.chat and not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template; leave --chat out or give --raw")
 
     def ask(self, text: str) -> Tensor:
-        """A question or an instruction (with a chat template), or the beginning of a text (without)."""
+        """Encode a question or instruction (with a chat template) or the beginning of a text (without)."""
         return self._render([_question(text)])
 
     def begin(self, text: str) -> Tensor:
-        """The text itself, to be continued."""
+        """Encode the text itself, to be continued."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def converse(self, messages: Sequence[Message]) -> Tensor:
-        """A conversation, opened for the assistant's answer. The template has written the special tokens already."""
+        """Encode a conversation up to the start of the assistant's answer. The template writes the special tokens."""
         if not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, so it cannot write conversations")
         try:
@@ -75,18 +75,18 @@ class Prompter:
         return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
 
     def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
-        """The next question, after this answer to the one before. Without a chat template, turns are parted by an empty line."""
+        """The prompt of the next question, after this answer. Without a chat template, turns are separated by an empty line."""
         answer = self.tokenizer.decode(answer_T, skip_special_tokens=True)
         messages = (*prompt.messages, {"role": "assistant", "content": answer}, _question(prompt.later[0]))
         return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
 
     def excerpt(self, text: str) -> Tensor:
-        """The first ``prompt_tokens`` of a document, half of a shorter one."""
+        """The first ``prompt_tokens`` tokens of a document, or half of a shorter one."""
         ids_T = self.begin(text)
         return ids_T[: prompt_length(len(ids_T), self.prompt_tokens)]
 
     def of_row(self, row: Row) -> Prompt:
-        """Raises UserError (without the place) for a row that asks nothing."""
+        """The prompt of a file's row. Raises UserError (without the line number) if the row has none."""
         column = next((name for name in COLUMNS if row.get(name)), None)
         if column is None:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
@@ -108,10 +108,10 @@ class Prompter:
 
 
 def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None, per_task: int | None = None) -> list[Prompt]:
-    """The first ``limit`` prompts of a file, at most ``per_task`` of each task; of a .txt file each line is one.
+    """Read the first ``limit`` prompts of a file, at most ``per_task`` of each task; each line of a .txt file is a prompt.
 
-    A prompt's task is its `category` or `task`, else the set it is known to be from, else the name of the file.
-    Raises UserError naming the file, and the line where one is at fault.
+    A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
+    Raises UserError naming the file, and the line if one is at fault.
     """
     file = Path(path)
     if not file.name.endswith(ENDINGS):
@@ -172,7 +172,7 @@ def _question(text: str) -> Message:
 
 
 def _up_to_the_answer(turns: Any, column: str) -> list[Message]:
-    """The turns before the assistant's last one; all of them if it has none."""
+    """The messages before the assistant's last one; all messages if there is none."""
     messages = read_messages(turns, column)
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     asked = messages[: answers[-1]] if answers else messages

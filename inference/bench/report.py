@@ -1,4 +1,4 @@
-"""A benchmark report as one HTML page that needs nothing else: tables, charts, and the output with the steps that wrote it."""
+"""A benchmark report as one self-contained HTML page: tables, charts, and outputs marked by decoding step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def page(report: Row) -> str:
-    """The whole page."""
+    """Render the page."""
     fine, sentence = verdict(report)
     versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
     about = (
@@ -53,7 +53,7 @@ def page(report: Row) -> str:
 
 
 def _hues(report: Row) -> dict[str, int]:
-    """A colour for each of the heads."""
+    """A colour index for each head."""
     return {head: i for i, head in enumerate(dict.fromkeys(row["head"] for row in report["results"]))}
 
 
@@ -73,7 +73,7 @@ def _speed(report: Row) -> Table:
 
 
 def _depths(report: Row) -> Markup | None:
-    """Acceptance by depth, a line for each of the heads and temperatures."""
+    """A chart of the acceptance rate by depth, with a line for each head and temperature."""
     rows, hues = _first_batch(report), _hues(report)
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     series = [
@@ -92,7 +92,7 @@ def _title(row: Row, temperatures: Sequence[float]) -> str:
 
 
 def _batches(report: Row) -> Markup | None:
-    """Tokens per second by batch size, a line for each system, at the first temperature."""
+    """A chart of tokens per second by batch size at the first temperature, with a line for each system."""
     settings, hues = settings_of(report), _hues(report)
     first = settings[0][0]
     batches = sorted(batch for temperature, batch in settings if temperature == first)
@@ -102,14 +102,14 @@ def _batches(report: Row) -> Markup | None:
     for batch in batches:
         for row in rows_at(report, first, batch):
             curves.setdefault(name(row), {})[batch] = row["tokens_per_second"]
-    curves = {system: points for system, points in curves.items() if len(points) > 1}   # some take one sequence at a time
+    curves = {system: points for system, points in curves.items() if len(points) > 1}   # some systems decode only one sequence at a time
     series = [Series(system, sorted(points.items()), hues.get(system), system == AR_TRANSFORMERS) for system, points in curves.items()]
     top = above([speed for points in curves.values() for speed in points.values()])
     return lines(series, Axes(batches, top, "batch size", "tokens per second, all sequences"))
 
 
 def _tasks(report: Row) -> list[tuple[str, Table]]:
-    """For each of the heads and settings, a row for each task, and one for all."""
+    """A table for each head and setting, with a row for each task and one for all tasks."""
     tables = []
     for row in report["results"]:
         titles = ["task", "prompts", *SPEEDS, *map(str, range(len(row["acceptance_per_depth"])))]
@@ -123,7 +123,7 @@ def _tasks(report: Row) -> list[tuple[str, Table]]:
 
 
 def _sizes(report: Row) -> list[tuple[str, Markup]]:
-    """For each of the heads and temperatures at the first batch size."""
+    """A histogram of tree sizes for each head and temperature at the first batch size."""
     plots = []
     for row in _first_batch(report):
         counts = {int(nodes): steps for nodes, steps in row["tree_sizes"].items()}

@@ -1,4 +1,4 @@
-"""Rows of a report: the results of one system at one temperature and batch size, as numbers for JSON."""
+"""Entries of a report: the results of one system at one temperature and batch size, as JSON values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.inference.measure import Settings, Tally
 
 @dataclass(frozen=True)
 class Sizes:
-    """Temperature and batch size of a row, and the bytes by which its bandwidth is computed."""
+    """Temperature and batch size of an entry, and the byte counts from which its bandwidth is computed."""
 
     temperature: float
     batch: int
@@ -22,18 +22,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class References:
-    """The results a row is compared with."""
+    """The results that an entry is compared with."""
 
     ar: SystemResult
     """Autoregressive decoding by headstart's loop."""
     ar_transformers: SystemResult
     """Autoregressive decoding by transformers' ``generate``."""
     ar_first_batch: SystemResult | None
-    """``ar`` at the first batch size, if this is another."""
+    """``ar`` at the first batch size; None at the first batch size itself."""
 
 
 def result(measured: SystemResult, references: References, settings: Settings, sizes: Sizes) -> dict[str, Any]:
-    """The row of a system that drafts."""
+    """The entry of a system that drafts."""
     assert isinstance(measured.system, HeadstartSystem)
     tree, total = measured.system.settings(settings).tree, measured.total
     shape = tree if isinstance(tree, TreeShape) else None
@@ -58,10 +58,10 @@ def result(measured: SystemResult, references: References, settings: Settings, s
 
 
 def baseline(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
-    """The row of autoregressive decoding, or of one of transformers' own ways to draft.
+    """The entry of autoregressive decoding or of one of transformers' assisted decoding methods.
 
-    Identity is reported where it is to be expected: of autoregressive decoding in batches with that at the first batch size, and of
-    transformers' assisted decoding with its greedy decoding.
+    Tokens are compared only where they should be identical: headstart's autoregressive decoding with the same at the first batch size,
+    and transformers' assisted decoding at temperature 0 with its greedy decoding.
     """
     expected = None
     if measured is references.ar:

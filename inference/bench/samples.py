@@ -1,4 +1,4 @@
-"""Samples of the output for the report: the text of each token, and how many tokens each decoding step wrote.
+"""Sample outputs for the report: the text of each token, and how many tokens each decoding step wrote.
 
 Shape suffix: T positions.
 """
@@ -15,17 +15,17 @@ from headstart.inference.bench.systems import SystemResult
 from headstart.support.token_text import token_texts
 
 SAMPLES = 6
-"""At most so many per system, the first of each task."""
+"""Maximum number of samples per system, the first prompt of each task."""
 TOKENS = 300
-"""At most so many per sample."""
+"""Maximum number of tokens per sample."""
 
 
 def samples(
     results: Sequence[SystemResult], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, temperature: float
 ) -> list[dict[str, Any]]:
-    """For each system and the first prompt of each task: the text of each token of the first answer, and the accept lengths.
+    """One sample for each system and the first prompt of each task: the tokens of the first answer as text, and the accept lengths.
 
-    The prefill writes the first token, decoding step n the next ``accept_lengths[n]``.
+    The prefill writes the first token, decoding step n the next ``accept_lengths[n]`` tokens.
     """
     first: dict[str, int] = {}
     for i, prompt in enumerate(prompts):

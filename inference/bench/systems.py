@@ -1,4 +1,4 @@
-"""The systems that are compared: heads, autoregressive decoding, transformers' own ways to decode; and the results of each.
+"""The systems that a benchmark compares (heads, autoregressive decoding, transformers' own ``generate``) and their results.
 
 Shape suffix: T positions.
 """
@@ -24,9 +24,9 @@ from headstart.inference.measure import Settings, Tally, continue_by_transformer
 from headstart.support.errors import UserError
 
 AR, AR_TRANSFORMERS, LOOKUP = "AR (headstart)", "AR (transformers)", "prompt lookup"
-"""Autoregressive decoding by headstart's loop and by transformers' ``generate``, and its prompt lookup decoding."""
+"""Autoregressive decoding by headstart's loop, the same by transformers' ``generate``, and transformers' prompt lookup decoding."""
 LOOKUP_TOKENS = 10
-"""Tokens that prompt lookup drafts at a time: the number in transformers' documentation."""
+"""Tokens that prompt lookup drafts at a time: the value in transformers' documentation."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +34,37 @@ class Continuations:
     """The continuations of a batch of prompts."""
 
     sequences: list[Tensor]
-    """Of each row, on the host, without the prompt."""
+    """The tokens of each row without the prompt, on the host."""
     tally: Tally
     accept_lengths: list[list[int]] | None = None
-    """Of each row, the tokens each decoding step wrote; None where the system does not report them."""
+    """For each row, the number of tokens that each decoding step wrote; None where the system does not report it."""
 
 
 class System(ABC):
-    """A way to decode on one backbone."""
+    """A decoding method on one backbone."""
 
     def __init__(self, name: str, backbone: Backbone) -> None:
         self.name, self.backbone = name, backbone
 
     @property
     def capture(self) -> CaptureReport | None:
-        """How forward passes are captured; None for systems that know no capture."""
+        """How forward passes are captured; None for systems without capture."""
         return None
 
     @abstractmethod
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
-        """Continue prompts together. The caller measures the wall time."""
+        """Continue prompts as one batch. The caller measures the wall time."""
 
 
 class HeadstartSystem(System):
-    """Heads, or without drafter and proposers autoregressive decoding. ``fixed``: shapes of its trees, greedy and sampled."""
+    """Headstart's decoding loop; autoregressive without drafter and proposers. ``fixed``: shapes of its trees, greedy and sampled."""
 
     def __init__(self, name: str, heads: SpeculativeModel, fixed: tuple[TreeShape, TreeShape] | None = None) -> None:
         super().__init__(name, heads.backbone)
         self.heads, self.fixed = heads, fixed
 
     def settings(self, settings: Settings) -> Settings:
-        """With this system's fixed trees, if it has any."""
+        """The settings, with this system's fixed tree if it has one."""
         return settings if self.fixed is None else replace(settings, tree=self.fixed[settings.temperature > 0])
 
     @property
@@ -80,14 +80,14 @@ class HeadstartSystem(System):
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.accept_lengths is not None
         start = max(map(len, prompts))
-        lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one
+        lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one token
         tally = Tally()
         tally.add(output)
         sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
         return Continuations(sequences, tally, output.accept_lengths)
 
     def time_parts(self, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int) -> Tally:
-        """Batches of prompts once more, with exact times of every step's parts; prompt ``i`` with seed ``seed + i``."""
+        """Decode batches of prompts with exact times of every step's parts; prompt ``i`` has seed ``seed + i``."""
         total = Tally()
         for asked in groups:
             total.join(self.write(list(asked.values()), settings, [seed + i for i in asked], timed=True).tally)
@@ -95,7 +95,7 @@ class HeadstartSystem(System):
 
 
 class TransformersSystem(System):
-    """Transformers' own ``generate``, with further arguments if it drafts; then it decodes one sequence at a time."""
+    """Transformers' own ``generate``. ``arguments``: for assisted decoding, which takes one sequence at a time; None: autoregressive."""
 
     def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None) -> None:
         super().__init__(name, backbone)
@@ -116,12 +116,12 @@ class TransformersSystem(System):
             counting.remove()
         sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, max(map(len, prompts)) :].cpu()]
         tokens = sum(map(len, sequences))
-        row_passes = passes if len(prompts) == 1 else tokens   # one token a pass, but for those that draft
+        row_passes = passes if len(prompts) == 1 else tokens   # in a batch each pass writes one token per row
         return Continuations(sequences, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
 
 
 def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> PreTrainedModel:
-    """A draft model for transformers' assisted decoding. Raises UserError unless it shares the backbone's vocabulary."""
+    """Load a draft model for transformers' assisted decoding. Raises UserError unless its vocabulary has the backbone's size."""
     try:
         assistant = load_backbone(name, trust_remote_code=trust_remote_code, device=backbone.device)
     except UserError as error:
@@ -141,14 +141,14 @@ class SystemResult:
     system: System
     tasks: dict[str, Tally] = field(default_factory=dict)
     sequences: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By prompt, its answers: one for each turn."""
+    """The answers to each prompt, one for each turn."""
     accept_lengths: dict[int, list[int]] = field(default_factory=dict)
-    """By prompt, of its first answer, where the system reports them."""
+    """The accept lengths of each prompt's first answer, where the system reports them."""
     parts: Tally | None = None
-    """Exact times of a step's parts, where the measured run cannot have them."""
+    """Exact times of a step's parts from a separate run, where the measured run has none."""
 
     def measure(self, task: str, asked: dict[int, Tensor], settings: Settings, seed: int) -> None:
-        """Continue prompts of one task together; prompt ``i`` with seed ``seed + i``."""
+        """Continue prompts of one task as one batch; prompt ``i`` has seed ``seed + i``."""
         device = self.system.backbone.device
         synchronize(device)
         with Stopwatch() as watch:
@@ -163,14 +163,14 @@ class SystemResult:
 
     @property
     def total(self) -> Tally:
-        """Over all tasks."""
+        """The tally over all tasks."""
         total = Tally()
         for tally in self.tasks.values():
             total.join(tally)
         return total
 
     def differing(self, other: SystemResult) -> int:
-        """The number of prompts that the two answer differently."""
+        """The number of prompts for which the two systems wrote different tokens."""
         assert self.sequences.keys() == other.sequences.keys()
         return sum(not _same(answers, other.sequences[i]) for i, answers in self.sequences.items())
 
@@ -180,7 +180,7 @@ def _same(answers: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _until_eos(tokens_T: Tensor, model: PreTrainedModel) -> Tensor:
-    """Without the padding after the first EOS token."""
+    """The tokens up to the first EOS token, without the padding after it."""
     eos = model.generation_config.eos_token_id
     ends = torch.isin(tokens_T, torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=tokens_T.dtype)).nonzero()
     return tokens_T[: int(ends[0]) + 1] if len(ends) else tokens_T

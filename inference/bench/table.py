@@ -1,4 +1,4 @@
-"""A report on the terminal: tables, which backend captured what, and whether every token was identical in a sentence."""
+"""A benchmark report on the terminal: tables, the capture backends in use, and one sentence on token identity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = ("MBU", "draft ms", "verify ms", "host ms", "identical")
 
 
 def print_report(report: Row, out: TextIO) -> None:
-    """Settings and machine; a row for each system, baselines first; with several tasks, systems that draft by task; the verdict."""
+    """Print settings and machine, a row for each system, a table by task if there are several, and the verdict."""
     parts: list[RenderableType] = [_header(report), systems_table(report)]
     if len(report["tasks"]) > 1:
         parts.append(_tasks_table(report))
@@ -28,27 +28,27 @@ def print_report(report: Row, out: TextIO) -> None:
 
 
 def settings_of(report: Row) -> list[tuple[float, int]]:
-    """Temperatures and batch sizes that were measured."""
+    """The measured pairs of temperature and batch size."""
     return list(dict.fromkeys((row["temperature"], row["batch"]) for row in report["results"]))
 
 
 def rows_at(report: Row, temperature: float, batch: int) -> Iterator[Row]:
-    """Baselines and heads at one temperature and batch size."""
+    """The entries of baselines and heads at one temperature and batch size."""
     return (row for row in (*report["baselines"], *report["results"]) if (row["temperature"], row["batch"]) == (temperature, batch))
 
 
 def name(row: Row) -> str:
-    """The name of a row's system."""
+    """The name of an entry's system."""
     return str(row["head"] if "head" in row else row["name"])
 
 
 def setting_titles(report: Row) -> list[str]:
-    """Titles of the columns that say where a row belongs: the batch size only if there are several."""
+    """Titles of the columns that identify a row; the batch size is among them only if one exceeds 1."""
     return ["temperature", *(["batch"] if any(batch > 1 for _, batch in settings_of(report)) else []), "system"]
 
 
 def setting_cells(report: Row, row: Row) -> list[str]:
-    """Their cells."""
+    """The cells of `setting_titles`."""
     return [f"{row['temperature']:g}", *([str(row["batch"])] if len(setting_titles(report)) > 2 else []), name(row)]
 
 
@@ -71,7 +71,7 @@ def _tasks_table(report: Row) -> Table:
         (_style(row), [*setting_cells(report, row), task, *speeds(one), _acceptance(one)])
         for temperature, batch in settings_of(report)
         for row in rows_at(report, temperature, batch)
-        if row["kind"] != "ar"   # its own ratios say nothing new
+        if row["kind"] != "ar"   # the ratios of autoregressive decoding add nothing
         for task, one in row["tasks"].items()
     ]
     return columns(titles, rows, left=[setting - 1, setting, len(titles) - 1])
@@ -82,7 +82,7 @@ def _style(row: Row) -> str:
 
 
 def verdict(report: Row) -> tuple[bool, str]:
-    """False for a fault, and one sentence: was every token identical?"""
+    """One sentence on token identity, and False before it for a fault: tokens that differ in fp32."""
     rows = [*report["results"], *(row for row in report["baselines"] if name(row) == AR and row["identical"] is not None)]
     differing = [row for row in rows if not row["identical"]]
     if not differing:
@@ -105,7 +105,7 @@ def _setting(row: Row) -> str:
 
 
 def capture_notes(report: Row) -> list[str]:
-    """A line for each way in which systems are captured: the backend, the systems, and the reason of a fallback."""
+    """A line for each capture backend and fallback reason, with the systems that have them."""
     systems: dict[tuple[str, str | None], dict[str, None]] = {}
     for row in (*report["baselines"], *report["results"]):
         if row["capture"] is not None:

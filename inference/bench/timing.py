@@ -1,4 +1,4 @@
-"""Timing loops: warm up until nothing is captured any more, then measure."""
+"""Timing loops: warm up until functions are no longer captured, then measure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from headstart.inference.capture.stopwatch import Stopwatch
 
 WARM_UP, LONGEST_WARM_UP = 40, 240
-"""Forward passes before anything is timed: at least, and at most while functions are still captured."""
+"""Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP) -> None:
-    """Call the rounds, each of which returns its number of forward passes, until enough were made and a round captured nothing."""
+    """Run rounds, each returning its forward passes, until a round captures nothing after ``at_least`` passes, or ``at_most`` are made."""
     passes = 0
     for work in rounds:
         with Stopwatch() as watch:
@@ -26,7 +26,7 @@ def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_mos
 
 @torch.no_grad()
 def median_seconds(work: Callable[[], object], repeats: int, cold: bool, device: torch.device) -> float:
-    """The median time of ``work``, which makes one forward pass. ``cold``: it may not have been captured yet."""
+    """The median time of ``work``, which makes one forward pass. ``cold``: it may not be captured yet."""
 
     def once() -> int:
         work()
@@ -44,6 +44,6 @@ def median_seconds(work: Callable[[], object], repeats: int, cold: bool, device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Measures this machine: time of a forward pass by nodes, batch size and context, time of drafting, and the calibration of draft scores.
+"""Measures forward passes on this machine by nodes, batch size and context, drafting times, and the calibration of draft scores.
 
 Shape suffixes: B batch, T positions.
 """
@@ -29,12 +29,12 @@ from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.support.errors import UserError
 
 WIDE = TreeShape(nodes=40, width=8)
-"""The tree of calibration: larger than is fastest, so that more nodes are verified."""
+"""The tree used for calibration: larger than the fastest one, so that more nodes are verified."""
 
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What is measured. Contexts are in tokens; a sequence's forward passes count as costing what was measured at the nearest context."""
+    """What `tune` measures. Contexts are in tokens; decoding at other context lengths uses the costs of the nearest one."""
 
     rows: tuple[int, ...] = (1, 4)
     contexts: tuple[int, ...] = (256, 1024)
@@ -45,7 +45,7 @@ class TunePlan:
 
 
 def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None] = lambda line: None) -> Tuned:
-    """Measure all of it; ``say`` gets lines of progress. Raises UserError if a context is longer than the backbone's."""
+    """Measure the plan; ``say`` receives progress lines. Raises UserError if a context and its tree exceed the backbone's positions."""
     longest = heads.backbone.max_positions
     for context in plan.contexts:
         if longest is not None and context + max(plan.nodes) > longest:
@@ -78,13 +78,13 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
 
 
 def contexts_of(asked: Sequence[int] | None, max_nodes: int, backbone: Backbone) -> tuple[int, ...]:
-    """The contexts asked for; by default 256 and 1,024, as far as the backbone's context goes."""
+    """The requested contexts; by default 256 and 1,024, limited by the backbone's context."""
     room = (backbone.max_positions or 1 << 31) - max_nodes
     return tuple(asked) if asked else tuple(dict.fromkeys(max(1, min(context, room)) for context in (256, 1024)))
 
 
 def summary(tuned: Tuned) -> str:
-    """The curves as lines: milliseconds of a forward pass by nodes."""
+    """The curves as lines of text: milliseconds of a forward pass by nodes."""
     lines = []
     for entry in tuned.details["by_context"]:
         passes = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in entry["pass_ms"])
@@ -94,14 +94,14 @@ def summary(tuned: Tuned) -> str:
 
 
 def _prompt(heads: SpeculativeModel, engine: Engine, rows: int, context: int) -> tuple[Features, RaggedCache]:
-    """Prefill any tokens: the cost of a forward pass does not depend on them."""
+    """Prefill random tokens: the cost of a forward pass does not depend on them."""
     tokens_BT = torch.randint(heads.backbone.vocab, (rows, context), generator=torch.Generator().manual_seed(0)).to(heads.backbone.device)
     with torch.no_grad():
         return engine.reader.prompts(tokens_BT, torch.full((rows,), context, device=tokens_BT.device))
 
 
 def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float:
-    """Seconds of verifying a tree of that many nodes, with the picks brought to the host."""
+    """Seconds to verify a tree of that many nodes, including the transfer of the picks to the host."""
     parents = [max(0, (node - 1) // 2) for node in range(nodes)]
     rows = len(cache.lengths_B)
     tree = CandidateTree([list(range(nodes)) for _ in range(rows)], [parents for _ in range(rows)])
@@ -110,7 +110,7 @@ def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float
 
 
 def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
-    """Milliseconds of extending the drafter's state with three tokens, and of each draft level."""
+    """Milliseconds to extend the drafter's state by three tokens, and to draft each level."""
     rows, longest = features.tokens_BT.shape[:2]
     index_BT = torch.arange(3, device=source.device).expand(rows, 3)
     few = features.gather(index_BT, index_BT >= 0)
@@ -145,7 +145,7 @@ def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, rep
 def _calibrate(
     heads: SpeculativeModel, engine: Engine, prompts: Sequence[Tensor], plan: TunePlan, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Decode the prompts with wide trees, by which the engine calibrates its scores; tau by temperature."""
+    """Decode the prompts with wide trees, which calibrates the engine's draft scores; returns tau by temperature."""
     if not engine.speculation.sources:
         return {}
     taus = {}

@@ -20,15 +20,15 @@ class Call:
     """The arguments of one call, as pytrees and as a flat list of tensors."""
 
     held: Any
-    """Tensors the function may write into, such as the KV cache."""
+    """Tensors that the function may write into, such as the KV cache."""
     inputs: tuple[Any, ...]
     leaves: list[Tensor]
     held_leaves: int
-    """The first so many ``leaves`` are those of ``held``."""
+    """The number of leaves of ``held``, which come first in ``leaves``."""
     structure: tuple[Hashable, Hashable]
-    """Both pytrees without their tensors; calls of different structures are captured apart."""
+    """Both pytrees without their tensors; calls of different structures are captured separately."""
     shapes: tuple[torch.Size, ...]
-    """Of every leaf."""
+    """The shape of every leaf."""
 
     @classmethod
     def of(cls, held: Any, inputs: tuple[Any, ...]) -> Call:
@@ -40,13 +40,13 @@ class Call:
         return cls(held, inputs, leaves, held_leaves, structure, tuple([leaf.shape for leaf in leaves]))
 
     def arguments(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
-        """``held`` and ``inputs`` with other tensors in them."""
+        """``held`` and ``inputs`` rebuilt with these tensors."""
         held_structure, inputs_structure = self.structure
         return builder(held_structure)(iter(leaves[: self.held_leaves])), builder(inputs_structure)(iter(leaves[self.held_leaves :]))
 
 
 class Backend(ABC):
-    """Captures one function. ``module``: the module it runs."""
+    """Captures one function. ``module``: the module that the function runs."""
 
     name: ClassVar[str]
 
@@ -56,19 +56,19 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """The reason this backend cannot be used on the device with this torch and Python; None if it can."""
+        """The reason why this backend cannot be used on the device with this torch and Python; None if it can."""
 
     @abstractmethod
     def variant(self, call: Call) -> Hashable:
-        """Calls of one structure and one variant share a capture."""
+        """A key for the call: calls of the same structure and variant share a capture."""
 
     @abstractmethod
     def capture(self, function: Function, call: Call) -> Capture:
-        """Capture the function as it is called here; any error means that it cannot be captured."""
+        """Capture the function as called here; any error means that it cannot be captured."""
 
 
 class Capture(ABC):
-    """One captured function. It is replayed for sizes between those at which it was compared with the function."""
+    """One captured function. It is replayed only at sizes within the range over which it was compared with the function."""
 
     def __init__(self) -> None:
         self.least: list[int] = []
@@ -76,19 +76,19 @@ class Capture(ABC):
 
     @abstractmethod
     def __call__(self, call: Call) -> Any:
-        """Replay: the function's result for this call."""
+        """Replay the capture; returns the function's result for this call."""
 
     def follows(self, shapes: Sequence[torch.Size]) -> bool:
-        """Every size lies between two that were compared."""
+        """True if every size lies within the compared range."""
         return all(low <= size <= high for low, size, high in zip(self.least, _sizes(shapes), self.most, strict=True))
 
     def extend_range(self, shapes: Sequence[torch.Size]) -> None:
-        """The replay gave the function's result at these shapes."""
+        """Extend the compared range to these shapes."""
         sizes = _sizes(shapes)
         self.least, self.most = [*map(min, self.least or sizes, sizes)], [*map(max, self.most or sizes, sizes)]
 
     def compare(self, function: Function, call: Call) -> Any:
-        """The function's own result if a replay at these new shapes equals it; else None."""
+        """The function's own result if a replay at these new shapes equals it up to rounding; else None."""
         expected = function(call.held, *call.inputs)
         try:
             replayed = list_tensors(self(call))
@@ -103,12 +103,12 @@ class Capture(ABC):
 
 
 def sizes_of_one(shapes: Iterable[torch.Size]) -> tuple[bool, ...]:
-    """Which sizes are 1: broadcasting and copying branch on them, so such calls are captured apart."""
+    """A mask of the sizes that are 1: broadcasting and copying branch on them, so such calls are captured separately."""
     return tuple([size == 1 for size in _sizes(shapes)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Running out of memory says nothing about the function; on a CPU torch raises a RuntimeError for it."""
+    """True if memory ran out, which does not make a function uncapturable; on a CPU torch raises a RuntimeError for it."""
     text = str(error).lower()
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         words in text for words in ("out of memory", "not enough memory", "can't allocate memory")

@@ -1,12 +1,12 @@
-"""Functions of tensors that are captured by a backend chosen by name, and replayed without Python's overhead.
+"""Captures functions of tensors with a backend chosen by name and replays them without Python's overhead.
 
     capturer = Capturer("auto", device)
     forward = capturer.capture(forward, "verification", module=model)
     forward(cache, tokens)
 
-A capturable function reads nothing back to the host and branches on sizes alone. It may write into its ``held`` tensors, the same
-numbers to the same places whenever it is called with the same arguments. A function that turns out not to be capturable is run as it
-is from then on; the reason is logged once and kept (`Capturer.report`).
+A capturable function does not read values back to the host and branches only on sizes. It may write into its ``held`` tensors, but must
+write the same numbers to the same places whenever it is called with the same arguments. If a function turns out not to be capturable, it
+runs uncaptured from then on; the reason is logged once and kept (`Capturer.report`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from headstart.inference.capture.trace import Trace
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
-"""auto: traces on a CPU, once a function was called often enough for them to pay, nothing elsewhere. Any other: from the first call."""
+"""auto: traces on a CPU after `PATIENCE` calls of a function, nothing on other devices. The others capture at the first call."""
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
 PATIENCE = 24
-"""Calls before ``auto`` captures a function; capturing takes about as long as 30 calls."""
+"""Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """The backends in use ("off": none), and why something was not captured."""
+    """The backends in use ("off": none), and the reasons why functions were not captured."""
 
     backend: str
     fallback: str | None
 
 
 class Capturer:
-    """Captures functions with one backend and keeps the reason for each that was not captured.
+    """Captures functions with one backend and keeps the reason for each function that is not captured.
 
-    Raises UserError for a backend that does not exist or cannot be used here; ``auto`` falls back to none.
+    Raises UserError if the backend does not exist or cannot be used here; ``auto`` falls back to none.
     """
 
     def __init__(self, name: BackendName, device: torch.device) -> None:
@@ -55,14 +55,14 @@ class Capturer:
         self.functions: list[Captured] = []
 
     def capture(self, function: Function, name: str, module: nn.Module | None = None, unless: str | None = None) -> Captured:
-        """``function(held, *inputs)``, captured. ``name``: for reports. ``unless``: a reason not to capture this one."""
+        """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it."""
         backend = self.backend(module) if self.backend is not None and unless is None else None
         captured = Captured(function, name, backend, self.patience, unless if self.backend is not None else None)
         self.functions.append(captured)
         return captured
 
     def report(self) -> CaptureReport:
-        """What the functions called so far are captured by."""
+        """The backends that capture the functions called so far, and the reasons for those not captured."""
         called = [one for one in self.functions if one.calls]
         backends = dict.fromkeys(one.backend.name for one in called if one.backend is not None)
         reasons = [self.reason] if self.reason else []
@@ -76,12 +76,12 @@ class Captured:
     def __init__(self, function: Function, name: str, backend: Backend | None, patience: int, fallback: str | None) -> None:
         self.function, self.name, self.backend, self.patience = function, name, backend, patience
         self.fallback = fallback
-        """Why this function is not captured, where another backend than none was chosen."""
+        """The reason why this function is not captured although a backend was chosen."""
         self.calls = 0
         self.captures_made = 0
         self._captures: dict[Hashable, Capture] = {}
         self._known: dict[Hashable, Capture] = {}
-        """By structure and exact shapes of calls met before."""
+        """Captures by structure and exact shapes of earlier calls."""
 
     def __call__(self, held: Any, *inputs: Any) -> Any:
         self.calls += 1
@@ -92,14 +92,14 @@ class Captured:
         try:
             capture = self._known.get(exact)
             return capture(call) if capture is not None else self._at_new_shapes(exact, call, self.backend)
-        except Exception as error:   # the function can raise here what it raises by itself: it is run again in that case
+        except Exception as error:   # may be the function's own error: running it again raises that
             if is_out_of_memory(error):
                 raise
             self._fall_back(error)
             return self.function(held, *inputs)
 
     def _at_new_shapes(self, exact: Hashable, call: Call, backend: Backend) -> Any:
-        """The result at shapes not met before: replay within the compared range, else compare, else capture anew."""
+        """The result at new shapes: replay within the compared range, else compare, else capture again."""
         key = (call.structure, backend.variant(call))
         capture = self._captures.get(key)
         if capture is not None and capture.follows(call.shapes):
@@ -114,7 +114,7 @@ class Captured:
         return capture(call)
 
     def _fall_back(self, error: Exception) -> None:
-        """From now on the function is run as it is."""
+        """Run the function uncaptured from now on."""
         assert self.backend is not None
         self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
         _warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
@@ -123,7 +123,7 @@ class Captured:
 
 
 def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str | None]:
-    """The backend of that name, or None and the reason. Raises UserError if it does not exist or cannot be used here."""
+    """The backend of that name, or None and the reason if there is one. Raises UserError if it does not exist or cannot be used here."""
     if name not in get_args(BackendName):
         raise UserError(f"no capture backend {name!r}; choose {', '.join(get_args(BackendName))}")
     if name == "off":
@@ -147,7 +147,7 @@ def _warn_once(message: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The error's type and the line of its message that says most: for TorchScript the last, else the first."""
+    """The error's type and the most informative line of its message: TorchScript's last ``RuntimeError:`` line, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = next((line for line in reversed(lines) if line.startswith("RuntimeError: ")), lines[0] if lines else "")
     return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')[:160]}"

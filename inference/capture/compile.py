@@ -15,11 +15,11 @@ import torch
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
 
 RECOMPILE_LIMIT = 64
-"""Compilations of one capture before it counts as not capturable; torch's own 8 is for a whole program."""
+"""Compilations of one capture before it counts as not capturable; torch's default of 8 is meant for a whole program."""
 
 
 class Compile(Backend):
-    """Compiled graphs, which torch's guards recompile where a size was specialised."""
+    """Compiled graphs; torch's guards recompile them where a size was specialised."""
 
     name = "compile"
 
@@ -38,7 +38,7 @@ class Compile(Backend):
         return sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:
-        limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}   # not in the overloads' types
+        limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}   # missing from the overloads' types
         return _Compiled(torch.compile(function, dynamic=True, fullgraph=True, **limits))
 
 

@@ -13,11 +13,11 @@ from headstart.inference.capture.stopwatch import void_running
 from headstart.support.pytree import builder, flatten
 
 WARM_UP = 2
-"""Calls before the graph is captured: libraries choose their kernels on first use, which a graph cannot hold."""
+"""Calls before the graph is captured: libraries choose their kernels on first use, which a graph cannot contain."""
 
 
 class CudaGraph(Backend):
-    """CUDA graphs: held tensors by their address, inputs copied in, results copied out."""
+    """CUDA graphs: held tensors are used at their addresses, inputs are copied in, results are copied out."""
 
     name = "cuda-graph"
 
@@ -55,7 +55,7 @@ class _Graph(Capture):
         self.build = builder(structure)
 
     def __call__(self, call: Call) -> Any:
-        if _addresses(call) != self.addresses:   # the KV cache was allocated anew
+        if _addresses(call) != self.addresses:   # a held tensor, such as the KV cache, was reallocated
             void_running()
             self._capture(call)
         for static, leaf in zip(self.static[call.held_leaves :], call.leaves[call.held_leaves :], strict=True):

@@ -1,4 +1,4 @@
-"""Folds the graph of a `torch.jit.trace`: a trace follows every size through tensors of one number, where plain integers do.
+"""Folds the graph of a `torch.jit.trace`: replaces size arithmetic on one-element tensors by integer arithmetic.
 
 Three quarters of the nodes in the trace of a model's forward pass are such arithmetic; a pass over a single row spends a sixth of its
 time in it.
@@ -15,16 +15,16 @@ import torch
 
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
 PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", "IntType")
-"""What `fold` uses of `torch._C`, which no release promises to keep."""
+"""Names of `torch._C` that `fold` uses; they are private and may change between releases."""
 
 
 def missing_functions() -> list[str]:
-    """The private names that this torch does not have."""
+    """The private names that are missing in this torch."""
     return [f"torch._C.{name}" for name in PRIVATE if getattr(torch._C, name, None) is None]
 
 
 def fold(traced: Any) -> Any:
-    """The same function of the same tensors, for every size the trace follows, with fewer nodes."""
+    """Return the same function with fewer nodes, valid for the same sizes as the trace."""
     graph, passes = traced.graph.copy(), cast(Any, torch._C)
     passes._jit_pass_inline(graph)
     _use_integers(graph)
@@ -36,7 +36,7 @@ def fold(traced: Any) -> Any:
 
 
 def _use_integers(graph: Any) -> None:
-    """Compute sizes, and fractions of them (the half of a head in rotary embeddings), with integers in place of tensors."""
+    """Compute sizes and quotients of them (half of a head in rotary embeddings) as integers instead of tensors."""
     for node in graph.findAllNodes("aten::Int"):
         source = node.inputsAt(0).node()
         if source.kind() == "prim::NumToTensor":
@@ -47,7 +47,7 @@ def _use_integers(graph: Any) -> None:
 
 
 def _integer(graph: Any, before: Any, kind: str, *inputs: Any) -> Any:
-    """The integer output of a new node of that kind."""
+    """Insert a node of that kind and return its integer output."""
     node = graph.create(kind, list(inputs), 1)
     node.insertBefore(before)
     node.output().setType(torch._C.IntType.get())

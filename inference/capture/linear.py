@@ -1,8 +1,8 @@
-"""Linear layers in transposed layout, ``(W x^T)^T`` in place of ``x W^T``, for the numbers of rows at which that is faster here.
+"""Linear layers in transposed layout, ``(W x^T)^T`` instead of ``x W^T``, for the numbers of rows at which that is faster on this machine.
 
-A decoding step multiplies every weight with the rows of a few nodes. On many CPUs one layout takes up to twice as long as the other,
+A decoding step multiplies every weight with few rows (one per node). On many CPUs one layout takes up to twice as long as the other,
 most of all for the single row of an autoregressive step, which is fastest as two products with half of the weight each. The sums are
-the same; their rounding may differ in the last bit, as it does between one number of rows and another.
+the same; their rounding may differ in the last bit, as it does between different numbers of rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from headstart.inference.capture.folding import expected_warnings
 ROWS = (1, 2, 4, 8, 16)
 """Numbers of rows that are timed."""
 TIMED_WEIGHTS, EVICTION = 4 << 20, 8 << 20
-"""Numbers in the weights timed, and in the buffer read before each timing, since a forward pass finds its weights out of the caches."""
+"""Elements of the timed weights, and of a buffer read before each timing to evict them from the CPU caches, as in a forward pass."""
 ROUNDS = 6
 _KNOWN: dict[Any, int] = {}
 
 
 class TransposedLinear(TorchFunctionMode):
-    """While it is on, linear layers of at most ``max_rows`` rows are computed in transposed layout.
+    """A mode in which linear layers with at most ``max_rows`` rows are computed in transposed layout.
 
-    A `torch.jit.trace` keeps the layout it was made with: fast for numbers of rows of the same `layout`; for others slower, or, made for
-    one row and called with more, an error.
+    A `torch.jit.trace` keeps the layout it was made with: it is fast for numbers of rows of the same `layout` and slower for others, and
+    a trace made for one row raises an error when called with more.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -46,7 +46,7 @@ class TransposedLinear(TorchFunctionMode):
 
 
 def layout(rows: int, max_rows: int) -> int:
-    """The layout for so many rows: 0 as in torch, 1 transposed, 2 transposed for a single row."""
+    """The layout for that number of rows: 0 torch's, 1 transposed, 2 transposed for a single row."""
     return 0 if rows > max_rows else 1 + (rows == 1)
 
 
@@ -56,16 +56,16 @@ def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     x_KR = x.reshape(-1, K).t()
     if _rows(x) > 1:
         out = torch.mm(weight, x_KR).t().contiguous()
-    elif N % 2:   # the kernels of matrix-vector products are slower than those of products with two vectors
+    elif N % 2:   # matrix-vector kernels are slower than products with two columns
         out = torch.mm(weight, torch.cat([x_KR, x_KR], 1))[:, :1].contiguous()
-    else:         # and slower than two products at once
+    else:         # and slower than a batch of two half-size products
         out = torch.bmm(weight.reshape(2, -1, K), x_KR.expand(2, K, 1))
     out = out.view(*x.shape[:-1], N)
     return out if bias is None else out + bias
 
 
 def _rows(x: Tensor) -> int:
-    return math.prod(map(int, x.shape[:-1]))   # an integer inside a trace too
+    return math.prod(map(int, x.shape[:-1]))   # int() keeps it an integer while tracing
 
 
 def max_transposed_rows(module: nn.Module) -> int:
@@ -94,7 +94,7 @@ def _measure(weights: Sequence[Tensor]) -> int:
         inputs = [torch.ones(rows, weight.shape[1]) for weight in weights]
         layouts = [_traced(function, inputs, weights) for function in (F.linear, transposed_linear)]
         best = [float("inf")] * 2
-        for _ in range(ROUNDS):   # interleaved, so that a disturbance meets both
+        for _ in range(ROUNDS):   # interleaved, so that a disturbance affects both
             for i, traced in enumerate(layouts):
                 eviction.sum()
                 start = time.perf_counter()
@@ -107,7 +107,7 @@ def _measure(weights: Sequence[Tensor]) -> int:
 
 
 def _traced(function: Callable[..., Tensor], inputs: list[Tensor], weights: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
-    """All products in one trace, as a captured forward pass computes them."""
+    """One trace of all products, as a captured forward pass computes them."""
     def products(inputs: list[Tensor]) -> list[Tensor]:
         return [function(x, weight) for x, weight in zip(inputs, weights, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A stopwatch that capturing voids: a time in which something was captured or compared says nothing about the next one."""
+"""A stopwatch that is invalidated by captures: a time that includes capturing or comparing a function does not predict the next one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _running: ContextVar[tuple[Stopwatch, ...]] = ContextVar("running stopwatches", 
 
 
 class Stopwatch:
-    """Seconds of a ``with`` block. They nest: voiding voids every stopwatch that is running.
+    """Measures the seconds of a ``with`` block. Stopwatches nest; a capture invalidates all that are running.
 
     with Stopwatch() as watch:
         verify()
@@ -21,7 +21,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.valid = True
-        """False if a function was captured, or compared with its capture, while it ran."""
+        """False if a function was captured, or compared with its capture, during the block."""
 
     def __enter__(self) -> Stopwatch:
         self._outer = _running.set((*_running.get(), self))
@@ -34,6 +34,6 @@ class Stopwatch:
 
 
 def void_running() -> None:
-    """Mark every running stopwatch as not valid; capturing calls it."""
+    """Mark every running stopwatch as not valid; called when a function is captured or compared."""
     for watch in _running.get():
         watch.valid = False

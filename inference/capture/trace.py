@@ -1,7 +1,7 @@
 """Backend ``trace``: `torch.jit.trace` on a CPU, with size arithmetic folded and linear layers of few rows in transposed layout.
 
-A small model spends most of a forward pass in Python, launching some hundred operations; replayed from a trace, the same operations
-take a half to a third of the time. A trace follows new sizes by itself.
+A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes a half to a
+third of the time. A trace works for new sizes without retracing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headstart.support.pytree import builder, flatten
 
 
 class Trace(Backend):
-    """TorchScript traces; linear layers take the layout that is faster for the number of rows on this machine."""
+    """TorchScript traces; linear layers use the layout that is faster for their number of rows on this machine."""
 
     name = "trace"
 
@@ -71,6 +71,6 @@ class _Traced(Capture):
         self.build = builder(out)
 
     def __call__(self, call: Call) -> Any:
-        # TorchScript's own optimisation costs half a second at the first replay and makes the next ones no faster.
+        # TorchScript's own optimisation costs half a second at the first replay and does not make later ones faster.
         with torch.jit.optimized_execution(False):
             return self.build(iter(self.traced(*call.leaves)))

@@ -1,1 +1,1 @@
-"""What one decoding step is made of: request, sequences, candidate tree, forward pass, verification, cache."""
+"""The parts of a decoding step: request, sequences, candidate tree, forward pass, verification, KV cache."""

@@ -1,4 +1,4 @@
-"""The settings of one call's beam search, and its logits processors made to work on one beam at a time.
+"""The beam search settings of one call, and its logits processors adapted to one beam at a time.
 
 Shape suffixes: R histories, T positions, V vocabulary.
 """
@@ -17,23 +17,23 @@ from headstart.support.errors import UserError
 
 @dataclass(frozen=True)
 class BeamRules:
-    """Lengths count the padding at the left, as transformers counts them."""
+    """The beam search settings of one call. Lengths include left padding, as in transformers."""
 
     beams: int
     returned: int
-    """How many of a row's best sequences are returned."""
+    """The number of best sequences returned per row."""
     length_penalty: float
     early_stopping: bool | str
     longest: int
-    """The length that ``early_stopping="never"`` assumes a sequence may reach."""
+    """The maximum length, which ``early_stopping="never"`` assumes for the length penalty."""
     candidates: int
-    """How many continuations of all beams together a step considers: enough that ``beams`` of them don't end."""
+    """The number of continuations that a step considers over all beams: enough that at least ``beams`` of them do not end."""
     fill: int
-    """The padding after the end of a sequence."""
+    """The padding token after the end of a sequence."""
 
 
 def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
-    """None: the call does not ask for beams."""
+    """Read the beam search settings of a call; None if it is not a beam search."""
     if not config.num_beams or config.num_beams == 1:
         return None
     eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
@@ -45,12 +45,12 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
         early_stopping=config.early_stopping,
         longest=config.max_length,
         candidates=max(2, 1 + len(eos)) * config.num_beams,
-        fill=(pad or eos[0]) if eos else -1,   # as transformers has it: a padding token of 0 is none
+        fill=(pad or eos[0]) if eos else -1,   # as in transformers, a padding token of 0 counts as none
     )
 
 
 def beam_processors(processors: LogitsProcessorList, beams: int) -> LogitsProcessorList:
-    """The same processors for one beam at a time. Raises UserError for one that cannot."""
+    """The same processors for one beam at a time. Raises UserError for a processor that cannot work so."""
     return LogitsProcessorList(_for_one_beam(processor, beams) for processor in processors)
 
 
@@ -60,13 +60,13 @@ def _for_one_beam(processor: LogitsProcessor, beams: int) -> LogitsProcessor:
     if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
         return Allowed(processor._prefix_allowed_tokens_fn, 1)
     ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
-    if isinstance(ignored, Tensor):   # one a beam
+    if isinstance(ignored, Tensor):   # one value per beam
         return known.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=ignored[::beams])
     return processor
 
 
 class Allowed(known.PrefixConstrainedLogitsProcessor):
-    """transformers' own, without its exception where all beams of a row are allowed only tokens that are excluded otherwise."""
+    """transformers' processor, without its error if all tokens allowed for a row's beams are excluded by other processors."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         mask_RV = torch.full_like(scores, -torch.inf)

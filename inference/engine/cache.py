@@ -1,8 +1,8 @@
-"""The backbone's keys and values while it decodes: ragged rows, tree keys behind each row's end, the accepted path moved into place.
+"""The backbone's KV cache during decoding: ragged rows, tree nodes stored after the end of each row, accepted paths moved into place.
 
-All layers of one shape lie in one tensor, so that moving a path is one copy. Sliding windows count logical positions and every layer
-keeps all of its keys: a slot is a position. `TreeCache` shows it to the model as a `transformers.Cache`. Recurrent layers have states
-instead (heads/recurrent.py), which a pass does not change: `keep` brings them to the last node accepted.
+All layers of one shape are stored in one tensor, so that moving a path is one copy. Every layer keeps all keys, also those outside a
+sliding window, so a slot is a position. `TreeCache` presents the stores to the model as a `transformers.Cache`. Recurrent layers have
+states instead (heads/backbone/recurrent.py), which a pass leaves unchanged: `keep` advances them to the last accepted node.
 
 Shape suffixes: L layers, B batch, H heads, N tree nodes, P path, S slots, D head width.
 """
@@ -21,26 +21,26 @@ from headstart.heads.layers.ragged import grown, join_rows, move, put, select_ro
 from headstart.support.pytree import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""Keys and values ``[L, B, H, S, D]``, for each group of layers of one shape."""
+"""Keys and values ``[L, B, H, S, D]`` of each group of layers of one shape."""
 
 
 class RaggedCache:
-    """``lengths_B`` tokens of each row are in slots 0 .. length - 1; what lies behind them is overwritten by the next pass."""
+    """The cache of all rows. The tokens of row b are in slots 0 to ``lengths_B[b] - 1``; the next pass overwrites the slots after them."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor] | None], lengths_B: Tensor, states: States | None = None) -> None:
-        """``layers``: keys and values ``[B, H, T, D]`` of a prompt, rows right-padded; None where ``states`` has a recurrent layer's."""
+        """``layers``: keys and values ``[B, H, T, D]`` of right-padded prompts; None for recurrent layers, which are in ``states``."""
         there = {number: layer for number, layer in enumerate(layers) if layer is not None}
         self.groups = _groups(there)
         self.keys = tuple(torch.stack([there[i][0] for i in group]) for group in self.groups)
         self.values = tuple(torch.stack([there[i][1] for i in group]) for group in self.groups)
         self.states = states
         self.added: Added | None = None
-        """Of the nodes just read."""
+        """The contributions of the last pass's nodes to the states."""
         self.lengths_B = lengths_B
         self.longest = int(lengths_B.max())
 
     def stores(self, nodes: int) -> Stores:
-        """Keys and values with room for ``nodes`` behind the longest row, as views of whole steps of slots."""
+        """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`whole_steps`)."""
         slots = whole_steps(self.longest + nodes)
         self.keys = tuple(grown(store, slots) for store in self.keys)
         self.values = tuple(grown(store, slots) for store in self.values)
@@ -52,7 +52,7 @@ class RaggedCache:
         return self.keys[group][place], self.values[group][place]
 
     def keep(self, paths: list[list[int]], counts: list[int]) -> None:
-        """Of the nodes just read, the first ``counts[b]`` of ``paths[b]`` are text of row b: moved right behind its end."""
+        """Append the first ``counts[b]`` nodes of ``paths[b]`` to row b: move their keys and values to its end."""
         moved = [path[:count] for path, count in zip(paths, counts, strict=True)]
         if any(path != list(range(len(path))) for path in moved):
             longest = max(map(len, moved))
@@ -73,7 +73,7 @@ class RaggedCache:
         self.longest = int(self.lengths_B.max())
 
     def join(self, other: RaggedCache) -> None:
-        """Put the rows of another cache of the same layers behind these."""
+        """Append the rows of another cache of the same layers."""
         self.keys = tuple(join_rows(*pair) for pair in zip(self.keys, other.keys, strict=True))
         self.values = tuple(join_rows(*pair) for pair in zip(self.values, other.values, strict=True))
         theirs = iter(list_tensors(other.states))
@@ -82,7 +82,7 @@ class RaggedCache:
         self.longest = max(self.longest, other.longest)
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         rows_B = torch.tensor(rows, dtype=torch.int64, device=self.lengths_B.device)
         self.keys = tuple(select_rows(store, rows_B) for store in self.keys)
         self.values = tuple(select_rows(store, rows_B) for store in self.values)
@@ -92,7 +92,7 @@ class RaggedCache:
 
 
 def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:
-    """The layers of one shape together, by their numbers."""
+    """Group layer numbers by the shape, dtype and device of their keys and values."""
     alike: dict[Any, list[int]] = {}
     for i, (keys, values) in layers.items():
         alike.setdefault((keys.shape, values.shape, keys.dtype, keys.device), []).append(i)
@@ -130,17 +130,17 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The stores as the model sees them while it reads a tree: new keys go to ``index_BN``, all slots are given back."""
+    """The stores as a `transformers.Cache` for a pass over a tree: new keys go to slots ``index_BN``, all slots are returned."""
 
     def __init__(self, groups: list[list[int]]) -> None:
         self.groups = groups
         where = {number: (g, place) for g, group in enumerate(groups) for place, number in enumerate(group)}
-        # A recurrent layer does not come here: something must hold its place.
+        # Recurrent layers never use this cache; a DynamicLayer keeps the layer numbers in place.
         super().__init__(layers=[TreeLayer(self, *where[i]) if i in where else DynamicLayer() for i in range(max(where) + 1)])
         self.stores: Stores
         self.index_BN: Tensor
 
     def over(self, stores: Stores, index_BN: Tensor) -> TreeCache:
-        """This cache, for the next pass."""
+        """Set the stores and slots of the next pass; returns itself."""
         self.stores, self.index_BN = stores, index_BN
         return self

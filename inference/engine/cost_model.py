@@ -1,7 +1,7 @@
 """Latency of a forward pass on this machine by batch size, tree size and context: from `headstart tune`, or timed while decoding.
 
-A curve is a table from `headstart tune`, or a line through the times seen so far; either is corrected by the times of real passes.
-Captured passes are faster than eager ones, so the two have costs of their own. Seconds throughout.
+Estimates come from a table of `headstart tune` or from a line fitted to the times so far; both are corrected by the times of real passes.
+Captured passes are faster than eager ones, so their costs are kept separately. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from headstart.inference.engine.sizes import TREE_SIZES
 
 RECENT_TIMES = 9
-"""Times of one kind that are kept; their median counts, so that one slow pass changes nothing."""
+"""Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""
 MIN_TIMES = 3
-"""Times of one size from which on their median counts instead of the fitted line."""
+"""Number of times of one size from which on their median replaces the estimate."""
 DEFAULT_SLOPE = 0.03
-"""Cost of one more position, in passes, before two sizes have been timed."""
+"""Cost of one more position as a fraction of a pass, before two sizes have been timed."""
 DEFAULT_SECONDS = 1e-3
-"""Seconds of an autoregressive step before anything has been timed; only ratios count then."""
+"""Seconds of an autoregressive step before anything has been timed; only ratios matter then."""
 MIN_CONTEXT = 256
-"""Contexts up to this many tokens cost alike."""
+"""Contexts up to this many tokens have the same costs."""
 Curves = dict[int, list[tuple[int, float]]]
-"""For each batch size, seconds of a pass by nodes, ascending."""
+"""Points (nodes, seconds of a pass) in ascending order, by batch size."""
 
 
 class RecentTimes:
@@ -47,39 +47,39 @@ class RecentTimes:
 
 @dataclass
 class Costs:
-    """Times of a decoding step and its parts, at contexts of about one length."""
+    """Times of a decoding step and its parts, at contexts of similar length."""
 
     curves: Curves = field(default_factory=dict)
-    """From `headstart tune`, or from the costs at another length."""
+    """From `headstart tune`, or estimated from the costs at another length."""
     passes: dict[tuple[int, int], RecentTimes] = field(default_factory=dict)
-    """By rows and nodes."""
+    """Times of forward passes by rows and nodes."""
     parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
-    """Other parts of a step, by name and rows."""
+    """Times of other parts of a step by name and rows."""
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
-        """A pass over that many nodes per row took so long, the work on the host included."""
+        """Record the time of a pass over that many nodes per row, CPU overhead included."""
         self.passes.setdefault((rows, nodes), RecentTimes()).add(seconds)
 
     def add(self, part: Hashable, rows: int, seconds: float) -> None:
-        """Another part of a step took so long."""
+        """Record the time of another part of a step."""
         self.parts.setdefault((part, rows), RecentTimes()).add(seconds)
 
     def part(self, part: Hashable, rows: int) -> float:
-        """0 until it has been timed."""
+        """Seconds of a part of a step; 0 until it has been timed."""
         known = self.parts.get((part, rows))
         return known.median if known else 0.0
 
     def known(self) -> bool:
-        """True once a pass has been timed, here or beforehand: times of other sizes follow from it."""
+        """True once a pass has been timed, now or by `headstart tune`: times of other sizes are estimated from it."""
         return bool(self.curves or self.passes)
 
     def of_pass(self, rows: int, nodes: int) -> float:
-        """Seconds of a pass over that many nodes per row; never more than a larger one is known to take."""
+        """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
         bound = min((recent.median for (r, n), recent in self.passes.items() if r == rows and n >= nodes), default=math.inf)
         return min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
 
     def _estimate(self, rows: int, nodes: int) -> float:
-        """The measured time of that size, or one that follows from the others."""
+        """The measured time of that size, or an estimate from other sizes."""
         recent = self.passes.get((rows, nodes))
         if recent and len(recent.times) >= MIN_TIMES:
             return recent.median
@@ -88,21 +88,21 @@ class Costs:
         return self._line(rows * nodes)
 
     def _drift(self, rows: int) -> float:
-        """How much slower than its curve the machine is now."""
+        """The current slowdown of the machine relative to its curve."""
         known = [(n, recent.median) for (r, n), recent in self.passes.items() if r == rows]
         return statistics.median(s / _on(self.curves[rows], n) for n, s in known) if known else 1.0
 
     def _line(self, positions: int) -> float:
-        """A line through all times by positions read, which is rows times nodes: they are what costs."""
+        """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
         points = [(r * n, recent.median) for (r, n), recent in self.passes.items()]
         points = points or [(r * n, s) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS)]
         mean_p, mean_s = statistics.fmean(p for p, _ in points), statistics.fmean(s for _, s in points)
         spread = sum((p - mean_p) ** 2 for p, _ in points)
         slope = DEFAULT_SLOPE * mean_s if not spread else max(sum((p - mean_p) * (s - mean_s) for p, s in points) / spread, 0.0)
-        return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # bounded: a line may fall below zero
+        return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # bounded, since the line may fall below zero
 
     def at_another_length(self) -> Costs:
-        """The estimate for contexts of another length: the same, until passes have been timed there."""
+        """An estimate for contexts of another length: the same costs, until passes have been timed there."""
         curves = dict(self.curves)
         for rows in {rows for rows, _ in self.passes}:
             nodes = {1, TREE_SIZES[-1], *(n for r, n in self.passes if r == rows)}
@@ -114,16 +114,16 @@ class Costs:
 
 
 class CostModel:
-    """Costs by context length, in buckets that double, since attention costs nodes times context; and by whether passes are captured."""
+    """Costs by context length (attention costs nodes times context), in buckets of doubling size, for captured and uncaptured passes."""
 
     def __init__(self, measured: dict[int, Curves] | None = None) -> None:
-        """``measured``: by context, in tokens."""
+        """``measured``: curves by context length in tokens."""
         self.measured = {_bucket(context): curves for context, curves in (measured or {}).items()}
         self.timed: dict[bool, dict[int, Costs]] = {False: {}, True: {}}
-        """By whether passes are captured, and bucket."""
+        """Costs by capture (True: captured) and bucket."""
 
     def at(self, context: int, captured: bool = False) -> Costs:
-        """Costs at that context length; at first those known of the nearest length."""
+        """The costs at that context length; initially those of the nearest known length."""
         bucket, timed = _bucket(context), self.timed[captured]
         if bucket not in timed:
             nearest = min({**self.measured, **timed}, key=lambda other: (abs(other - bucket), other), default=None)
@@ -135,7 +135,7 @@ class CostModel:
 
     @staticmethod
     def from_json(measured: dict[str, Any]) -> CostModel:
-        """``{context: {rows: [[nodes, seconds], ...]}}``."""
+        """From ``{context: {rows: [[nodes, seconds], ...]}}``."""
         return CostModel({int(context): _curves(curves) for context, curves in measured.items()})
 
 
@@ -148,7 +148,7 @@ def _bucket(context: int) -> int:
 
 
 def _on(curve: list[tuple[int, float]], nodes: int) -> float:
-    """Interpolated; beyond its end the curve goes on as straight as its last piece."""
+    """Interpolate linearly; extrapolate with the slope of the outermost segment."""
     if len(curve) == 1:
         return curve[0][1]
     i = min(max(bisect_left(curve, (nodes, 0.0)), 1), len(curve) - 1)

@@ -1,8 +1,8 @@
-"""Logits processors at every node of a tree, each node with the history of its own path.
+"""Applies logits processors at every node of a tree, each node with the history of its own path.
 
-Processors are transformers' own or the user's: functions of (ids so far, scores). The common ones do not look at the ids and
-take all nodes at once; the others are called once for each length of history. They see a row without its padding, so that a row
-in a batch gets what it gets alone; those that only count positions see it padded, as transformers counted when it made them.
+Processors, from transformers or the user, are functions of (ids so far, scores). The common ones ignore the ids and take all nodes at
+once; the others are called once per history length. They get a row's ids without padding, so that a row gets the same scores in a batch
+as alone; processors that only count positions get the padding too, because transformers included it when it created them.
 
 Shape suffixes: B batch, N tree nodes, V vocabulary, T positions.
 """
@@ -33,7 +33,7 @@ BLIND = (
     known.InfNanRemoveLogitsProcessor,
     known.SuppressTokensLogitsProcessor,
 )
-"""Processors that do not look at the ids; a bias of single tokens is another (`is_blind`)."""
+"""Processors that ignore the ids; a sequence bias of single tokens ignores them too (`is_blind`)."""
 
 COUNTING = (
     known.MinLengthLogitsProcessor,
@@ -51,7 +51,7 @@ BY_ROW = (
     known.EncoderRepetitionPenaltyLogitsProcessor,
     known.EncoderNoRepeatNGramLogitsProcessor,
 )
-"""Processors that know prompts or rows by number."""
+"""Processors that refer to prompts or rows by number."""
 
 
 def is_blind(processor: LogitsProcessor) -> bool:
@@ -63,20 +63,20 @@ def is_blind(processor: LogitsProcessor) -> bool:
 
 @dataclass(frozen=True)
 class Filters:
-    """top-k, top-p and min-p; draft logits are filtered as the backbone's are."""
+    """Top-k, top-p and min-p filters, applied to draft logits as to the backbone's."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __call__(self, logits_NV: Tensor) -> Tensor:
-        """-inf where a token is filtered out (0, 1 and 0 filter nothing)."""
-        ids: Any = None   # these do not look at the ids
+        """Set the logits of filtered tokens to -inf (top_k 0, top_p 1 and min_p 0 filter nothing)."""
+        ids: Any = None   # these warpers ignore the ids
         if self.top_k:
             logits_NV = TopKLogitsWarper(self.top_k)(ids, logits_NV)
         if self.top_p < 1:
             logits_NV = TopPLogitsWarper(self.top_p)(ids, logits_NV)
-        if self.min_p:   # transformers' own cannot be captured
+        if self.min_p:   # transformers' MinPLogitsWarper cannot be captured
             probs_NV = logits_NV.softmax(-1)
             logits_NV = logits_NV.masked_fill(probs_NV < self.min_p * probs_NV.amax(-1, keepdim=True), -math.inf)
         return logits_NV
@@ -84,14 +84,14 @@ class Filters:
 
 @dataclass(frozen=True)
 class History:
-    """A row's ids ``[T]``, of which the first ``pads`` are padding."""
+    """A row's ids ``[T]``; the first ``pads`` of them are padding."""
 
     ids_T: Tensor
     pads: int
 
 
 class Processing:
-    """The processors of one call to generate, applied to trees."""
+    """The logits processors of one call, applied to trees."""
 
     def __init__(self, processors: LogitsProcessorList, pads: list[int]) -> None:
         rows = len(pads)
@@ -108,12 +108,12 @@ class Processing:
 
     @property
     def temperature(self) -> float:
-        """Draft logits are divided by it too."""
+        """The temperature; draft logits are divided by it too."""
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
 
     @property
     def filters(self) -> Filters | None:
-        """Draft logits are filtered by them too; None: not filtered."""
+        """The filters, which are also applied to draft logits; None if there are none."""
         filters = Filters(
             next((p.top_k for p in self.processors if isinstance(p, known.TopKLogitsWarper)), 0),
             next((p.top_p for p in self.processors if isinstance(p, known.TopPLogitsWarper)), 1.0),
@@ -122,7 +122,7 @@ class Processing:
         return None if filters == Filters() else filters
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
-        """Scores ``[B, N, V]`` (float32). ``histories``: each row's up to and with the root (or the prompt, without a tree)."""
+        """Processed scores ``[B, N, V]`` (float32). ``histories``: the ids of each row, root included (without a tree: its prompt)."""
         scores_BNV = logits_BNV.float()
         if not self.processors:
             return scores_BNV
@@ -134,7 +134,7 @@ class Processing:
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
                 key = (b, n) if self.one_by_one else (len(ids_T), history.pads)
                 alike.setdefault(key, []).append((b, n, ids_T))
-        out_BNV = scores_BNV.clone()   # rows with fewer nodes keep raw scores at their ends
+        out_BNV = scores_BNV.clone()   # padding nodes keep their raw scores
         for group in alike.values():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             out_BNV[rows, nodes] = self._apply(torch.stack([ids for _, _, ids in group]), histories[rows[0]].pads, scores_BNV[rows, nodes])
@@ -147,7 +147,7 @@ class Processing:
 
 
 def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProcessor:
-    """transformers passes each row's padding to the repetition penalty; histories here have none."""
+    """The repetition penalty without transformers' per-row padding lengths, since histories here have no padding; others as given."""
     ignored = processor.prompt_ignore_length if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) else None
     if not isinstance(ignored, Tensor):
         return processor
@@ -157,7 +157,7 @@ def _without_padding(processor: LogitsProcessor, pads: list[int]) -> LogitsProce
 
 
 def _node_histories(history_T: Tensor, tree: CandidateTree | None, row: int) -> list[Tensor]:
-    """The ids up to each node: the history, then the tokens on the path down to it."""
+    """The ids up to each node: the history, then the tokens on the path to the node."""
     if tree is None:
         return [history_T]
     tokens, parents = history_T.new_tensor(tree.tokens[row]), tree.parents[row]

@@ -1,4 +1,4 @@
-"""The prompts of one call: their prefill, and how many tokens each may still get.
+"""The prompts of one call: their prefill, and how many tokens may still follow each.
 
 Shape suffixes: B batch, T positions, D width, V vocabulary.
 """
@@ -15,7 +15,7 @@ from headstart.inference.engine.request import Request
 
 
 class Prompts:
-    """The call's rows without their padding, right-padded; a prompt is known by the number of its row."""
+    """The prompts of a call, padded on the right instead of the left; a prompt is identified by its row number."""
 
     def __init__(self, request: Request, reader: Reader) -> None:
         self.request, self.reader = request, reader
@@ -26,17 +26,17 @@ class Prompts:
         self.lengths: list[int] = self.lengths_B.tolist()
 
     def tokens(self, number: int) -> list[int]:
-        """One prompt."""
+        """The tokens of one prompt."""
         return self.tokens_BT[number, : self.lengths[number]].tolist()
 
     def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
-        """Read some prompts: their features, the cache to go on from, and the logits ``[B, 1, V]`` after each."""
+        """Prefill some prompts: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
         lengths_B = self.lengths_B[numbers]
         features, cache = self.reader.prompts(self.tokens_BT[numbers][:, : int(lengths_B.max())], lengths_B)
         last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
         return features, cache, self.reader.backbone.readout(last_BD)[:, None]
 
     def remaining(self, number: int, written: int) -> int:
-        """Tokens that may follow the ``written`` ones, by the length limit and the positions the model has."""
+        """The number of tokens that may follow ``written`` tokens, by the length limit and the model's maximum number of positions."""
         limit = min(self.request.limit - self.request.pads_B[number], self.reader.backbone.max_positions or 1 << 31)
         return limit - self.lengths[number] - written

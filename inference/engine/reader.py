@@ -1,6 +1,6 @@
-"""The backbone's forward passes while decoding: prompts, and the nodes of trees behind them through a mask, in one captured function.
+"""The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask (a captured function).
 
-Shape suffixes: B batch, T positions, N nodes read now, M nodes that have slots (these among them), S slots, D width, V vocabulary.
+Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (the N included), S slots, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headstart.support.pytree import list_tensors, map_tensors
 
 
 class Reader:
-    """One backbone, read with the taps of its drafters; its captures serve every call."""
+    """Runs the backbone with the taps of its drafters; its captures are reused by every call."""
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
         self.backbone, self.taps = backbone, taps
@@ -32,15 +32,15 @@ class Reader:
 
     @property
     def captured(self) -> bool:
-        """True once forward passes are captured: they are faster then, so their times are kept apart."""
+        """True once forward passes are captured; their times are then kept separately, since they are faster."""
         return bool(self.read.captures_made)
 
     def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
-        """The noise ``[B, P, V]`` of the tokens at those positions."""
+        """The noise ``[B, P, V]`` for the tokens at those positions."""
         return gumbel(seeds_B, positions_BP, self.backbone.vocab)
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        """Rows right-padded: their features (padding marked so), and the cache to go on from."""
+        """Prefill right-padded rows: returns their features, with padding marked, and their cache."""
         if self.backbone.recurrent is not None and len(tokens_BT) > 1:
             return self._by_length(tokens_BT, lengths_B)
         return self._prompts(tokens_BT, lengths_B)
@@ -48,7 +48,7 @@ class Reader:
     def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         B, T = tokens_BT.shape
         recurrent = self.backbone.recurrent
-        # Without the model's configuration a sliding layer keeps all of its keys.
+        # Without the model's configuration, sliding-window layers keep all of their keys.
         cache = DynamicCache() if recurrent is None else DynamicCache(config=self.backbone.config)
         place_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
         features = self.backbone.read(tokens_BT, cache, place_BT, taps=self.taps)
@@ -58,7 +58,7 @@ class Reader:
         return features.gather(place_BT, place_BT < lengths_B[:, None]) if B > 1 else features, ragged
 
     def _by_length(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        """Rows of one length at a time: padding would enter a recurrent layer's state."""
+        """Prefill the rows of each length separately, since padding would enter a recurrent layer's state."""
         rows: dict[int, list[int]] = {}
         for row, length in enumerate(lengths_B.tolist()):
             rows.setdefault(length, []).append(row)
@@ -78,7 +78,7 @@ class Reader:
         return map_tensors(lambda _: torch.cat(next(columns))[back], parts[0]), caches[0]
 
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
-        """The features of every node, and the logits ``[B, N, V]`` after it."""
+        """Verify a tree: returns the features of every node, and the logits ``[B, N, V]`` after it."""
         tokens_BN, levels_BN, ancestors_BNN = tree.tensors(cache.lengths_B.device)
         return self.nodes(cache, cache.stores(tree.size), tokens_BN, levels_BN, ancestors_BNN)
 
@@ -91,9 +91,9 @@ class Reader:
         ancestors_BNM: Tensor,
         index_BN: Tensor | None = None,
     ) -> tuple[Features, Tensor]:
-        """The features of N of the M nodes in the slots behind each row, and the logits after them.
+        """The features of N of the M nodes stored after each row, and the logits after them.
 
-        ``index_BN``: which of the M they are; None: all. A node's position is its row's length plus its level.
+        ``index_BN``: the indices of the N among the M nodes; None: all. A node's position is its row's length plus its level.
         """
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)

@@ -1,4 +1,4 @@
-"""One call of transformers' ``generate`` as the decoding loop needs it; unsupported arguments are refused here.
+"""The arguments of one call of transformers' ``generate`` as the decoding loop needs them; unsupported ones are rejected here.
 
 Shape suffixes: B batch, T positions.
 """
@@ -20,17 +20,17 @@ from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
 
 TENSORS = ("attention_mask", "position_ids", "cache_position")
-"""What transformers prepares in addition to the ids; any other tensor comes from the user, such as images."""
+"""Tensors that transformers itself prepares in addition to the ids; any other tensor, such as images, comes from the user."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, and when to stop. Lengths include the padding at the left, as in transformers."""
+    """What to generate, and when to stop. Lengths include left padding, as in transformers."""
 
     ids_BT: Tensor
-    """One row per prompt, however many beams it has."""
+    """One row per prompt, regardless of the number of beams."""
     pads_B: list[int]
-    """How many positions at the left of each row are padding."""
+    """The number of padding positions at the left of each row."""
     limit: int
     """The maximum length, padding included."""
     eos: frozenset[int]
@@ -55,7 +55,7 @@ def read_request(
     streamer: BaseStreamer | None,
     model_kwargs: Mapping[str, Any],
 ) -> Request:
-    """Raises UserError for an argument that is not supported, by name."""
+    """Read the arguments of a call. Raises UserError naming an argument that is not supported."""
     _refuse(config, model_kwargs, len(ids_BT), streamer)
     mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
@@ -111,9 +111,9 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int
 
 
 def require_one_side(request: Request, backbone: Backbone) -> None:
-    """Raise UserError if rotary frequencies would change while decoding: the tokens read before would have to be read again.
+    """Raise UserError if rotary frequencies would change while decoding, since the tokens in the cache would have to be recomputed.
 
-    transformers takes the frequencies of a pass from its furthest position, which in a tree or a batch is not each sequence's own.
+    transformers derives the frequencies of a pass from its largest position, which in a tree or batch is not that of each sequence.
     """
     if backbone.rope_limit is None:
         return

@@ -1,4 +1,4 @@
-"""The tokens written for each row of a call, and when a row ends. On the host.
+"""The tokens written for each row of a call, and the end of a row, on the host.
 
 Shape suffixes: B batch, T positions.
 """
@@ -13,7 +13,7 @@ from headstart.inference.engine.request import Request
 
 
 class DecodedSequence:
-    """One row's tokens; ids and lengths as transformers passes them to stopping criteria, padding included."""
+    """The tokens of one row; ids and lengths include padding, as transformers passes them to stopping criteria."""
 
     def __init__(self, request: Request, row: int) -> None:
         self.request = request
@@ -31,7 +31,7 @@ class DecodedSequence:
         return History(self.ids_T, self.pads)
 
     def write(self, tokens: list[int]) -> int:
-        """Add tokens until one ends the sequence; how many were added."""
+        """Add tokens until one ends the sequence; returns the number added."""
         for count, token in enumerate(tokens, 1):
             self.written.append(token)
             if self.request.streamer is not None:
@@ -49,7 +49,7 @@ class DecodedSequence:
 
 
 def output_ids(sequences: list[DecodedSequence], request: Request) -> Tensor:
-    """All rows as ``generate`` returns them: the input ids, the tokens written, padding on the right."""
+    """All rows as ``generate`` returns them: the input ids, the tokens written, and padding on the right."""
     longest = max(len(sequence.written) for sequence in sequences)
     written = [sequence.written + [request.pad_token] * (longest - len(sequence.written)) for sequence in sequences]
     return torch.cat([request.ids_BT, request.ids_BT.new_tensor(written)], 1)

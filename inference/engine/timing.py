@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes."""
+"""Timing of the parts of a decoding step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoding step: tokens written to each sequence (0: it has ended, or waits), nodes of a row's tree, seconds by part."""
+    """One decoding step: tokens written to each sequence (0: it has ended or is waiting), nodes of a row's tree, seconds by part."""
 
     written: list[int]
     nodes: int
@@ -20,7 +20,7 @@ class Pass:
 
 
 class Clock:
-    """Seconds between laps. On an accelerator ``exact`` waits for it at each lap, which costs speed."""
+    """Measures the seconds between laps. On an accelerator, ``exact`` synchronizes at each lap, which costs speed."""
 
     def __init__(self, device: torch.device, exact: bool) -> None:
         self.synchronize = torch.accelerator.synchronize if exact and device.type != "cpu" else None

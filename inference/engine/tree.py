@@ -1,8 +1,8 @@
-"""Candidate trees: all drafts of a row merged into one pool, and the part of it that is verified.
+"""Candidate trees: the drafts of a row are merged into one pool, and a part of the pool is verified.
 
 With ``c(u)`` the path probability of node u, a forward pass over a tree yields ``1 + sum c(u)`` tokens in expectation, so the best tree
-of N nodes is the N nodes of largest c (the re-ranking of EAGLE-2, 2406.16858; OPT-Tree, 2406.17276, is the same rule). Trees are built on
-the host: they are small, several sources add to one, and their size is decided there.
+of N nodes consists of the N nodes of largest c (the re-ranking of EAGLE-2, 2406.16858; OPT-Tree, 2406.17276, uses the same rule). Trees
+are built on the host: they are small, several sources add to one tree, and its size is chosen there.
 
 Levels count from the root (level 0); a node of level ``l`` was drafted at depth ``l - 1``. Shape suffixes: B batch, N tree nodes.
 """
@@ -22,12 +22,12 @@ from headstart.heads.base import require_count
 from headstart.heads.layers.tree_mask import ancestors_from_parents
 
 MAX_PROB = 0.999
-"""Acceptance probabilities are capped here, so that a child is always less likely than its parent."""
+"""Upper bound of acceptance probabilities, so that a child always has a smaller path probability than its parent."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A fixed size: ``nodes`` with the root, ``width`` of the beam, ``depth`` (None: the drafter's)."""
+    """A fixed tree size: ``nodes`` including the root, beam ``width``, and ``depth`` (None: the drafter's)."""
 
     nodes: int = 24
     width: int = 8
@@ -46,7 +46,7 @@ TreeSize = TreeShape | Literal["auto"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A node that a source drafted, and the source's score: the log of its own estimate of the acceptance probability."""
+    """A node drafted by a source, with the source's score: the log of its own estimate of the acceptance probability."""
 
     source: Hashable
     node: int
@@ -54,7 +54,7 @@ class Proposal:
 
 
 class Pool:
-    """All drafts of one row. Node 0 is the root; a token below a parent is one node, whichever sources drafted it."""
+    """All drafts of one row. Node 0 is the root; a token after a given parent is one node, even if several sources drafted it."""
 
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.levels = [root], [0], [0]
@@ -64,7 +64,7 @@ class Pool:
         self._nodes: dict[tuple[int, int], int] = {}
 
     def add(self, source: Hashable, parent: int, token: int, score: float, prob: float) -> int:
-        """The node of that token below that parent; of several sources the largest probability counts."""
+        """Add a token below a parent and return its node; the largest probability of several sources is kept."""
         prob = min(prob, MAX_PROB)
         node = self._nodes.get((parent, token))
         if node is None:
@@ -79,7 +79,7 @@ class Pool:
         return node
 
     def path_probs(self) -> list[float]:
-        """The probability that a whole path is accepted, for each node; siblings whose probabilities sum to over 1 are scaled down."""
+        """For each node, the probability that the path to it is accepted; siblings are scaled down to sum to `MAX_PROB` at most."""
         sums = [0.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
             sums[self.parents[node]] += self.probs[node]
@@ -90,26 +90,26 @@ class Pool:
         return probs
 
     def ranked(self) -> list[tuple[float, int]]:
-        """Path probability and number of each node but the root, likeliest first: any beginning of the list is a tree."""
+        """Path probability and number of each node but the root, most likely first; every prefix of the list forms a tree."""
         probs = self.path_probs()
         return sorted(((probs[node], node) for node in range(1, len(probs))), key=lambda one: (-one[0], one[1]))
 
     def best(self, nodes: int) -> list[int]:
-        """The ``nodes`` likeliest, the root among them, parents before children."""
+        """The ``nodes`` most likely nodes, root included, parents before children."""
         return [0, *sorted(node for _, node in self.ranked()[: nodes - 1])]
 
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """The nodes of each row. Node 0 is the root: the token the backbone has just picked. A parent precedes its children."""
+    """The nodes of each row. Node 0 is the root: the token that the backbone has just picked. A parent precedes its children."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
-    """The root's is 0."""
+    """The parent of each node; 0 for the root."""
 
     @staticmethod
     def of(pools: list[Pool], kept: list[list[int]]) -> CandidateTree:
-        """The ``kept`` nodes of each pool."""
+        """The tree of the ``kept`` nodes of each pool."""
         parents = []
         for pool, nodes in zip(pools, kept, strict=True):
             index = {node: i for i, node in enumerate(nodes)}
@@ -118,12 +118,12 @@ class CandidateTree:
 
     @property
     def size(self) -> int:
-        """The most nodes of a row."""
+        """The largest number of nodes in a row."""
         return max(map(len, self.tokens))
 
     @cached_property
     def levels(self) -> list[list[int]]:
-        """The level of each node; the root's is 0."""
+        """The level of each node; 0 for the root."""
         levels = []
         for parents in self.parents:
             row = [0]
@@ -157,5 +157,5 @@ class CandidateTree:
 
 
 def root_only(roots: list[int]) -> CandidateTree:
-    """Autoregressive decoding is the tree with no candidates."""
+    """The trees of autoregressive decoding, which have no candidates."""
     return CandidateTree([[root] for root in roots], [[0] for _ in roots])

@@ -1,7 +1,7 @@
-"""Verification: the accepted path runs from the root on as long as a child carries the backbone's pick.
+"""Verification: the accepted path starts at the root and continues as long as a child has the token that the backbone picks.
 
-The noise is shared (`noise`), so a pick does not depend on the tree: there are no acceptance probabilities, no residual distributions,
-and no special case for greedy decoding.
+The noise is a function of seed and position (`noise`), so a pick does not depend on the tree: no rejection sampling, no residual
+distributions and no special case for greedy decoding are needed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from headstart.inference.engine.tree import CandidateTree
 
 
 def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
-    """The decoding rule: ``argmax_v (scores + noise)`` over the last dimension; no noise is temperature 0."""
+    """The decoding rule: ``argmax_v (scores + noise)`` over the last dimension; without noise, temperature 0."""
     return (scores if noise is None else scores + noise).argmax(-1)
 
 
 def accept(tree: CandidateTree, picks: list[list[int]]) -> list[list[int]]:
-    """For each row the path from the root on which every token is the pick at its parent; the last node's pick is the next root."""
+    """For each row, the path from the root on which every token is the pick at its parent; the pick at its last node is the next root."""
     paths = []
     for tokens, parents, picked in zip(tree.tokens, tree.parents, picks, strict=True):
         path = [0]
