@@ -1,4 +1,4 @@
-"""Heads on their backbone: the object a user loads, and the callable that transformers' ``generate`` takes.
+"""The user's entry point: a model with its heads, and the callable to pass to transformers' ``generate``.
 
     heads = headstart.load("out/qwen3-8b-eagle3", backbone=model)
     model.generate(**inputs, custom_generate=heads.generate, do_sample=True, temperature=0.7)
@@ -41,20 +41,20 @@ from headstart.support.errors import UserError
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """The output with ``return_dict_in_generate=True``: transformers' own fields, and statistics of the decoding steps."""
+    """The output with ``return_dict_in_generate=True``: transformers' fields and statistics of the decoding steps."""
 
     passes: int | None = None
     """Forward passes of the backbone after prefill."""
     tau: float | None = None
-    """Mean acceptance length: tokens per row and pass, the backbone's own included; 1 is autoregressive decoding."""
+    """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
     acceptance_per_depth: list[float] | None = None
-    """Acceptance rate by depth, as a share of passes; tau is 1 + their sum."""
+    """Acceptance rate at each depth, as a fraction of passes; tau is 1 + their sum."""
     seconds: dict[str, float] | None = None
-    """Seconds spent on ``draft``, ``verify`` and ``host``, over all passes (on an accelerator exact only with ``timed=True``)."""
+    """Total seconds spent on ``draft``, ``verify`` and ``host`` (on an accelerator, exact only with ``timed=True``)."""
     accept_lengths: list[list[int]] | None = None
-    """For each row, the tokens that each pass wrote."""
+    """For each row, the number of tokens that each pass wrote."""
     nodes: list[int] | None = None
-    """For each pass, the nodes of a row's tree with its root: 1 is an autoregressive step; with beams, each beam has a root."""
+    """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
     sequences_scores: Tensor | None = None
     """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
     beam_indices: Tensor | None = None
@@ -62,10 +62,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class SpeculativeModel:
-    """A backbone, the drafter trained on it, and proposers that need no training; with none of them, autoregressive decoding.
+    """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
 
-    ``capture``: the backend that captures forward passes to replay them without Python's overhead (see `capture`): "auto", "trace",
-    "cuda-graph", "compile" or "off". A capture holds the model as it was: after adding or removing adapters, load the heads again.
+    ``capture``: the backend that captures forward passes and replays them without Python's overhead (see `capture`): "auto", "trace",
+    "cuda-graph", "compile" or "off". A capture keeps the model as it was: after adding or removing adapters, load the heads again.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class SpeculativeModel:
     ) -> None:
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.tuned: Tuned | None = None
-        """Measured by `headstart tune` on this machine."""
+        """Results of `headstart tune` on this machine, if any."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
         self.limits: dict[str, Any] | None = None
-        """The arguments of the last `limit`."""
+        """The arguments of the last call to `limit`."""
         self._engines: dict[bool, Engine] = {}
         self._weights: list[int] = []
         _hand_over(backbone.model)
 
     def limit(self, *, window: int | None = None, sink: int = 4, offload: bool = False) -> None:
-        """Bound the trained head's KV cache for long sequences: it attends to the first ``sink`` and the last ``window`` positions only
-        (None: to all), and ``offload`` keeps its keys and values in host memory between drafts.
+        """Limit the drafter's KV cache for long sequences: it attends only to the first ``sink`` and the last ``window`` positions
+        (None: to all), and with ``offload`` its keys and values stay in host memory between drafts.
 
-        No token changes, only how many drafts are accepted. Holds for later calls; without arguments there is no limit.
-        Raises UserError where there is no such head.
+        Tokens do not change, only how many drafts are accepted. Applies to later calls; without arguments, limits are removed.
+        Raises UserError if there is no drafter or it does not support limits.
         """
         if window is not None:
             require_count("window", window, of="limit")
@@ -103,7 +103,7 @@ class SpeculativeModel:
         self.limits = {"window": window, "sink": sink, "offload": offload}
 
     def engine(self, speculate: bool) -> Engine:
-        """Holds captures and statistics; rebuilt if weights have been moved or converted, or a drafter's depth was set."""
+        """The `Engine`, which holds captures and statistics; rebuilt after weights were moved or converted or a drafter's depth was set."""
         weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
         weights += [drafter.depth for drafter in self.drafters]
         if weights != self._weights:
@@ -130,12 +130,12 @@ class SpeculativeModel:
         timed: bool = False,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
-        """For ``model.generate(..., custom_generate=heads.generate)``; the keyword arguments from ``seed`` on are its own.
+        """Generate; called by ``model.generate(..., custom_generate=heads.generate)`` with the keyword arguments from ``seed`` on.
 
         ``seed``: an int (row i has seed + i), a list with one per row, or None for torch's default generator. ``tree``: "auto" adapts the
         size of the candidate trees to acceptance rates and measured latency; a `TreeShape` fixes it. ``speculate=False``: autoregressive
-        decoding. ``batch_size``: decode at most so many rows at once, the others as rows end. ``timed``: exact times on an accelerator.
-        With ``num_beams`` it is transformers' beam search, several steps per pass; a `TreeShape` then counts a row's nodes over its beams.
+        decoding. ``batch_size``: maximum number of rows decoded at once; others start as rows end. ``timed``: exact times on an accelerator.
+        ``num_beams``: transformers' beam search, several steps per pass; a `TreeShape` then counts the nodes of all beams of a row.
         Raises UserError (a ValueError) for arguments that are not supported.
         """
         if model is not self.backbone.model:
@@ -164,7 +164,7 @@ class SpeculativeModel:
 
 
 class Engine:
-    """The reader and the sources of drafts, kept from call to call."""
+    """The reader and the draft sources, kept from call to call."""
 
     def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
         drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
@@ -191,10 +191,10 @@ def load(
     proposers: Sequence[Proposer | Drafter] = (),
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
-    """Heads from a folder or hub id onto a loaded model; None: no drafter, that is ``proposers`` alone or autoregressive decoding.
+    """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only ``proposers`` or autoregressive decoding.
 
-    ``depth``: tokens beyond the root that the drafter drafts, also more than it was trained for where its kind allows that (None: as
-    the recipe says). Raises UserError when the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
+    ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it (None: as in its recipe).
+    Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
     on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
     drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
@@ -229,15 +229,15 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
 
 
 def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Lists by row and token -> tensors ``[B, V]`` by step; a row that has ended has zeros."""
+    """Turn lists by row and token into tensors ``[B, V]`` by step; zeros after the end of a row."""
     longest = max(len(row) for row in rows)
     return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))
 
 
 def _hand_over(model: PreTrainedModel) -> None:
-    """Let ``streamer`` and ``tokenizer`` (for stop strings) reach our callable.
+    """Patch the model so that ``streamer`` and ``tokenizer`` (for stop strings) reach `SpeculativeModel.generate`.
 
-    transformers 5.23 drops both on the way to any ``custom_generate`` callable, and refuses stop strings for want of the tokenizer.
+    transformers 5.23 drops both before calling a ``custom_generate`` callable, and rejects stop strings without the tokenizer.
     """
     if "_extract_generation_mode_kwargs" in vars(model):
         return
@@ -256,7 +256,7 @@ def _hand_over(model: PreTrainedModel) -> None:
         if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, SpeculativeModel):
             if assistant_model is not None:
                 raise UserError("assistant_model and heads both draft; leave assistant_model out")
-            dropped = {"streamer": streamer, "tokenizer": tokenizer}   # with beams, even a streamer that is None is refused
+            dropped = {"streamer": streamer, "tokenizer": tokenizer}   # with beams, transformers rejects even streamer=None
             arguments |= {name: value for name, value in dropped.items() if value is not None}
         return arguments
 

@@ -1,6 +1,6 @@
-"""Mean acceptance length (tau), measured by decoding prompts: the number that training is judged by.
+"""Measures the mean acceptance length (tau), the metric of training, by decoding prompts.
 
-Only the given settings count: sampling defaults of a model's generation_config.json are ignored, so that two measurements at one
+Only the given settings are used: sampling defaults in a model's generation_config.json are ignored, so that measurements at the same
 temperature sample the same distribution. Shape suffixes: B batch, T positions.
 """
 
@@ -27,7 +27,7 @@ PARTS = ("draft", "verify", "host")
 
 @dataclass(frozen=True)
 class Settings:
-    """How prompts are continued; temperature 0 is greedy, ``top_k`` 0 and ``top_p`` 1 filter nothing."""
+    """Decoding settings. Temperature 0 is greedy; ``top_k`` 0 and ``top_p`` 1 filter nothing."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -38,7 +38,7 @@ class Settings:
     """Fixed or adaptive tree size."""
 
     def arguments(self) -> dict[str, Any]:
-        """For ``model.generate``, ours and transformers' own alike."""
+        """Arguments of ``model.generate``, with or without heads."""
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -55,19 +55,19 @@ class Tally:
     tokens: int = 0
     """All tokens written."""
     passes: int = 0
-    """Forward passes of the backbone after prefill; one over a batch counts once."""
+    """Forward passes of the backbone after prefill; a pass over a batch counts once."""
     reads: int = 0
     """All forward passes of the backbone."""
     row_passes: int = 0
-    """Passes counted for each row that they wrote to."""
+    """Passes, each counted once for every row it wrote to."""
     emitted: int = 0
-    """Tokens written by those passes: in Headstart's own decoding, all but the first of each sequence."""
+    """Tokens written by the row passes: in Headstart's own decoding, all but the first token of each sequence."""
     accepted: list[int] = field(default_factory=list)
-    """By depth, the row passes in which a draft was accepted."""
+    """For each depth, the number of row passes in which a draft was accepted."""
     nodes: Counter[int] = field(default_factory=Counter)
-    """Passes by the number of nodes of a row's tree."""
+    """Number of passes by the nodes of a row's tree."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """By part of a pass."""
+    """Seconds by part of a pass."""
     wall: float = 0.0
     """Wall-clock seconds, prefill included."""
 
@@ -104,27 +104,27 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length: tokens per row and pass, the backbone's own included; 1 is autoregressive decoding."""
+        """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
         return self.emitted / self.row_passes if self.row_passes else 1.0
 
     @property
     def acceptance_per_depth(self) -> list[float]:
-        """Acceptance rate by depth, as a share of passes."""
+        """Acceptance rate at each depth, as a fraction of row passes."""
         return [count / max(self.row_passes, 1) for count in self.accepted]
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all sequences, prefill included."""
+        """Throughput over all sequences, prefill included."""
         return self.tokens / self.wall
 
     def milliseconds(self) -> dict[str, float]:
-        """Per pass: ``draft_ms``, ``verify_ms``, ``host_ms``."""
+        """Milliseconds per pass: ``draft_ms``, ``verify_ms``, ``host_ms``."""
         return {f"{part}_ms": 1000 * self.seconds[part] / max(self.passes, 1) for part in PARTS}
 
 
 @contextmanager
 def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, ``model.generate`` uses nothing of the model's own generation config but its special tokens."""
+    """Inside this context, ``model.generate`` takes only the special tokens from the model's generation config."""
     config = model.generation_config
     eos = config.eos_token_id
     pad = config.pad_token_id
@@ -140,7 +140,7 @@ def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
 def continue_texts(
     heads: SpeculativeModel, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], **own: Any
 ) -> GenerateOutput:
-    """Prompts continued together by the heads, each with its seed, padded on the left.
+    """Continue prompts with the heads in one batch, padded on the left, each with its seed.
 
     ``own``: other arguments of `SpeculativeModel.generate` (speculate, timed, streamer, tokenizer).
     """
@@ -157,19 +157,19 @@ def continue_texts(
 
 
 def continue_text(heads: SpeculativeModel, prompt_T: Tensor, settings: Settings, seed: int, **own: Any) -> GenerateOutput:
-    """One prompt continued by the heads; ``own`` as for `continue_texts`."""
+    """Continue one prompt with the heads; ``own`` as for `continue_texts`."""
     return continue_texts(heads, [prompt_T], settings, [seed], **own)
 
 
 def continue_by_transformers(model: PreTrainedModel, prompts: Sequence[Tensor], settings: Settings, seed: int, **theirs: Any) -> Any:
-    """Prompts continued together by transformers' own ``generate``; ``theirs``: other arguments of it."""
+    """Continue prompts in one batch with transformers' own ``generate``; ``theirs``: its other arguments."""
     torch.manual_seed(seed)
     with only_given_settings(model):
         return model.generate(**padded(prompts, model), **settings.arguments(), **theirs)
 
 
 def padded(prompts: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` ``[B, T]`` of prompts padded on the left (with token 0, which is masked)."""
+    """``input_ids`` and ``attention_mask`` ``[B, T]`` of prompts padded on the left with token 0, which is masked."""
     ids_BT = pad_sequence(list(prompts), batch_first=True, padding_side="left")
     lengths_B = torch.tensor([len(prompt_T) for prompt_T in prompts])
     mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
@@ -185,10 +185,10 @@ def measure_tau(
     seed: int = 0,
     tree: TreeSize = "auto",
 ) -> dict[str, Any]:
-    """``tau`` (tokens per backbone pass, its own included), ``acceptance_per_depth``, ``tokens`` and ``passes`` over all prompts.
+    """Measure ``tau`` (tokens per backbone pass, its own token included), ``acceptance_per_depth``, ``tokens`` and ``passes``.
 
-    ``prompts``: int64 [T] each; the i-th is decoded with ``seed + i``. ``tokens`` includes the first of each sequence, which prefill
-    gives, so ``tau`` is a little below ``tokens / passes``. Raises UserError without prompts.
+    ``prompts``: int64 [T] each; prompt i is decoded with ``seed + i``. ``tokens`` includes the first token of each sequence, which the
+    prefill writes, so ``tau`` is slightly below ``tokens / passes``. Raises UserError without prompts.
     """
     if not prompts:
         raise UserError("no prompts to measure on; give at least one")

@@ -1,1 +1,1 @@
-"""Where candidates come from: trained heads, n-grams, token recycling, a draft model, early exit."""
+"""Sources of drafts: trained heads, n-grams, token recycling, a draft model, early exit."""

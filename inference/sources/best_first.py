@@ -1,4 +1,4 @@
-"""Best-first expansion: a proposer's trie grows by the likeliest node until it is large enough."""
+"""Best-first expansion: the most likely node is added to a proposer's trie until the trie is large enough."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 from headstart.inference.sources.proposer import Candidates
 
 MIN_PATH_PROB = 0.005
-"""Nodes of a smaller path probability are not expanded: no tree would include them."""
+"""Minimum path probability of a node: no tree would include less likely ones."""
 
 State = TypeVar("State")
-"""A proposer's own state after a token, such as the state of an automaton."""
+"""A proposer's state after a token, such as the state of an automaton."""
 Expand = Callable[[State, float], Iterable[tuple[int, float, State]]]
-"""Possible next tokens, each once, with probability (in (0, 1)) and state. Less likely ones than the number may be left out."""
+"""(state, minimum probability) -> distinct next tokens, each with its probability in (0, 1) and state; less likely ones may be omitted."""
 
 
 def grow(root: State, expand: Expand[State], depths: int, nodes: int) -> Candidates:
-    """The ``nodes`` nodes of largest path probability, of depths 0 to ``depths - 1``."""
+    """The ``nodes`` nodes of largest path probability, at depths 0 to ``depths - 1``."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    # Path probability (negative, since a heap's first is its smallest), parent, token, probability given the parent, level, state.
-    # No two have the same parent and token, so states are never compared.
+    # Path probability (negated: the heap is a min-heap), parent, token, probability given the parent, level, state.
+    # No two entries have the same parent and token, so states are never compared.
     waiting: list[tuple[float, int, int, float, int, State]] = []
     state, node, path_prob, level = root, -1, 1.0, 0
     while True:

@@ -1,8 +1,8 @@
-"""Acceptance probabilities from a source's scores, learned from verified drafts.
+"""Maps a source's scores to acceptance probabilities, estimated from verified drafts.
 
-A score is the log of a source's own estimate. Sources are over- or under-confident, each in its own way and differently at each depth, so
-each source has a table for each depth: how often nodes of that score were the pick. A table starts as the estimate itself, is refined
-with every verified tree, forgets slowly, and is interpolated, so that the order of nodes of similar scores stays.
+A score is the log of a source's own estimate. Sources are over- or under-confident to different degrees at each depth, so each source has
+a table for each depth: how often nodes with that score were picked. A table starts as the identity, is updated with every verified tree,
+forgets slowly, and is interpolated, so that nodes with similar scores keep their order.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import math
 from typing import Any
 
 LOW, HIGH, BINS = -6.0, 6.0, 13
-"""Log-odds of the estimates the table has entries for."""
+"""Range and number of the table's entries, in log-odds of the estimate."""
 BIN_WIDTH = (HIGH - LOW) / (BINS - 1)
 PRIOR = 2.0
-"""How many observations the estimate itself counts as."""
+"""Weight of the estimate itself, in observations."""
 HORIZON = 400.0
-"""About how many observations an entry remembers."""
+"""Approximate number of observations that an entry remembers."""
 LAST_TABLE = 7
-"""Depths from here on share a table."""
+"""Depths from this one on share a table."""
 
 
 class Table:
-    """Hits and trials by the log-odds of the estimate."""
+    """Hits and trials, in bins of the estimate's log-odds."""
 
     def __init__(self, hits: list[float] | None = None, trials: list[float] | None = None) -> None:
         self.hits, self.trials = hits or [0.0] * BINS, trials or [0.0] * BINS
@@ -32,12 +32,12 @@ class Table:
         return (self.hits[i] + PRIOR * estimate) / (self.trials[i] + PRIOR)
 
     def prob(self, score: float) -> float:
-        """The acceptance probability that nodes of this score had."""
+        """The acceptance probability of nodes with this score."""
         i, share = _bin(score)
         return (1 - share) * self._entry(i) + share * self._entry(i + 1)
 
     def learn(self, score: float, hit: bool) -> None:
-        """One more node of this score was verified."""
+        """Record that a node with this score was verified."""
         i, share = _bin(score)
         for entry, weight in ((i, 1 - share), (i + 1, share)):
             keep = 1 - weight / HORIZON
@@ -46,7 +46,7 @@ class Table:
 
 
 def _bin(score: float) -> tuple[int, float]:
-    """The entry below a score, and how far towards the next one it lies."""
+    """The entry below a score, and the fraction of the distance to the next entry."""
     odds = score - math.log(-math.expm1(min(score, -1e-6))) if score > -30 else score
     place = (min(max(odds, LOW), HIGH) - LOW) / BIN_WIDTH
     i = min(int(place), BINS - 2)
@@ -54,7 +54,7 @@ def _bin(score: float) -> tuple[int, float]:
 
 
 class Calibration:
-    """One source's tables, by depth."""
+    """The tables of one source, by depth."""
 
     def __init__(self) -> None:
         self.tables: list[Table] = []
@@ -66,7 +66,7 @@ class Calibration:
         return self.tables[depth]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For the file beside the checkpoint; `from_json` is the inverse."""
+        """The tables as stored next to the checkpoint; `from_json` is the inverse."""
         return [{"depth": depth, "hits": table.hits, "trials": table.trials} for depth, table in enumerate(self.tables)]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The draft of one decoding step: what sources add their nodes to, and what they need to know for it.
+"""The draft of one decoding step: the pools to which sources add nodes, and the data that the sources need.
 
 Shape suffixes: B batch, P positions, V vocabulary.
 """
@@ -19,23 +19,23 @@ from headstart.inference.engine.sizes import BEAM_WIDTH
 from headstart.inference.engine.tree import Pool, TreeShape
 
 BATCH_POWER = 4
-"""The power mean by which the passes left of a batch follow from those of its rows: 1 is the mean, infinity the slowest row."""
+"""Exponent of the power mean that combines the remaining passes of a batch's rows; infinity would be the slowest row alone."""
 
 
 @dataclass(frozen=True)
 class DraftScoring:
-    """How candidates are scored: ``log softmax(logits / temperature + noise)``, added up along the path.
+    """Scoring of candidates: ``log softmax(logits / temperature + noise)``, summed along the path.
 
-    The noise is that of the drafted positions, the same the backbone's picks are made with; without it, ``log softmax(logits)``.
+    The noise is that of the backbone's picks at the drafted positions; without noise, scores are ``log softmax(logits)``.
     """
 
     temperature_1: Tensor | None = None
     noise_BPV: Tensor | None = None
-    """Noise of the drafts of depth 0, 1, ..., over the backbone's vocabulary."""
+    """Noise for the drafts of depth 0, 1, ..., over the backbone's vocabulary."""
     filters: Filters | None = None
 
     def at(self, depth: int, vocabulary: Tensor | None) -> Tensor | None:
-        """The noise ``[B, V]`` of the drafts of that depth."""
+        """The noise ``[B, V]`` for the drafts of that depth, over the draft vocabulary if one is given."""
         if self.noise_BPV is None:
             return None
         noise_BV = self.noise_BPV[:, depth]
@@ -43,7 +43,7 @@ class DraftScoring:
 
     @staticmethod
     def sampled(noise_BPV: Tensor | None, processing: Processing) -> DraftScoring:
-        """As the backbone samples; without noise it is greedy, and drafts are scored by their logits alone."""
+        """Scoring that matches the backbone's sampling; greedy without noise."""
         if noise_BPV is None:
             return DraftScoring()
         return DraftScoring(torch.full((1,), processing.temperature, device=noise_BPV.device), noise_BPV, processing.filters)
@@ -55,40 +55,42 @@ class Draft:
 
     pools: list[Pool]
     remaining: list[int]
-    """How many tokens each row may still write beyond its root: no node has a higher level."""
+    """The number of tokens that each row may still write after its root; no node has a higher level."""
     sequences: list[int] = field(default_factory=list)
     """The number of each row's sequence in the call."""
     cache: RaggedCache | None = None
-    """The backbone's."""
+    """The backbone's KV cache."""
     shape: TreeShape | None = None
-    """A fixed size; None: adaptive."""
+    """A fixed tree size; None: adaptive."""
     scoring: DraftScoring = field(default_factory=DraftScoring)
     costs: Costs = field(default_factory=Costs)
     rate: float = 0.0
     """Recent tokens per second; 0: not known yet."""
     queued: bool = False
-    """True if other sequences wait for these rows to end."""
+    """True if other sequences are waiting for free rows."""
     seconds: dict[Hashable, float] = field(default_factory=dict)
-    """By source."""
+    """Drafting time by source."""
     depths: dict[Hashable, int] = field(default_factory=dict)
-    """How many depths each drafter has drafted."""
+    """The number of depths drafted by each drafter."""
     kept: list[list[int]] = field(default_factory=list)
-    """The nodes of each pool that are verified, in the order of the tree."""
+    """The nodes of each pool chosen for verification, in the order of the tree."""
 
     @property
     def width(self) -> int:
-        """Nodes of a level that are expanded."""
+        """The beam width: nodes kept and expanded at each level."""
         return self.shape.width if self.shape is not None else BEAM_WIDTH
 
     @cached_property
     def node_seconds(self) -> float:
-        """Seconds that one more node costs to verify."""
+        """Estimated seconds to verify one more node."""
         rows = len(self.pools)
         return (self.costs.of_pass(rows, BEAM_WIDTH) - self.costs.of_pass(rows, 1)) / (BEAM_WIDTH - 1)
 
     def passes_left(self, tokens: list[float]) -> float:
-        """How many passes are left if each adds so many tokens to each row. While other sequences wait for a row, all tokens count
-        alike; else a batch takes as long as its rows have still to write, the slowest above all."""
+        """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
+
+        While other sequences are waiting, only the total matters; otherwise a batch takes about as long as its slowest row.
+        """
         if self.queued or len(tokens) == 1:
             return 1 / sum(tokens)
         left = zip(self.remaining, tokens, strict=True)

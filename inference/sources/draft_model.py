@@ -1,7 +1,7 @@
-"""A smaller causal language model of the same vocabulary as a drafter (speculative decoding's first form, 2211.17192), as it comes.
+"""A smaller causal language model with the same vocabulary as a drafter, untrained (the original speculative decoding, 2211.17192).
 
-It keeps keys and values of its own. Newly accepted tokens wait until the next draft, which reads them and the root in one pass.
-Its candidates are ranked with the noise that the backbone picks with, so that the two tend to agree when sampling too.
+It has its own KV cache. Newly accepted tokens are kept until the next draft, which processes them and the root in one forward pass. Its
+candidates are ranked with the noise of the backbone's picks, so that both models tend to agree when sampling too.
 
 Shape suffixes: B batch, T positions, N tree nodes, S slots, D width, V vocabulary.
 """
@@ -24,25 +24,25 @@ from headstart.inference.sources.levels import Rows, read_chain, read_level
 from headstart.support.errors import UserError
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
-"""The backbone's and the draft model's."""
+"""The tokenizers of the backbone and of the draft model."""
 
 
 @dataclass(frozen=True)
 class State(RowState):
-    """The rows a draft model has in its cache, and accepted tokens that it has not read yet."""
+    """The rows in the draft model's cache, and accepted tokens that it has not processed yet."""
 
     rows: Rows
     waiting_BT: Tensor | None = None
-    """Right-padded."""
+    """Accepted tokens to process, right-padded."""
     counts_B: Tensor | None = None
-    """How many wait."""
+    """The number of waiting tokens of each row."""
 
 
 class DraftModel(Drafter):
-    """``model``: any causal model of transformers that can be a backbone, on the backbone's device.
+    """A draft model. ``model``: any causal model of transformers that can be a backbone, on the backbone's device.
 
-    ``tokenizers``: the backbone's and the model's, to compare what their ids mean; without them the sizes of the two
-    vocabularies must be equal. Raises UserError where the vocabularies differ.
+    ``tokenizers``: the backbone's and the model's, to compare the tokens of equal ids; without them, both vocabularies must have the same
+    size. Raises UserError if the vocabularies differ.
     """
 
     reads_hidden = False
@@ -59,7 +59,7 @@ class DraftModel(Drafter):
         require_count("depth", depth, of="draft model")
         super().__init__(backbone, DrafterConfig(depth=depth))
         self.small = model if isinstance(model, Backbone) else Backbone(model)
-        self.model = self.small.model   # a submodule, so that it is seen when its weights move
+        self.model = self.small.model   # a submodule, so that moved weights are noticed
         _require_fitting(backbone, self.small, tokenizers)
         if self.small.vocab < backbone.vocab:
             self.vocabulary = torch.arange(self.small.vocab, device=backbone.device)
@@ -77,11 +77,11 @@ class DraftModel(Drafter):
         return State(self._settle(state), features.tokens_BT, features.lengths_B)
 
     def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> Rows:
-        """Read the beginnings of texts, right-padded."""
+        """Prefill new rows, right-padded."""
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         if self.small.max_positions is not None:
             places_T = places_T.clamp(max=self.small.max_positions - 1)
-        cache = DynamicCache()   # without the model's configuration: a sliding layer keeps all of its keys
+        cache = DynamicCache()   # without the model's configuration, sliding-window layers keep all keys
         self.small.read(tokens_BT.clamp(max=self.small.vocab - 1), cache, places_T.expand_as(tokens_BT))
         ragged = RaggedCache([(layer.keys, layer.values) for layer in cache.layers], lengths_B)
         if self.view is None:
@@ -89,7 +89,7 @@ class DraftModel(Drafter):
         return Rows((ragged.keys, ragged.values), lengths_B)
 
     def _settle(self, state: State) -> Rows:
-        """The rows with what has waited."""
+        """Process the waiting tokens; returns the extended rows."""
         rows = Rows(state.rows.stores, state.rows.lengths_B)
         if state.waiting_BT is None or state.counts_B is None:
             return rows
@@ -103,7 +103,7 @@ class DraftModel(Drafter):
             hidden_BND, rows = read_level(self.small, self.view, state.rows, tokens_BN, parents_BN, depth)
             return hidden_BND, State(rows)
         counts_B1 = state.counts_B[:, None]
-        tokens_BT = torch.cat([state.waiting_BT, tokens_BN], 1).scatter(1, counts_B1, tokens_BN)   # the root right behind a row's text
+        tokens_BT = torch.cat([state.waiting_BT, tokens_BN], 1).scatter(1, counts_B1, tokens_BN)   # the root after a row's tokens
         hidden_BTD = read_chain(self.small, self.view, state.rows, tokens_BT)
         hidden_B1D = hidden_BTD.gather(1, counts_B1[..., None].expand(-1, -1, hidden_BTD.shape[-1]))
         itself_B11 = torch.ones_like(counts_B1, dtype=torch.bool)[..., None]
@@ -120,10 +120,9 @@ def load_draft_model(
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     trust_remote_code: bool = False,
 ) -> DraftModel:
-    """The model of a folder or hub id as a drafter, on the backbone's device; see `load_backbone` for ``dtype``.
+    """Load a model from a folder or hub id as a drafter onto the backbone's device; see `load_backbone` for ``dtype``.
 
-    ``tokenizer``: the backbone's, to compare the draft model's with. Raises UserError when there is no such model, or its
-    vocabulary is another one.
+    ``tokenizer``: the backbone's, to compare with the draft model's. Raises UserError if there is no such model or the vocabularies differ.
     """
     try:
         small = load_backbone(path, dtype=dtype, trust_remote_code=trust_remote_code, device=backbone.device)
@@ -134,7 +133,7 @@ def load_draft_model(
 
 
 def _require_fitting(backbone: Backbone, small: Backbone, tokenizers: Tokenizers | None) -> None:
-    """Raise UserError unless the one model can draft for the other: a token is the same thing to both."""
+    """Raise UserError unless the small model can draft for the backbone: no recurrent layers, the same device and the same vocabulary."""
     ours, theirs = (model.name or type(model.model).__name__ for model in (backbone, small))
     if small.recurrent is not None:
         raise UserError(f"draft model {theirs} has recurrent layers, whose states can't follow drafted nodes; use one with attention alone")

@@ -1,4 +1,4 @@
-"""A drafter as a source: it drafts level by level from the likeliest nodes of the level before, each level one captured step.
+"""A drafter as a source: it drafts level by level, expanding the most likely nodes of the previous level in one captured step.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -21,27 +21,27 @@ from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted, Source
 
 MAX_PENDING = 8
-"""Steps whose features may wait until rows are next selected; then they are joined."""
+"""Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
 RETRY_BONUS = 0.002
-"""How much the acceptance rate of a depth rises each time it was not drafted: it is retried after some hundred passes."""
+"""Increase of a depth's acceptance rate towards 1 each time it is not drafted, so that it is retried after some hundred passes."""
 MIN_SCORE = -1e9
-"""Nodes of a lower score are dropped: heads that have diverged give such."""
+"""Nodes with a lower score, as from diverged heads, are dropped."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes drafted at one depth; parents are indices into the level before."""
+    """The nodes drafted at one depth; parents are indices into the previous level."""
 
     tokens_BW: Tensor
     parents_BW: Tensor
     scores_BW: Tensor
-    """The drafter's log probability of each, given its parent."""
+    """The drafter's log-probability of each node, given its parent."""
     totals_BW: Tensor
-    """Added up along the path."""
+    """Scores summed along the path."""
 
 
 class DrafterSource(Source):
-    """``state`` belongs to the drafter, a row of it to each row being decoded; features it has not read wait in ``pending``."""
+    """A drafter with its state for the rows being decoded; features that the state does not include yet are kept in ``_pending``."""
 
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
         super().__init__(name, drafter.depth)
@@ -53,17 +53,17 @@ class DrafterSource(Source):
 
     @property
     def captured(self) -> bool:
-        """True once steps are captured: they are faster then, so their times are kept apart."""
+        """True once draft steps are captured; their times are then kept separately, since they are faster."""
         return bool(self._step.captures_made)
 
     @property
     def calls(self) -> int:
-        """How many levels were drafted so far."""
+        """The number of levels drafted so far."""
         return self._step.calls
 
     @property
     def own_cache(self) -> bool:
-        """False if it drafts on the backbone's cache."""
+        """False if it drafts with the backbone's cache."""
         return not self.drafter.uses_backbone_cache
 
     # The rows being decoded.
@@ -71,13 +71,13 @@ class DrafterSource(Source):
     def _clear(self) -> None:
         self.state: Any = None
         self._hidden_BKD: Tensor | None = None
-        """Of a drafter that gives all depths at once, the current draft's."""
+        """The current draft's hidden states of a drafter that gives all depths at once."""
         self._rows: list[int] | None = None
-        """The row of the state that belongs to each row being decoded; None: its own."""
+        """For each row being decoded, its row in the state; None: the same index."""
         self._pending: list[tuple[Features, list[int] | None]] = []
-        """Features that the state lacks, each with the row of them that belongs to each row being decoded."""
+        """Features that the state does not include yet; for each, the row of every row being decoded (None: the same index)."""
         self._positions = 0
-        """Positions of the longest row, or some more: rows are padded to one length at every step."""
+        """An upper bound of the longest row's length: rows are padded to one length at every step."""
 
     def start(self, sampled: bool) -> None:
         super().start(sampled)
@@ -96,7 +96,7 @@ class DrafterSource(Source):
         self.append(accepted.features)
 
     def append(self, features: Features) -> None:
-        """Features of each row's next tokens, rows right-padded."""
+        """Add the features of each row's next tokens, right-padded."""
         self._pending.append((features, None))
         self._positions += features.tokens_BT.shape[1]
 
@@ -110,7 +110,7 @@ class DrafterSource(Source):
             self._pending = [(self._joined(), None)]
 
     def catch_up(self, length: int) -> None:
-        """Bring the state up to date with the rows; ``length``: positions it must hold, drafted nodes included."""
+        """Apply row selections and pending features to the state; ``length``: positions it must have room for, drafted nodes included."""
         if self._rows is not None and self.state is not None:
             self.state = self.drafter.select(self.state, torch.tensor(self._rows, device=self.device))
         if self._pending:
@@ -127,7 +127,7 @@ class DrafterSource(Source):
         return self._extend(self.drafter.reserve(state, length), features)
 
     def depth_of(self, shape: TreeShape | None) -> int:
-        """How many depths are drafted at most: the drafter's own number, or as many as a tree of that shape has."""
+        """The maximum number of depths to draft: the drafter's, or that of a tree of this shape."""
         if shape is None or shape.depth is None:
             return self.depth
         return min(shape.depth, max(self.depth, shape.nodes - 1))   # a tree has fewer levels below its root than nodes
@@ -136,7 +136,7 @@ class DrafterSource(Source):
         return self.depth_of(shape)
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
-        """Before a draft behind at most ``longest`` tokens; without the backbone's cache the drafter needs its own."""
+        """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: the drafter needs only its own."""
         nodes = ((depth or self.depth) + 1) * (width + 1)
         self.catch_up(longest + nodes)
         if cache is None:
@@ -154,7 +154,7 @@ class DrafterSource(Source):
         draft.seconds[self] = watch.seconds
 
     def grow(self, draft: Draft) -> None:
-        """Draft level by level, to the depth of the tree's shape, or as deep as it makes decoding faster."""
+        """Draft level by level to the depth of the tree's shape or, with adaptive trees, as long as deeper levels make decoding faster."""
         rows = len(draft.pools)
         level, nodes = self.roots([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
         for depth in range(min(self.depth_of(draft.shape), max(draft.remaining, default=0))):
@@ -168,20 +168,20 @@ class DrafterSource(Source):
                 draft.costs.add(self.part(depth), rows, watch.seconds)
 
     def roots(self, roots: list[int]) -> Level:
-        """The roots, as the level before the first."""
+        """The roots as the level before depth 0."""
         roots_B1 = torch.tensor(roots, device=self.device)[:, None]
         zeros_B1 = torch.zeros(roots_B1.shape, device=self.device)
         return Level(roots_B1, torch.zeros_like(roots_B1), zeros_B1, zeros_B1)
 
     def step(self, depth: int, before: Level, width: int, scoring: DraftScoring) -> Level:
-        """The ``width`` likeliest nodes of that depth."""
+        """The ``width`` most likely nodes of that depth."""
         noise_BV = scoring.at(depth, self.drafter.vocabulary)
         held, inputs = (self.state, self._hidden_BKD, depth), (before, width, noise_BV, scoring.temperature_1, scoring.filters)
         level, self.state, self._hidden_BKD = self._step(held, *inputs)
         return level
 
     def part(self, depth: int) -> tuple[str, int, bool]:
-        """The name under which the costs of that depth are kept."""
+        """The key of that depth's costs in the cost model."""
         return self.name, depth, self.captured
 
     def _next_level(
@@ -212,7 +212,7 @@ class DrafterSource(Source):
     def _best(self, before: Level, logits_BWV: Tensor, width: int) -> Level:
         scores_BWV = logits_BWV.log_softmax(-1).expand(-1, before.tokens_BW.shape[1], -1)
         B, W, V = scores_BWV.shape
-        totals_BM = (scores_BWV + before.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)   # heads that have diverged
+        totals_BM = (scores_BWV + before.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)   # diverged heads give nan
         best = totals_BM.topk(min(width, int(W * V)))
         parents_BW, drafted_BW = best.indices // V, best.indices % V
         scores_BW = scores_BWV.flatten(1).gather(1, best.indices)
@@ -221,7 +221,7 @@ class DrafterSource(Source):
         return Level(tokens_BW, parents_BW, scores_BW, best.values)
 
     def _attach(self, draft: Draft, level: Level, above: list[list[int]], depth: int) -> list[list[int]]:
-        """Add the level to the pools; the nodes' numbers there (-1: none, since the row may not write so much)."""
+        """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
         rows = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
         attached = []
         for pool, remaining, parent_nodes, (tokens, parents, scores) in zip(draft.pools, draft.remaining, above, rows, strict=True):
@@ -236,7 +236,7 @@ class DrafterSource(Source):
         return attached
 
     def _is_worth(self, draft: Draft, nodes: list[list[int]], depth: int) -> bool:
-        """Is a depth worth drafting: the tokens it may bring, at the recent rate, against what the depth and one more node cost?"""
+        """True if the tokens expected from a depth are worth more, at the recent rate, than the depth and one more node cost."""
         if not draft.rate:
             return True
         mass = 0.0
@@ -251,10 +251,10 @@ class DrafterSource(Source):
 
 
 def _not_capturable(drafter: Drafter) -> str | None:
-    """Why the drafter's steps are not captured; None if they are."""
+    """The reason why the drafter's steps are not captured; None if they are."""
     if not drafter.capturable:
         return f"{type(drafter).__name__} is not capturable"
-    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would miss what training changes
+    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would not see weight updates
         return "its weights are being trained"
     return None if drafter.backbone.device.type == "cpu" else "draft steps are captured on the CPU only"
 

@@ -1,8 +1,8 @@
-"""The backbone's own first layers as a drafter: no weights and no cache of its own (Draft & Verify, 2309.08168; LayerSkip, 2404.16710).
+"""The backbone's first layers as a drafter, without weights or cache of its own (Draft & Verify, 2309.08168; LayerSkip, 2404.16710).
 
-The first E layers, then the backbone's final norm and output layer, draft. Keys and values of the text are the backbone's, which
-the full pass has left in its cache; those of drafted nodes go behind each row's end, where the pass that verifies overwrites them.
-Backbones not trained to be read early guess poorly before their last layers.
+The first E layers draft with the backbone's final norm and output layer. Keys and values of accepted tokens are in the backbone's cache;
+those of drafted nodes are stored after each row's end, where the verifying pass overwrites them. Backbones that were not trained for
+early exit predict poorly before their last layers.
 
 Shape suffixes: B batch, N tree nodes, D width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from headstart.support.errors import UserError
 
 
 class EarlyExit(Drafter):
-    """``layers``: E, how many of the backbone's layers draft. Raises UserError for an E or a backbone with which that can't be done."""
+    """``layers``: E, the number of backbone layers that draft. Raises UserError if the backbone does not allow exit after E layers."""
 
     reads_hidden = False
     own_readout = False
@@ -45,7 +45,7 @@ class EarlyExit(Drafter):
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.backbone.readout(hidden)
 
-    # Between drafts the state holds lengths alone: the keys are in the backbone's cache, which its owner keeps.
+    # Between drafts the state holds only lengths: the keys are in the backbone's cache, which the decoding loop maintains.
 
     def reserve(self, state: Rows, length: int) -> Rows:
         return Rows(((), ()), state.lengths_B)
@@ -70,9 +70,9 @@ class EarlyExit(Drafter):
 
 
 def first_layers(backbone: Backbone, count: int) -> Backbone:
-    """The backbone as it reads if it ends after ``count`` layers: the same weights, the model object itself untouched.
+    """A backbone of the first ``count`` layers that shares all weights; the model object itself is unchanged.
 
-    Raises UserError if the model does not then read as its first layers do.
+    Raises UserError if its output is not that of the first layers of the whole model.
     """
     path = next(name for name, module in backbone.base.named_modules() if module is backbone.layers)
     first = copy.copy(backbone)
@@ -95,7 +95,7 @@ def first_layers(backbone: Backbone, count: int) -> Backbone:
 
 
 def _with(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
-    """A module that shares all with this one but the part at the dotted path."""
+    """A copy of the module that shares everything but the submodule at the dotted path."""
     name, _, rest = path.partition(".")
     changed = copy.copy(module)
     changed._modules = dict(module._modules)

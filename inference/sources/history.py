@@ -10,13 +10,13 @@ from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.sources.suffix import Automaton, Match, following
 
 MAX_MATCH = 16
-"""How many of a sequence's last tokens are looked up in earlier sequences."""
+"""The number of a sequence's last tokens that are looked up in earlier sequences."""
 
 
 class HistoryProposer(Proposer):
-    """Continues each sequence as earlier ones went on. A sequence is over when its number is opened again.
+    """Drafts continuations from finished sequences. A sequence is finished when its number is opened again.
 
-    ``tokens``: the capacity; beyond it the automaton starts over with the newest sequence.
+    ``tokens``: the capacity; beyond it, the automaton is emptied before the newest sequence is added.
     """
 
     name = "history"
@@ -49,7 +49,7 @@ class HistoryProposer(Proposer):
         self.count += len(tokens)
 
     def _match(self, tokens: list[int]) -> Match:
-        """The longest suffix of these that occurs in an earlier sequence. Looked up anew each time, since states are cloned."""
+        """The longest suffix of these tokens that occurs in an earlier sequence; looked up every time, since states may be cloned."""
         earlier, state, length = self.earlier, 0, 0
         for token in tokens:
             while state and token not in earlier.next[state]:

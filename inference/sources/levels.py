@@ -1,6 +1,6 @@
-"""A causal model that drafts: it reads the nodes of a tree level by level, their keys behind each row's end.
+"""Runs a causal model over the nodes of a tree level by level, with their keys stored after each row's end.
 
-Shape suffixes: L layers, B batch, H heads, N nodes read now, M nodes read so far (these among them), S slots, C head width, D width.
+Shape suffixes: L layers, B batch, H heads, N nodes of this pass, M nodes so far (the N included), S slots, C head width, D width.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headstart.inference.engine.cache import Stores, TreeCache
 
 @dataclass(frozen=True)
 class Rows(RowState):
-    """Keys and values of ``lengths_B`` tokens of each row, and of the nodes drafted behind them."""
+    """Keys and values of each row's ``lengths_B`` tokens, and of the nodes drafted after them."""
 
     stores: Stores
     lengths_B: Tensor
     ancestors_BNM: Tensor | None = drafted()
-    """Of the last level's nodes among all drafted nodes; None before the first level."""
+    """The ancestors of the last level's nodes among all drafted nodes; None before the first level."""
     levels_M: Tensor | None = drafted()
-    """Level of each drafted node below the root."""
+    """The level of each node processed so far; 0 for the root."""
 
     def reserve(self, length: int) -> Rows:
         keys, values = (tuple(grown(store, length) for store in stores) for stores in self.stores)
@@ -43,7 +43,7 @@ class Rows(RowState):
 
 
 def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:
-    """Hidden states ``[B, N, D]`` of the nodes of one depth, and the rows that know them; ``view`` shows the stores to the model."""
+    """Hidden states ``[B, N, D]`` of the nodes of one level, and the rows extended by them; ``view`` presents the stores to the model."""
     N = tokens_BN.shape[1]
     ancestors_BNM = extend_ancestors(rows.ancestors_BNM if depth else None, parents_BN)
     levels_M = torch.full((N,), depth, device=tokens_BN.device)
@@ -54,7 +54,7 @@ def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, 
 
 
 def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) -> Tensor:
-    """Hidden states ``[B, T, D]`` of text that goes on where the rows end; what lies past a row's own new tokens is overwritten later."""
+    """Hidden states ``[B, T, D]`` of tokens that continue the rows; the slots of padding after a row's new tokens are overwritten later."""
     B, T = tokens_BT.shape
     before_BTT = torch.ones(T, T, dtype=torch.bool, device=tokens_BT.device).tril().expand(B, T, T)
     chain = Rows(rows.stores, rows.lengths_B, before_BTT, torch.arange(T, device=tokens_BT.device))
@@ -62,12 +62,12 @@ def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) 
 
 
 def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor) -> tuple[Tensor, Rows]:
-    """Hidden states of the last N of the rows' M nodes, whose keys go into the slots behind those of the others; and the rows."""
+    """Hidden states of the last N of the rows' M nodes, whose keys are stored after those of the others; and the rows."""
     ancestors_BNM, levels_M, lengths_B = rows.ancestors_BNM, rows.levels_M, rows.lengths_B
     assert ancestors_BNM is not None and levels_M is not None
     N, M = ancestors_BNM.shape[1:]
     slots = rows.stores[0][0].shape[-2]
-    # Padding may lie past the last slot, or past the last position that the model knows: any will do for it.
+    # Padding may lie beyond the last slot or the model's last position; any slot and position will do for it.
     index_BN = (lengths_B[:, None] + torch.arange(N, device=lengths_B.device) + (M - N)).clamp(max=slots - 1)
     positions_BM = lengths_B[:, None] + levels_M
     positions_BN = positions_BM[:, M - N :]

@@ -1,4 +1,4 @@
-"""A proposer as a source: it knows each sequence's tokens and drafts on the host."""
+"""A proposer as a source, which drafts on the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.sources.source import Accepted, Source
 
 MAX_PROPOSER_DEPTH = 12
-"""Depths that proposers may draft."""
+"""Maximum number of depths that a proposer drafts."""
 MAX_PROPOSED_NODES = 24
-"""Nodes that a proposer may propose for a row."""
+"""Maximum number of nodes that a proposer drafts for a row."""
 
 
 class ProposerSource(Source):
-    """Sequences are known by their numbers, so that rows may come and go."""
+    """A proposer. It identifies sequences by number, so it needs no update when rows are removed."""
 
     def __init__(self, proposer: Proposer) -> None:
         super().__init__(proposer.name, MAX_PROPOSER_DEPTH)
@@ -49,6 +49,6 @@ class ProposerSource(Source):
             nodes.append(pool.add(self, node, token, score, self.prob(draft, pool.levels[node], score)))
 
     def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
-        """Candidates after those tokens, prompt included; they replace the sequence of that number."""
+        """Candidates after these tokens, prompt included, which replace the sequence of that number."""
         self.proposer.open(number, tokens)
         return self.proposer.propose(number, depths, MAX_PROPOSED_NODES)

@@ -1,8 +1,8 @@
 """Token recycling (2408.08696): drafts from the backbone's earlier next-token distributions.
 
-A pass computes a distribution at every node and uses one token of it; the top k of the others are kept by token, and trees are grown
-from them. The paper keeps the last distribution of each token and fills a fixed template; here the last few are mixed, and the tree is
-grown by path probability.
+A forward pass computes a distribution at every node, of which decoding uses one token. The top k of each are stored by the node's token,
+and trees are built from them. The paper stores the last distribution of each token and fills a fixed template; here the last few
+distributions are mixed, and the tree is expanded by path probability.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from headstart.inference.sources.best_first import grow
 from headstart.inference.sources.proposer import Candidates, Proposer
 
 KEPT_DISTRIBUTIONS = 3
-"""Distributions that are kept for each token."""
+"""Number of distributions kept for each token."""
 NEWEST_WEIGHT = 0.5
-"""The weight of the newest; the one before has the same share of what is left, and so on. The remainder stays unassigned: a distribution
-seen once is right about half the time."""
+"""Weight of the newest distribution; each older one gets the same fraction of the remaining weight. The rest stays unassigned, because a
+distribution seen once is right about half the time."""
 
 TopK = tuple[list[int], list[float]]
-"""Likeliest next tokens and their log-probabilities, best first."""
+"""Most likely next tokens and their log-probabilities, best first."""
 
 
 class RecyclingProposer(Proposer):
-    """One table for all sequences, since it describes the model; it stays from call to call. About 2 kB for each token read so far."""
+    """Keeps one table for all sequences and calls, since it describes the model. It takes about 2 kB per distinct token seen so far."""
 
     name = "recycling"
     observe_top_k = 8
 
     def __init__(self) -> None:
         self.table: dict[int, tuple[TopK, ...]] = {}
-        """For each token the distributions after it, newest first."""
+        """The distributions after each token, newest first."""
         self.roots: dict[int, int] = {}
 
     def open(self, sequence: int, tokens: list[int]) -> None:
@@ -46,7 +46,7 @@ class RecyclingProposer(Proposer):
             table[token] = (top_k, *table.get(token, ())[: KEPT_DISTRIBUTIONS - 1])
 
     def after(self, token: int, least: float) -> Iterator[tuple[int, float, int]]:
-        """Possible next tokens, their probabilities, and once more the tokens, as states to go on from."""
+        """Possible next tokens, their probabilities, and their states, which are the tokens again."""
         probs: dict[int, float] = {}
         share = NEWEST_WEIGHT
         for tokens, logprobs in self.table.get(token, ()):

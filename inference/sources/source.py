@@ -1,6 +1,6 @@
-"""A source of drafts in the decoding loop: one drafter or proposer with its state for the rows being decoded, and what was learned of it.
+"""A source of drafts in the decoding loop: one drafter or proposer with its state for the rows being decoded, and its statistics.
 
-The loop keeps a list of sources and treats them alike. State lasts for one call to generate, statistics for as long as the model is loaded.
+The loop has a list of sources and treats them alike. State lasts for one call to generate, statistics as long as the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source_stats import EMA_WEIGHT, SourceStats
 
 FIRST_ACCEPTANCE = 0.7
-"""The acceptance rate of a drafter's depth before it has been verified."""
+"""The assumed acceptance rate of a depth before any draft of that depth has been verified."""
 
 
 class Accepted:
@@ -27,12 +27,12 @@ class Accepted:
 
     def __init__(self, sequences: list[int], tokens: list[list[int]], paths: list[list[int]], features: Features) -> None:
         self.sequences, self.tokens = sequences, tokens
-        """The number of each row's sequence in the call, and its new tokens; the last one is the next root."""
+        """For each row, its sequence's number in the call and its new tokens, of which the last is the next root."""
         self._paths, self._verified = paths, features
 
     @cached_property
     def features(self) -> Features:
-        """The features of the accepted nodes, rows right-padded."""
+        """The features of the accepted nodes, right-padded."""
         if self._verified.tokens_BT.shape[1] == 1:   # an autoregressive step
             return self._verified
         counts, device = list(map(len, self._paths)), self._verified.tokens_BT.device
@@ -43,69 +43,69 @@ class Accepted:
 
 @dataclass
 class Learned:
-    """Statistics of a source's verified drafts, in greedy or in sampled decoding."""
+    """Statistics of a source's verified drafts, for greedy or for sampled decoding."""
 
     calibration: Calibration
     stats: SourceStats
     acceptance: list[float]
-    """Of a drafter, per depth, how often a draft of its was accepted there when its parent was."""
+    """For each depth, a drafter's acceptance rate given that the parent was accepted."""
 
 
 class Source(ABC):
-    """One drafter or proposer. ``depth``: how many depths it drafts; ``name``: the one its statistics are kept under."""
+    """One drafter or proposer. ``name``: the key of its statistics; ``depth``: the number of depths it drafts."""
 
     observe_top_k: int = 0
-    """How many of the likeliest next tokens `observe` wants of each verified node; 0: it is not called."""
+    """The number of most likely next tokens of each verified node to pass to `observe`; 0: it is not called."""
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
         self.by_mode = {sampled: Learned(Calibration(), SourceStats(), [FIRST_ACCEPTANCE] * depth) for sampled in (False, True)}
-        """Greedy (False) and sampled sequences: drafts are not accepted alike."""
+        """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.learned = self.by_mode[False]
 
     def noise_depths(self, shape: TreeShape | None) -> int:
-        """How many depths of noise `draft` needs when sampling."""
+        """The number of depths for which `draft` needs noise when sampling."""
         return 0
 
     # The rows being decoded.
 
     def start(self, sampled: bool) -> None:
-        """A call to generate begins, without rows."""
+        """Start a call to generate, initially without rows."""
         self.learned = self.by_mode[sampled]
 
     @abstractmethod
     def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
-        """New rows behind those there are: the numbers of their sequences, their prompts with the root, the prompts' features."""
+        """Append rows, given the numbers of their sequences, their prompts followed by the root, and the features of the prompts."""
 
     @abstractmethod
     def extend(self, accepted: Accepted) -> None:
-        """Every row has been written to."""
+        """Add the accepted tokens of every row."""
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows, in this order; a row may be left out or come twice."""
+        """Keep these rows, in this order; rows may be dropped or repeated."""
         return None
 
     # Drafting.
 
     @abstractmethod
     def draft(self, draft: Draft) -> None:
-        """Add nodes to the pools, and the time it took to ``draft.seconds``."""
+        """Add nodes to the pools, and the time taken to ``draft.seconds``."""
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
-        """For each verified node of a row its token, the `observe_top_k` likeliest next tokens and their log-probabilities."""
+        """Receive the token of each verified node of a row, its `observe_top_k` most likely next tokens and their log-probabilities."""
         return None
 
     def prob(self, draft: Draft, depth: int, score: float) -> float:
-        """The acceptance probability of a node with that score: calibrated where the tree adapts, else the score's own, always the same."""
+        """The acceptance probability of a node with that score: calibrated for adaptive trees; ``exp(score)``, which is reproducible, else."""
         return self.learned.calibration.table(depth).prob(score) if draft.shape is None else math.exp(score)
 
     # Learning.
 
     def learn(self, pool: Pool, accepted: dict[int, int], depths: int) -> None:
-        """A row was verified. ``accepted``: the pick at each accepted node of the pool; ``depths``: how many a drafter has drafted."""
+        """Learn from a verified row. ``accepted``: the pick at each accepted node of the pool; ``depths``: how many depths were drafted."""
         hits = [False] * depths
         acceptance = self.learned.acceptance
-        acceptance += [FIRST_ACCEPTANCE] * (depths - len(acceptance))   # a tree may be deeper than the drafter usually drafts
+        acceptance += [FIRST_ACCEPTANCE] * (depths - len(acceptance))   # a tree may be deeper than the drafter's depth
         for proposal in pool.proposals:
             if proposal.source is not self:
                 continue
@@ -115,7 +115,7 @@ class Source(ABC):
                 self.learned.calibration.table(depth).learn(proposal.score, pool.tokens[proposal.node] == accepted[parent])
                 if proposal.node in accepted and depth < depths:
                     hits[depth] = True
-        for depth in range(min(depths, len(accepted))):   # those whose parents were accepted
+        for depth in range(min(depths, len(accepted))):   # depths whose parents were accepted
             acceptance[depth] += EMA_WEIGHT / 2 * (hits[depth] - acceptance[depth])
             if not hits[depth]:
                 break

@@ -1,8 +1,8 @@
-"""n-gram drafts from the sequence itself: a suffix automaton of each sequence, prompt and output.
+"""n-gram drafts from the sequence itself, by a suffix automaton of its prompt and output.
 
-The longest suffix of a sequence that also occurs earlier in it is looked up, and what followed there is drafted (prompt lookup;
-SAM-Decoding, 2411.10666, uses an automaton; SuffixDecoding, 2411.04975, builds trees by counts). Shorter suffixes are looked up too,
-since other tokens may have followed them.
+The longest suffix of a sequence that also occurs earlier in it is looked up, and the tokens that followed there are drafted (prompt
+lookup; SAM-Decoding, 2411.10666, uses an automaton; SuffixDecoding, 2411.04975, builds trees by counts). Shorter suffixes are looked up
+too, since other tokens may have followed them.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from headstart.inference.sources.best_first import grow
 from headstart.inference.sources.proposer import Candidates, Proposer
 
 DOUBT = 4.0
-"""Weight of the possibility of an unseen continuation, per distinct continuation, after a match of one token; after L tokens, 1/L of it.
+"""Weight of an unseen continuation, per distinct continuation, after a match of one token; 1/L of it after a match of L tokens.
 
-Fitted, with `NEWEST_BONUS`, to answers of 7B models, library code and sampled text: 0.3 of what followed one token once followed it again,
-0.44 after two tokens, 0.6 after four, 0.8 after twelve.
+Fitted, with `NEWEST_BONUS`, to answers of 7B models, library code and sampled text: a token that had followed a match once followed it
+again with probability 0.3 after one matched token, 0.44 after two, 0.6 after four and 0.8 after twelve.
 """
 NEWEST_BONUS = 0.5
-"""Extra observations that the newest continuation counts as: of several it is two to four times as likely."""
+"""Additional observations credited to the newest continuation, which is two to four times as likely as older ones."""
 MAX_SUFFIXES = 3
-"""How many suffixes are looked up, longest first. A fourth changes nothing measurable."""
+"""Maximum number of suffixes looked up, longest first. A fourth makes no measurable difference."""
 MAX_CONTINUATIONS = 8
-"""Continuations of one suffix that are considered, newest first, so that a proposal costs the same in every sequence."""
+"""Maximum number of continuations considered per suffix, newest first, so that the cost does not depend on the sequence."""
 
 Match = tuple[int, int]
-"""A state of the automaton (0: the empty string, nothing matches) and the length of that of its strings which matched."""
+"""A state of the automaton (0: the empty string, no match) and the length of the matched string."""
 
 
 class Automaton:
-    """A suffix automaton (Blumer et al., 1985) that grows token by token and counts what followed.
+    """A suffix automaton (Blumer et al., 1985), extended token by token, that counts continuations.
 
-    A state stands for some strings that have ended at the same places so far. `next` holds what followed them, newest last; `link`
-    leads to the longest of their suffixes that ended at more places; state 0 is the empty string. Adding a token costs amortised
-    constant time, apart from copying a state's continuations when it is cloned.
+    A state represents all strings with the same end positions so far. `next` holds their continuations, newest last; `link` leads to the
+    longest suffix with more end positions; state 0 is the empty string. Adding a token takes amortised constant time, apart from copying
+    a state's continuations when it is cloned.
 
-    A token is counted only after the longest suffix that it had followed before: the place where the automaton's own walk ends, so
-    that counts cost nothing. Shorter suffixes then count what longer ones could not tell, which is what they are asked for
-    (update exclusion, as in PPM compression). Counting every suffix would cost as many steps as there are, and predicted no better.
+    A token is counted only at the longest suffix that it had followed before. The construction ends at that state, so counting is free.
+    Counts of shorter suffixes then cover only tokens that longer ones did not predict, the case in which they are used (update exclusion,
+    as in PPM compression). Counting at every suffix would take one step per suffix, and predicted no better.
     """
 
     def __init__(self, tokens: list[int]) -> None:
         self.next: list[dict[int, int]] = [{}]
-        """Of each state, the token that followed -> the state of the string it made, in the order last counted."""
+        """For each state, its continuations: token -> state of the extended string, least recently counted first."""
         self.link, self.length = [-1], [0]
-        """The state of a shorter suffix (-1: none); the length of the longest of a state's strings."""
+        """For each state, its suffix link (-1: none) and the length of its longest string."""
         self.totals = [0]
-        """How many continuations a state has counted."""
+        """For each state, the number of continuations counted."""
         self.repeats: list[dict[int, int] | None] = [None]
-        """How often a continuation was counted after the first time; None: never."""
+        """For each state, how often each continuation was counted after the first time; None: none was."""
         self.last = 0
         """The state of the whole string."""
         for token in tokens:
@@ -75,7 +75,7 @@ class Automaton:
         self.link[new] = known
 
     def separate(self) -> None:
-        """Begin another sequence. A separator that is no token precedes it, so that no string spans two sequences."""
+        """Start another sequence, preceded by a separator that is not a token, so that no match spans two sequences."""
         self.last = 0
         self.add(-len(self.link))
 
@@ -85,7 +85,7 @@ class Automaton:
         return state, self.length[state]
 
     def seen(self, state: int, token: int) -> int:
-        """How often that continuation was counted there."""
+        """How often that continuation was counted at that state."""
         if token not in self.next[state]:
             return 0
         return 1 + (self.repeats[state] or {}).get(token, 0)
@@ -107,7 +107,7 @@ class Automaton:
         self.next[state][token] = self.next[state].pop(token)
 
     def _clone(self, state: int, token: int, known: int) -> int:
-        """Split ``known``: its shorter strings now end at one more position than the longer ones, so they get a state of their own."""
+        """Split ``known``: its shorter strings now have one more end position than its longer ones, so they get a separate state."""
         repeats = self.repeats[known]
         clone = self._state(
             self.length[state] + 1, self.link[known], dict(self.next[known]), self.totals[known], None if repeats is None else dict(repeats)
@@ -122,7 +122,7 @@ class Automaton:
 def following(automaton: Automaton, match: Match, least: float) -> Iterator[tuple[int, float, Match]]:
     """Possible next tokens after a match, their probabilities, and the matches they lead to.
 
-    After a suffix of length L that was followed by n tokens, d of them distinct, one seen c times has probability
+    After a suffix of length L with n counted continuations, d of them distinct, a token counted c times has probability
     ``c / (n + DOUBT d / L)``; the remainder goes to the next shorter suffix, as long as it is at least ``least``.
     """
     probs: dict[int, float] = {}
@@ -151,7 +151,7 @@ def following(automaton: Automaton, match: Match, least: float) -> Iterator[tupl
 
 
 class SuffixProposer(Proposer):
-    """Continues each sequence as it went on earlier. ``longest``: of a longer prompt only that many last tokens are indexed.
+    """Drafts continuations of repeated n-grams of the same sequence. ``longest``: only that many last tokens of a prompt are indexed.
 
     The automaton takes about half a kilobyte per token.
     """
@@ -163,7 +163,7 @@ class SuffixProposer(Proposer):
         self.longest = longest
         self.automata: dict[int, Automaton] = {}
         self.unindexed: dict[int, list[int]] = {}
-        """Tokens that each automaton lacks: it is not updated before a proposal is wanted."""
+        """Tokens not yet added to each automaton, which is updated only before a proposal."""
 
     def open(self, sequence: int, tokens: list[int]) -> None:
         self.automata[sequence], self.unindexed[sequence] = Automaton([]), tokens[-self.longest :]

@@ -1,1 +1,1 @@
-"""How many candidates are worth verifying: calibration, cost model, choice of the tree."""
+"""The choice of sources and tree size for each decoding step, and the results of `headstart tune`."""

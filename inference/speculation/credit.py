@@ -1,4 +1,4 @@
-"""Which source the accepted tokens of a step are owed to."""
+"""Attributes the accepted tokens of a decoding step to sources."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headstart.inference.sources.source import Source
 
 
 def credits(sources: Sequence[Source], draft: Draft, paths: list[list[int]]) -> tuple[dict[Source, float], dict[Source, float]]:
-    """Of each source: how many accepted nodes would not have been drafted without it, and how many of the verified nodes are its.
+    """For each source, the number of accepted nodes that would be missing without it, and the number of verified nodes that it drafted.
 
-    Nodes that several sources drafted are shared out among them.
+    In the second number, nodes drafted by several sources are divided equally among them.
     """
     credit, share = dict.fromkeys(sources, 0.0), dict.fromkeys(sources, 0.0)
     for pool, nodes, path in zip(draft.pools, draft.kept, paths, strict=True):
@@ -25,7 +25,7 @@ def credits(sources: Sequence[Source], draft: Draft, paths: list[list[int]]) -> 
 
 
 def _only_drafted_by(source: Source, owners: list[set[Hashable]]) -> int:
-    """How many nodes of a path would be missing without the source: those from the first one on that only it drafted."""
+    """The number of path nodes that would be missing without the source: all from the first node that only it drafted."""
     for i, drafted_by in enumerate(owners):
         if drafted_by == {source}:
             return len(owners) - i

@@ -1,8 +1,8 @@
-"""The sources of one backbone's drafts: which of them draft in a step, how large a tree is verified, and the statistics of verified trees.
+"""Manages the sources of drafts: selects those that draft in a step, chooses the tree size, and updates statistics from verified trees.
 
-A tree of N nodes yields ``rows + sum of the path probabilities of the N likeliest nodes`` tokens in expectation; the size chosen is the
-one with the most expected tokens per second, and 1 (autoregressive decoding) is among the choices. All rows of a batch share one size, and
-the slowest of them count most. Statistics stay from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
+A row's tree of N nodes yields one token plus the sum of the path probabilities of its candidates in expectation. The size with the most
+expected tokens per second is chosen; size 1 is autoregressive decoding. All rows of a batch have the same size, and the slowest rows count
+most. Statistics are kept from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Kind = TypeVar("Kind", bound=Source)
 
 
 class Speculation:
-    """No sources: autoregressive decoding."""
+    """The sources of a model with costs and statistics; without sources, autoregressive decoding."""
 
     def __init__(self, sources: Sequence[Source] = ()) -> None:
         self.sources = list(sources)
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
         self.rates = {False: 0.0, True: 0.0}
-        """Recent tokens per second, greedy and sampled; 0: not known yet."""
+        """Recent tokens per second of greedy (False) and sampled (True) decoding; 0: not known yet."""
         self.sampled = False
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
@@ -46,20 +46,20 @@ class Speculation:
         return self.rates[self.sampled]
 
     def start(self, sampled: bool) -> None:
-        """A call to generate begins."""
+        """Start a call to generate."""
         self.sampled = sampled
         for source in self.sources:
             source.start(sampled)
 
     def use_costs(self, context: int, captured: bool) -> None:
-        """The costs of a step at that context length, the longest of the rows."""
+        """Set the costs of the next step; ``context``: the length of the longest row."""
         if self.sources:
             self.costs = self.cost_model.at(context, captured)
 
     # Drafting.
 
     def active(self, shape: TreeShape | None) -> list[Source]:
-        """The sources that draft in this step: all in trees of a fixed shape; else none until a step without drafts has been timed."""
+        """The sources that draft in this step: all for a fixed tree shape; else those not backing off (none before a step was timed)."""
         if shape is not None:
             return self.sources
         if not self.sources or not self.costs.known():
@@ -67,7 +67,7 @@ class Speculation:
         return [source for source in self.sources if source.learned.stats.active()]
 
     def choose(self, draft: Draft) -> CandidateTree:
-        """The tree to verify; ``draft.kept`` are its nodes in the pools."""
+        """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""
         nodes = draft.shape.nodes if draft.shape is not None else self._size(draft)
         if nodes == 1:
             draft.kept = [[0] for _ in draft.pools]
@@ -79,7 +79,7 @@ class Speculation:
         rows, largest = len(draft.pools), max(len(pool.tokens) for pool in draft.pools)
         if largest == 1:
             return 1
-        expected = [list(accumulate((prob for prob, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # tokens by nodes
+        expected = [list(accumulate((prob for prob, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # expected tokens by nodes
         drafting = sum(draft.seconds.values())
         best, least = 1, math.inf
         for nodes in (*(size for size in TREE_SIZES if size < largest), largest):
@@ -92,7 +92,7 @@ class Speculation:
     # Learning.
 
     def observe(self, draft: Draft, tree: CandidateTree, logits_BNV: Tensor) -> None:
-        """Pass the likeliest next tokens of each verified node on to the sources that drafted and want them."""
+        """Pass the most likely next tokens of each verified node to the sources that drafted and observe them."""
         observing = [source for source in self.sources if source.observe_top_k and source in draft.seconds]
         if not observing:
             return
@@ -108,7 +108,7 @@ class Speculation:
             draft.seconds[source] += watch.seconds / len(observing)
 
     def learn(self, draft: Draft, paths: list[list[int]], picks: list[list[int]]) -> None:
-        """Every draft below an accepted node was the backbone's pick or was not."""
+        """Update every source's statistics from the picks at the accepted nodes."""
         if not draft.seconds:
             return
         for pool, nodes, path, picked in zip(draft.pools, draft.kept, paths, picks, strict=True):
@@ -117,7 +117,7 @@ class Speculation:
                 source.learn(pool, accepted, draft.depths.get(source, 0))
 
     def time(self, draft: Draft, tree: CandidateTree, paths: list[list[int]], seconds: float) -> None:
-        """Note what the step cost; a source that costs more than it brings backs off. All but the drafting counts for the tree's size."""
+        """Record the time of a step, its drafting time separately; a source that costs more than it brings backs off."""
         if not self.sources:
             return
         self.costs.add_pass(len(paths), tree.size, seconds - sum(draft.seconds.values()))
@@ -129,7 +129,7 @@ class Speculation:
             self._judge(draft, paths, tree.size)
 
     def _judge(self, draft: Draft, paths: list[list[int]], nodes: int) -> None:
-        """Note what each source brought and cost, with its share of verifying the tree; the worst of those that lose backs off."""
+        """Record each source's accepted tokens and cost, its share of verification included; the source losing most time backs off."""
         credit, share = credits(self.sources, draft, paths)
         total, rate, step = sum(share.values()), self.rate, self.costs.of_pass(len(paths), 1)
         extra = self.costs.of_pass(len(paths), nodes) - step

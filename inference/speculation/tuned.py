@@ -1,6 +1,6 @@
-"""Results of `headstart tune`, stored next to the checkpoint: a file with an entry for each machine, dtype and backbone.
+"""Results of `headstart tune`, stored next to the checkpoint in a file with an entry for each machine, dtype and backbone.
 
-Heads from the hub keep theirs in the user's cache folder, since a snapshot is not ours to write to.
+For heads from the hub, the file is in the user's cache folder, since hub snapshots must not be modified.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ GREEDY, SAMPLED = "greedy", "sampled"
 
 @dataclass(frozen=True)
 class Tuned:
-    """One entry: seconds of a pass by context, rows and nodes, and calibration tables."""
+    """One entry: seconds of a forward pass by context, rows and nodes, and calibration tables."""
 
     curves: dict[str, Any]
     calibration: dict[str, dict[str, list[dict[str, Any]]]]
-    """Tables by mode, greedy or sampled, and name of the source."""
+    """Tables by mode (greedy or sampled) and source name."""
     details: dict[str, Any]
-    """Other results, for people: drafting times, versions."""
+    """Other results, for information only: drafting times, versions."""
 
     def cost_model(self) -> CostModel:
         return CostModel.from_json(self.curves)
 
     def calibration_of(self, source: str, sampled: bool) -> Calibration:
-        """The tables of a source; empty ones if it was not measured."""
+        """The calibration of a source; an empty one if it was not measured."""
         return Calibration.from_json(self.calibration[SAMPLED if sampled else GREEDY].get(source, []))
 
 
 def key(backbone: Backbone) -> str:
-    """The machine, as far as speed goes; the dtype; the model."""
+    """The key of an entry: machine, precision and model."""
     device = backbone.device
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
@@ -54,7 +54,7 @@ def key(backbone: Backbone) -> str:
 
 
 def _processor() -> str:
-    """The name of the CPU, and that of its instruction set as torch uses it."""
+    """The name of the CPU and of the instruction set that torch uses."""
     name = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     return f"{name or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
@@ -67,7 +67,7 @@ def _lines(file: str) -> list[str]:
 
 
 def place(path: str | Path | None, backbone: Backbone) -> Path:
-    """The file for heads of that path (None: a backbone without heads)."""
+    """The path of the file for heads at ``path`` (None: a backbone without heads)."""
     if path is not None and Path(path).is_dir():
         return Path(path) / FILE
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
@@ -76,7 +76,7 @@ def place(path: str | Path | None, backbone: Backbone) -> Path:
 
 
 def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:
-    """The entry for this machine and backbone; None if there is none. Raises UserError when the file is damaged."""
+    """Read the entry for this machine and backbone; None if there is none. Raises UserError if the file is damaged."""
     file = place(path, backbone)
     if not file.is_file():
         return None
@@ -95,7 +95,7 @@ def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:
 
 
 def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Path:
-    """Add the entry to those of other machines; the file is replaced as a whole."""
+    """Add or replace the entry for this machine and backbone; the file is replaced atomically."""
     file = place(path, backbone)
     entries = _entries(file) if file.is_file() else {}
     entries[key(backbone)] = vars(tuned)
