@@ -134,7 +134,7 @@ class SpeculativeModel:
 
         ``seed``: an int (row i has seed + i), a list with one per row, or None for torch's default generator. ``tree``: "auto" adapts the
         size of the candidate trees to acceptance rates and measured latency; a `TreeShape` fixes it. ``speculate=False``: autoregressive
-        decoding. ``batch_size``: maximum number of rows decoded at once; others start as rows end. ``timed``: exact times on an accelerator.
+        decoding. ``batch_size``: the most rows decoded at once; others start as rows end. ``timed``: exact times on an accelerator.
         ``num_beams``: transformers' beam search, several steps per pass; a `TreeShape` then counts the nodes of all beams of a row.
         Raises UserError (a ValueError) for arguments that are not supported.
         """

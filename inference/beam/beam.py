@@ -5,7 +5,7 @@ the drafts that follow it; then steps are made as long as all new beams are amon
 makes, never their result. (Andronov et al., J. Cheminformatics 2025, draft for each beam; here the nodes are chosen over all beams of a
 row, and verified nodes that are not used yet are kept for the next pass.)
 
-Shape suffixes: B batch, T positions, N nodes, K beams, M likeliest next tokens, V vocabulary.
+Shape suffixes: B batch, T positions, N nodes, K beams, M most likely next tokens, V vocabulary.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ backbone's cache do not take part, because that cache has no row per beam. Only 
 beam search needs alternative tokens, and an n-gram proposer knows only continuations it has seen. Where a beam's last token has already
 been verified, its top-k tokens replace the drafts.
 
-Shape suffixes: B rows, R beams of all rows, W drafts of a beam and depth, N nodes, M likeliest next tokens.
+Shape suffixes: B rows, R beams of all rows, W drafts of a beam and depth, N nodes, M most likely next tokens.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class DrafterSource(Source):
         return self.depth_of(shape)
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
-        """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: the drafter needs only its own."""
+        """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""
         nodes = ((depth or self.depth) + 1) * (width + 1)
         self.catch_up(longest + nodes)
         if cache is None:

@@ -96,7 +96,7 @@ class Source(ABC):
         return None
 
     def prob(self, draft: Draft, depth: int, score: float) -> float:
-        """The acceptance probability of a node with that score: calibrated for adaptive trees; ``exp(score)``, which is reproducible, else."""
+        """The acceptance probability of a node: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
         return self.learned.calibration.table(depth).prob(score) if draft.shape is None else math.exp(score)
 
     # Learning.
