@@ -1,12 +1,12 @@
-"""How fast is training EAGLE-3 beside speculators, on the same rows of the same backbone?
+"""Compares the speed of EAGLE-3 training with that of speculators, on the same rows and the same backbone.
 
-    pip install speculators==0.9.0      (in an environment of its own: it brings a server's packages along)
+    pip install speculators==0.9.0      (in a separate environment: it installs a server's packages too)
     python benchmarks/beside_speculators.py [RECIPE] [section.key=value ...] [--steps 25] [--attention sdpa eager]
 
-Both take whole steps, in turns, in one process: the backbone's reading, the drafter's passes (as many as ``drafter.depth``), the loss
-and its gradient, clipping, and Muon beside AdamW. The rival is speculators' own model, loss and optimizer, one row of all documents as its
-data loader makes it, with its unfused losses where there is no Triton. Prints JSON: the median of tokens a second of each, and ours over
-theirs. Only speed is compared: a step is the same work, not the same loss.
+Both run whole training steps, alternating in one process: the backbone's forward pass, the drafter's passes (``drafter.depth`` of them),
+loss and backward, gradient clipping, and Muon with AdamW. speculators runs its own model, loss and optimizer, with all documents in one
+row as its data loader builds it, and with its unfused losses where there is no Triton. Prints JSON: the median tokens per second of each,
+and the ratio of headstart to speculators. Only speed is compared: a step is the same work, but not the same loss.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ except ImportError as error:
     sys.exit(2)
 
 DECAY = 0.8
-"""Weight of a pass over that of the one before, in their loss."""
+"""Weight of a pass relative to the previous one in speculators' loss."""
 
 
 def theirs(ours: Run, attention: str) -> Callable[[int], int]:
-    """A training step of speculators on the rows of step number n; it returns how many tokens it read."""
+    """A function that makes speculators' training step on the rows of step ``number`` and returns the number of tokens."""
     recipe, backbone = ours.recipe, ours.backbone
     config = copy.deepcopy(backbone.config)
     config.num_hidden_layers = 1
@@ -60,7 +60,7 @@ def theirs(ours: Run, attention: str) -> Callable[[int], int]:
         for batch in ours.feed.local_batches(number, backbone.device):
             features = backbone.read(batch.tokens_BT, taps=taps)
             assert features.taps is not None
-            follows_BT = batch.document_BT >= 0   # every position but a row's first has one before it
+            follows_BT = batch.document_BT >= 0   # every position but a row's first has a predecessor
             follows_BT[:, 0] = False
             before_BT = follows_BT.roll(-1, 1)
             place_BT = torch.arange(follows_BT.shape[1], device=backbone.device).expand_as(follows_BT)

@@ -1,9 +1,9 @@
-"""What does a pass cost on an accelerator: an 8B Llama-shaped backbone with random weights, captured passes, EAGLE-3 of depth 6?
+"""Measures the cost of a forward pass on an accelerator, for an 8B Llama-shaped backbone with random weights and EAGLE-3 of depth 6.
 
-    python benchmarks/large_model.py [--json FILE]      # on a machine without CUDA: the same with a tiny model, and it says so
+    python benchmarks/large_model.py [--json FILE]      # without CUDA: a tiny model instead, as the output states
 
-Prints JSON: an autoregressive step (uncaptured and captured), a pass over 64 nodes, a whole pass with drafting, as multiples of a
-captured AR step; and the share of the measured memory bandwidth that captured AR decoding reaches (MBU).
+Prints JSON: milliseconds of an autoregressive step, uncaptured and captured; passes by number of nodes, and a 64-node decoding step with
+drafting, as multiples of a captured AR step; and the share of the measured memory bandwidth that captured AR decoding reaches (MBU).
 """
 
 from typing import Any

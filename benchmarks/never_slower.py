@@ -1,8 +1,8 @@
-"""Is decoding with drafts ever slower than autoregressive decoding: with useless heads, on any batch?
+"""Compares decoding with useless heads to autoregressive decoding: adaptive trees should not be slower at any batch size.
 
     python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch-size 1 8 32]
 
-Prints JSON: for each batch size and temperature, tokens a second of heads with random weights, of proposers and of both, over those of
+Prints JSON: for each batch size and temperature, the speed of heads with random weights, of proposers and of both relative to
 autoregressive decoding in the same process, alternating batch by batch; and whether every token was identical.
 """
 
@@ -25,7 +25,7 @@ from headstart.inference.sources.suffix import SuffixProposer
 
 
 def random_heads(backbone: Backbone) -> Drafter:
-    """EAGLE-3 with weights that say nothing."""
+    """An EAGLE-3 drafter with random weights."""
     torch.manual_seed(0)
     drafter = build_drafter("eagle3", backbone, {"depth": 4, "draft_vocab_size": backbone.vocab // 2})
     for weight in drafter.parameters():
@@ -52,9 +52,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def alternate(systems: dict[str, SpeculativeModel], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
-    """Tokens a second over those of autoregressive decoding, by the best time of each batch, since other programs only make it worse.
+    """Speed relative to autoregressive decoding, by the best time of each batch, since other programs can only make it slower.
 
-    What is recorded and tried in the first round is so left out; it costs each system about a second, once.
+    The best time excludes captures and trials in the first round, which cost each system about a second once.
     """
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     best = {name: [float("inf")] * len(batches) for name in systems}

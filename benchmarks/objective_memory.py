@@ -1,16 +1,15 @@
-"""How much memory and time does the objective take, against the same loss with whole logits?
+"""Compares the memory and time of the objective with those of the same loss computed from whole logits.
 
     python benchmarks/objective_memory.py [--positions 8192] [--vocab 131072] [--depth 7] [--width 64] [--chunk 1024] [--json FILE]
 
-Memory is counted, not sampled: a dispatch mode sees every operation, forward and backward, adds the bytes of each new storage
-and subtracts them when it is freed. What was there before (weights, hidden states) does not count; gradients do. Time is taken
-apart from that, in alternating runs, best of ``--repeats``.
+Memory is counted, not sampled: a dispatch mode intercepts every operation, forward and backward, adds the bytes of each new storage
+and subtracts them when it is freed. Storages that existed before (weights, hidden states) do not count; gradients do. Time is measured
+separately, in alternating runs, best of ``--repeats``.
 
-The naive form does what its formula says under autograd: the backbone's and every depth's logits whole. Its memory grows with
-positions x vocabulary, so it is measured where it fits ``--limit`` GB and stated elsewhere as that many buffers of
-``[positions, vocabulary]`` in fp32, the number of buffers being the one counted at the largest size that fits. On a CPU the
-fused form takes fewer rows at a time than ``--chunk`` allows; ``--batch-size`` makes it take that many, as an accelerator would.
-Prints JSON.
+The naive form implements the formula with autograd and keeps the whole logits of the backbone and of every depth. Its memory grows with
+positions x vocabulary, so it is measured only where it fits ``--limit`` GB; for larger sizes it is computed as a number of fp32 buffers
+``[positions, vocabulary]``, the number counted at the largest size that fits. On a CPU the fused form processes fewer rows at a time than
+``--chunk`` allows; ``--batch-size`` makes it process that many, as on an accelerator. Prints JSON.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from headstart.training.recipe.recipe import Objective
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages made since it was entered and not yet freed, and the most there were at a time."""
+    """Counts the bytes of storages allocated inside the mode and not yet freed (``now``), and their peak (``most``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class Live(TorchDispatchMode):
 
 
 def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Tensor:
-    """Forward KL over whole distributions, one document a row and every token learned."""
+    """Forward KL over whole distributions, with one document per row and loss on every token."""
     with torch.no_grad():
         p_BTV = backbone.readout(features.hidden_BTD[:, 1:-1]).softmax(-1)
         negentropy_BT = -torch.special.entr(p_BTV).sum(-1)
@@ -99,7 +98,7 @@ class Case:
         self.wanted = Objective(chunk_size=args.chunk)
 
     def step(self, way: Any) -> float:
-        """Loss and gradients; the gradients are dropped."""
+        """Compute the loss and its gradients; the gradients are dropped."""
         loss = way(self.wanted, self.backbone, self.drafter, self.features, self.hidden)
         loss.backward()
         self.drafter.zero_grad()
@@ -115,7 +114,7 @@ class Case:
 
 
 def measure(positions: int, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table; seconds of both forms where both run, else those of the one counted run."""
+    """One row of the table: seconds of both forms where both run, else of the fused form's counted run."""
     case, buffer = Case(positions, vocab, args), 4 * positions * vocab
     fits = (args.depth + 5) * buffer <= args.limit * 1e9
     ways = {"fused": in_chunks, "naive": naive} if fits else {"fused": in_chunks}
@@ -141,7 +140,7 @@ def measure(positions: int, vocab: int, args: argparse.Namespace) -> dict[str, A
 def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for positions, vocab in [*(map(int, size.split("x")) for size in args.also), (args.positions, args.vocab)]:
-        with use_chunk_policy(ChunkPolicy("cuda" if args.rows else None)):   # elsewhere a chunk is not cut to fit a CPU's caches
+        with use_chunk_policy(ChunkPolicy("cuda" if args.rows else None)):   # on "cuda", chunks are not cut to fit a CPU's caches
             rows.append(measure(positions, vocab, args))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     counted = [row["naive_buffers"] for row in rows if "naive_buffers" in row]

@@ -1,11 +1,11 @@
-"""Which objective accepts most: EAGLE-3 on the embedded backbone, the same tokens for each of them, over several seeds.
+"""Compares objectives by acceptance: EAGLE-3 on the embedded backbone, with the same training tokens and several seeds for each.
 
     python benchmarks/objectives.py [a.b=c ...] --json out/objectives.json [--tokens 700000] [--seeds 0 1 2] [--objectives kl ce ...]
 
-Trains recipes/quickstart/eagle3.yaml with nothing changed but the objective, the seed and the number of steps (and what is given
-as ``a.b=c``), then decodes held-out prompts at temperature 0 and 1. The file is written after every run; a run that it already
-holds, under the same settings, is not made again, and one that was cut off goes on from its last checkpoint. Prints JSON: every
-run's tau (the backbone's own token included) and acceptance per depth, and for each objective the mean and spread over its seeds.
+Trains recipes/quickstart/eagle3.yaml, changing only the objective, the seed, the number of steps and the given ``a.b=c`` settings, then
+decodes held-out prompts at temperatures 0 and 1. The file is written after every run; runs that it already holds with the same settings
+are skipped, and an interrupted run resumes from its last checkpoint. Prints JSON: every run's mean acceptance length (tau, the backbone's
+own token included) and acceptance per depth, and the mean and standard deviation over the seeds of each objective.
 """
 
 import argparse
@@ -43,18 +43,18 @@ ASKED = ["kl", "ce", "ce_tv", "lk", "kl_expected", "ce_tv_expected"]
 
 
 def steps_of(recipe: Recipe, tokens: int) -> int:
-    """Optimiser steps that read about so many tokens."""
+    """The number of optimizer steps that process about that many tokens."""
     stats = load_data(recipe.data, load_tokenizer(recipe.backbone.path), recipe.data.max_length, progress=False).stats
     return max(1, round(tokens * stats.samples / stats.tokens / recipe.train.batch_size))
 
 
 def key_of(name: str, seed: int, steps: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What makes two runs the same."""
+    """The settings that identify a run."""
     return {"objective": name, "seed": seed, "steps": steps, "prompts": args.prompts, "overrides": sorted(args.overrides)}
 
 
 def run_one(name: str, seed: int, steps: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train, and decode at both temperatures."""
+    """Train, then decode at both temperatures."""
     folder = args.work / f"{name}-{seed}-{steps}"
     given = [f"train.steps={steps}", f"seed={seed}", f"save.dir={folder}", "save.every=50", "save.keep=1", f"eval.prompts={args.prompts}"]
     run = prepare(load_recipe(RECIPE, [*args.overrides, *OBJECTIVES[name], *given]))
@@ -73,7 +73,7 @@ def run_one(name: str, seed: int, steps: int, args: argparse.Namespace) -> dict[
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per objective, over its seeds."""
+    """The mean and standard deviation of tau over the seeds of each objective."""
     told = {}
     for name in dict.fromkeys(row["objective"] for row in rows):
         own = [row for row in rows if row["objective"] == name]

@@ -1,9 +1,9 @@
-"""What does a pass cost as the tree and the context grow, run by Python and recorded, against a token of transformers' generate?
+"""Compares the cost of a pass, by tree size and context, eager and captured, with that of a token of transformers' generate.
 
     python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--threads 1] [--json FILE]
 
-Prints JSON: for each context and number of rows, median milliseconds of a pass over N nodes and of drafting with untrained EAGLE-3
-heads, eager and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it.
+Prints JSON: for each context and batch size, median milliseconds of a pass over N nodes and of drafting with untrained EAGLE-3 heads,
+eager and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TOKENS, REPEATS = 24, 5
 
 
 def token_ms(backbone: Backbone, context: int, rows: int) -> float:
-    """Of transformers' greedy generate behind a prompt of that length; the prompt's own pass taken off."""
+    """Milliseconds per token of transformers' greedy generate after a prompt of that length, without the prefill."""
     ids_BT = torch.randint(backbone.vocab, (rows, context), device=backbone.device)
     times: dict[int, list[float]] = {1: [], 1 + TOKENS: []}
     for _ in range(REPEATS + 1):
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     backbone = load_backbone(args.backbone)
     drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
     if backbone.max_positions is not None and max(args.contexts) + max(args.nodes) > backbone.max_positions:
-        backbone.max_positions = None   # rotary positions go on; what a pass costs does not ask what it says
+        backbone.max_positions = None   # rotary positions extrapolate; the cost of a pass does not depend on its output
     plan = TunePlan(tuple(args.rows), tuple(args.contexts), tuple(args.nodes), args.repeats)
     rows = [
         {"context": context, "rows": rows, "transformers_token_ms": token_ms(backbone, context, rows)}

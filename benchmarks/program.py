@@ -1,4 +1,4 @@
-"""What the command line of every benchmark has: threads, and where its JSON goes."""
+"""The common command line of the benchmarks: threads, and an output file for the JSON."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Any]) -> None:
-    """Measure, and print what was found as JSON."""
+    """Measure and print the results as JSON."""
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     report = json.dumps(measure(given), indent=2)

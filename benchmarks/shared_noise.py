@@ -1,9 +1,9 @@
-"""At a temperature: do drafts that share the picks' noise get more accepted than the likeliest tokens under a sampled pick?
+"""Compares the acceptance of drafts ranked with the noise of the sampled picks with that of top-k drafts, when sampling.
 
     python benchmarks/shared_noise.py --heads out/demo/eagle3 --prompts recipes/quickstart/prompts.jsonl [--temperature 1 0.7]
 
-Prints JSON: tau of the same heads in trees of the same shape, the children ranked by `log q + noise` (what Headstart does) and by `log q`
-alone (what engines do: top-k children, the pick sampled independently of them). Both write the same text.
+Prints JSON: tau of the same heads in trees of the same shape, with children ranked by `log q + noise` (as in Headstart) and by `log q`
+alone (as in inference engines: top-k children, and a pick sampled independently of them). Both write the same tokens.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""How large the source is, and how deep a command calls into it: ``python benchmarks/structure.py [--root CLONE]``.
+"""Measures the size of the source and the depth of its call chains: ``python benchmarks/structure.py [--root CLONE]``.
 
-Counts files, lines, classes and pairs of packages that import each other; then runs ``headstart generate`` and a training of one
-step on the embedded backbone and reports the deepest chain of the project's own functions. Prints JSON. ``--root`` is another clone
-to count and run, for a comparison; its commands are run with ``PYTHONPATH`` set to it.
+Counts files, lines, classes and pairs of packages that import each other, then runs ``headstart generate`` and one training step on the
+embedded backbone and reports the deepest chain of calls of the project's own functions. Prints JSON. ``--root``: another clone to measure,
+for comparison; its commands run with ``PYTHONPATH`` set to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def package(name: str, root: Path) -> str | None:
-    """The package of a dotted module or name, as in ``inference.engine``; None if it is not the project's."""
+    """The package of a dotted module or name, such as ``inference.engine``; None if it is not part of the project."""
     parts = name.split(".")
     if parts[0] != "headstart" or len(parts) < 2:
         return None
@@ -70,7 +70,7 @@ def package(name: str, root: Path) -> str | None:
 
 
 def mutual(root: Path) -> list[str]:
-    """Pairs of packages of which each imports the other."""
+    """Pairs of packages that import each other."""
     edges: set[tuple[str, str]] = set()
     for path in sources(root):
         importer = ".".join(path.relative_to(root).parent.parts).removeprefix("headstart.") or "headstart"
@@ -83,7 +83,7 @@ def mutual(root: Path) -> list[str]:
 
 
 def deepest(root: Path, *arguments: str) -> list[str]:
-    """The longest chain of the project's own functions while that command runs."""
+    """The deepest chain of calls of the project's own functions while that command runs."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "chain.json"
         environment = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,11 +1,11 @@
-"""How much memory and time does EAGLE-3's training take as texts get longer, against attention with whole scores?
+"""Measures memory and time of EAGLE-3's training by sequence length, compared with attention that holds whole score matrices.
 
     python benchmarks/training_length.py [--lengths 2048 8192 32768] [--depth 3] [--width 32] [--document 512] [--json FILE]
 
-One row of that many positions, as one document and packed with documents of ``--document`` tokens; a tiny random head, forward and
-backward of its passes alone. ``blocks`` is what training does, ``checkpointing`` the same with ``train.gradient_checkpointing``, ``whole``
-holds all scores of a pass at once, where they fit ``--limit`` GB. Memory is counted as in objective_memory.py: the most bytes that tensors
-made by the step took at a time. Time is taken apart from that, best of ``--repeats``. Prints JSON.
+Runs only forward and backward of a tiny random head, on one row of each length, as one document and packed with documents of
+``--document`` tokens. ``blocks`` is the attention used in training, ``checkpointing`` the same with ``train.gradient_checkpointing``, and
+``whole`` holds all scores of a pass at once, where they fit ``--limit`` GB. Memory is the peak of the bytes allocated by the step, counted
+as in objective_memory.py. Time is measured separately, best of ``--repeats``. Prints JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from headstart.heads.methods import build_drafter
 
 
 def attend_whole(query_BHTC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """What `attend_past` gives, by its formula."""
+    """The result of `attend_past`, computed by its formula."""
     B, H, T, C = query_BHTC.shape
     keys, values = (x.repeat_interleave(H // x.shape[1], 1)[:, :, :T] for x in (keys_BGSC, values_BGSC))
     barred = blocks.barred(0, T, 0, query_BHTC.device)[:, 0]
@@ -53,14 +53,14 @@ def make(args: argparse.Namespace) -> Drafter:
 
 
 def made_up(drafter: Drafter, length: int, document: int) -> Features:
-    """Features of no text in particular, in documents of that length."""
+    """Random features, in documents of that length."""
     tokens_BT, D = torch.randint(0, 256, (1, length)), drafter.backbone.dim
     taps = {tap: torch.randn(1, length, D) for tap in drafter.taps}
     return Features(tokens_BT, torch.randn(1, length, D), taps, document_BT=torch.arange(length)[None] // document)
 
 
 def step(drafter: Drafter, features: Features) -> float:
-    """Forward and backward; the gradients are dropped."""
+    """Run forward and backward; the gradients are dropped."""
     total = torch.stack([hidden.square().mean() for hidden in drafter(features)]).sum()
     total.backward()
     drafter.zero_grad()
@@ -85,7 +85,7 @@ def measure(way: str, drafter: Drafter, features: Features, repeats: int) -> dic
 def main(args: argparse.Namespace) -> dict[str, Any]:
     drafter, rows = make(args), []
     for length in args.lengths:
-        whole_gb = 4 * 2 * length**2 * 3 * args.depth / 1e9   # two heads in fp32; a pass keeps scores and weights, and works on a third
+        whole_gb = 4 * 2 * length**2 * 3 * args.depth / 1e9   # 2 heads, fp32, 3 matrices a pass: scores, weights, a temporary
         for kind, document in (("one document", length), (f"documents of {args.document}", args.document)):
             features = made_up(drafter, length, document)
             ways = [way for way in WAYS if way != "whole" or whole_gb <= args.limit]

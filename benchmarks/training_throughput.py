@@ -1,11 +1,11 @@
-"""Where does the time of a training step go, with the backbone reading and from a features cache, packed or not?
+"""Measures the time of each part of a training step, with live features and with a feature cache, packed and not packed.
 
     python benchmarks/training_throughput.py [RECIPE] [section.key=value ...] [--steps 12] [--threads 1] [--json FILE]
 
-Prints JSON. For each way of running: tokens per second and milliseconds a step spent on data (choosing and collating), features (the
-backbone's reading, or the cache's), drafter (forward and backward), objective (readouts of draft and teacher, divergence and its
-gradient) and optimizer; and the whole step over one forward of the backbone on the same rows, which is the least that training
-without a cache can take. Medians over the steps; the ways take turns, step by step, in one process.
+Prints JSON for each configuration: tokens per second; milliseconds per step spent on data (selection and collation), features (the
+backbone's forward pass, or reading the cache), drafter (forward and backward), objective (readouts of drafts and teacher, divergence and
+its gradient) and optimizer; and the time of the whole step relative to one forward pass of the backbone on the same rows, the minimum for
+training without a cache. Times are medians over the steps; configurations alternate step by step in one process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS = ("data", "features", "drafter", "objective", "optimizer")
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running, and what it took so far."""
+    """One configuration, and its measurements so far."""
 
     recipe: Recipe
     feed: BatchSampler
@@ -63,7 +63,7 @@ def clock(into: list[float]) -> Iterator[None]:
 
 
 def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
-    """As the training loop does it, in one micro-batch."""
+    """Make one training step as the training loop does, in one micro-batch."""
     spent: dict[str, list[float]] = {part: [] for part in (*PARTS, "backbone alone")}
     with clock(spent["data"]):
         (batch,) = way.feed.local_batches(step, backbone.device)
@@ -88,7 +88,7 @@ def take_step(way: Way, step: int, backbone: Backbone, drafter: Drafter, optimiz
 
 
 def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> Iterator[tuple[str, Way]]:
-    """Packed or not; live, and from caches written here."""
+    """All configurations: packed or not, with live features or with a cache, which is written here."""
     tokenizer = load_tokenizer(recipe.backbone.path, trust_remote_code=recipe.backbone.trust_remote_code)
     for packing in (False, True):
         data = recipe.data.model_copy(update={"packing": packing})

@@ -1,9 +1,9 @@
-"""Two clones of the project against each other: has a change cost speed? ``python benchmarks/two_clones.py OLD NEW [--rounds 5]``.
+"""Compares the speed of two clones of the project: ``python benchmarks/two_clones.py OLD NEW [--rounds 5]``.
 
-Each clone trains EAGLE-3 heads on the embedded backbone for some steps, then decodes the same prompts autoregressively, in a fixed
-tree and with adaptive tree size (with n-gram proposers), greedily and at temperature 1. Clones alternate, in processes of their own.
-Prints JSON: tokens per second of each, the median ratio NEW / OLD of neighbouring runs with its range, and whether every output and
-tau in a fixed tree is the same in both. Run it with nothing else running.
+Each clone trains EAGLE-3 heads on the embedded backbone for some steps, then decodes the same prompts autoregressively, in a fixed tree
+and with adaptive tree size (with proposers), greedily and at temperature 1. The clones alternate in separate processes. Prints JSON:
+tokens per second of each, the median and range of the ratio NEW / OLD of paired runs, whether the outputs are the same, and tau of each.
+Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(root: Path, threads: int, *command: str) -> str:
 
 
 def train(root: Path, folder: Path, steps: int, threads: int) -> float:
-    """Train heads into the folder; the median of the tokens per second that its log states."""
+    """Train heads into the folder; returns the median of the tokens per second in its log."""
     settings = [f"train.steps={steps}", "log.every=10", "eval.prompts=1", f"save.dir={folder}", "save.resume=false"]
     run(root, threads, str(root / "train_heads.py"), str(root / "recipes/quickstart/eagle3.yaml"), *settings)
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

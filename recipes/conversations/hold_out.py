@@ -1,9 +1,10 @@
-"""Part the answered conversations: what heads learn from, what they are tuned on, and what they are measured on.
+"""Split the answered conversations into training data, evaluation data for tuning, and benchmark data.
 
     python recipes/conversations/hold_out.py ANSWERS.jsonl FOLDER COUNT
 
-Writes `train.jsonl`, `eval.jsonl` and `bench.jsonl` to FOLDER, COUNT rows each to the last two. They are evenly spaced, since files are
-often sorted. A row that asks what a held-out row asks is left out of the others: the model would answer it alike.
+Writes `train.jsonl`, `eval.jsonl` and `bench.jsonl` to FOLDER, with up to COUNT rows in each of the last two. Held-out rows are evenly
+spaced, since files are often sorted. Rows with the same prompt as a held-out row are left out of the other files, because the model would
+answer them alike.
 """
 
 import json
@@ -14,14 +15,14 @@ from headstart.support.files import write_text
 
 
 def asked(line: str) -> str:
-    """What a row says that is not the model's own; of plain text, which has no such part, all of it."""
+    """A key of the row's prompt: all that the model did not write, or the whole row for plain text."""
     row = json.loads(line)
     said = [message for message in row["messages"] if message["role"] != "assistant"] if "messages" in row else row["text"]
     return json.dumps([said, row.get("tools")], sort_keys=True)
 
 
 def part(lines: list[str], count: int) -> dict[str, list[str]]:
-    """The rows of each file, in order; no two files have a row that asks the same."""
+    """The rows of each file, in order; no two files share a prompt."""
     held = {i * len(lines) // (2 * count): "bench" if i % 2 else "eval" for i in range(2 * count)}
     files: dict[str, list[str]] = {"bench": [], "eval": [], "train": []}
     taken: dict[str, str] = {}
@@ -33,7 +34,7 @@ def part(lines: list[str], count: int) -> dict[str, list[str]]:
 
 
 def main(answers: str, folder: str, held: str) -> int:
-    """Files are renamed into place when they are whole, that to train on last."""
+    """Write the files, each atomically, `train.jsonl` last."""
     count, out = int(held), Path(folder)
     with Path(answers).open(encoding="utf-8") as file:
         lines = list(file)

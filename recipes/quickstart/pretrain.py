@@ -2,9 +2,9 @@
 
     python recipes/quickstart/pretrain.py --out out/backbone --minutes 75
 
-Writes an ordinary `transformers` folder (bf16 safetensors, tokenizer, config, `training.json` with what was done and
-bits per byte on held-out files). Resumes from `--out` if it was stopped. Sixteen layers of width 192: deep and narrow,
-so that a drafter of one layer costs about as little against this backbone as it does against a large one.
+Writes a standard `transformers` folder (bf16 safetensors, tokenizer, config) with `training.json`, a record of the training with the bits
+per byte on held-out files. Resumes from `--out` after an interruption. The model has sixteen layers of width 192: deep and narrow, so
+that a one-layer drafter costs about as little relative to this backbone as relative to a large one.
 """
 import argparse
 import hashlib
@@ -20,16 +20,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2", "site-packages/")
-"""Not prose and not programs: code tables, generated help text, other people's packages."""
+"""Excluded paths: code tables, generated help text and third-party packages."""
 
 
 def held_out(name: str) -> bool:
-    """One file in twenty, chosen by the hash of its path below the library's root."""
+    """True for one file in twenty, chosen by the hash of its path relative to the library's root."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
 
 
 def library_files() -> dict[str, str]:
-    """Path below the library's root -> source, of every readable file that is a program."""
+    """The source of every readable program, by path relative to the library's root."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -43,7 +43,7 @@ def library_files() -> dict[str, str]:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; any text round-trips."""
+    """Train a byte-level BPE tokenizer; any text round-trips."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """All files after one another, each followed by the end token."""
+    """The tokens of all files in sequence, each file followed by the end token."""
     runs = [encoding.ids + [tokenizer.eos_token_id] for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
     return torch.tensor([token for run in runs for token in run], dtype=torch.int32)
 
@@ -72,7 +72,7 @@ def build(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, files: list[str], tokenizer: PreTrainedTokenizerFast) -> float:
-    """Cross-entropy of whole held-out files in windows of the context length, over their bytes."""
+    """Cross-entropy in bits per byte of whole held-out files, in chunks of the context length."""
     T, nats = model.config.max_position_embeddings, 0.0
     stream = encode(tokenizer, files).long()
     model.eval()
@@ -85,7 +85,7 @@ def bits_per_byte(model: LlamaForCausalLM, files: list[str], tokenizer: PreTrain
 
 
 def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for the tied vocabulary table and the norms."""
+    """Muon for the hidden matrices, AdamW for the tied embedding and the norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
     return [

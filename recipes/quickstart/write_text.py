@@ -1,9 +1,9 @@
-"""Let the embedded backbone write the text its heads are trained on, and pick the prompts they are measured on.
+"""Write the training data of the embedded backbone's heads with the backbone itself, and select the prompts for measurements.
 
     python recipes/quickstart/write_text.py [--backbone recipes/quickstart/backbone] [--out recipes/quickstart]
 
-`train.jsonl.gz`: the openings of passages of training files, continued by the backbone itself, half of them greedily and
-half by sampling at temperature 1. `prompts.jsonl`: openings of passages of held-out files (PSF-2.0), never trained on.
+`train.jsonl.gz`: openings from training files, continued by the backbone itself, half of them greedily and half by sampling at
+temperature 1. `prompts.jsonl`: openings from held-out files (PSF-2.0), which are never trained on.
 """
 
 import argparse
@@ -18,13 +18,14 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 OPENING, LENGTH = 128, 256
-"""Tokens of real text a training passage opens with; its whole length. Much longer openings leave it little to write, short ones loops."""
+"""Tokens of real text at the start of a training passage, and its total length. With much longer openings the backbone writes little; with
+short ones it writes loops."""
 PROMPT = 64
-"""Tokens of a prompt to measure on."""
+"""Tokens of a prompt for measurements."""
 
 
 def passages(tokenizer: PreTrainedTokenizerFast, count: int, tokens: int, held: bool, seed: int) -> list[list[int]]:
-    """``count`` runs of ``tokens`` tokens that start at the beginning of a line, one from a file chosen at random each."""
+    """``count`` passages of ``tokens`` tokens, each from a random file and starting at the beginning of a line."""
     draw = random.Random(seed)
     files = [text for name, text in sorted(library_files().items()) if held_out(name) == held and len(text) > 2000]
     found: list[list[int]] = []
