@@ -1,1 +1,1 @@
-"""What a drafter is trained for: terms, weights of depths, and their sum without ``[T, V]`` anywhere."""
+"""The training objective: loss terms, depth weights, and their sum without ``[T, V]`` logits."""

@@ -1,9 +1,9 @@
-"""Anchors: the positions of a text that a step drafts from, where it does not draft from all of them.
+"""Sampled anchors: the positions that a training step drafts from, if not from all.
 
-A position is drawn by a hash of the seed, the step and the document up to it. So the sample does not depend on how documents are packed,
-padded, cut into micro-batches or distributed over processes.
+A position is sampled by a hash of the seed, the step and the document up to it, so the sample does not depend on packing, padding,
+micro-batches or the number of processes.
 
-Shape suffixes: B batch, T positions, M anchors (by their number in the document, then by document), K depth, D width.
+Shape suffixes: B batch, T positions, M anchors (ordered by index in the document, then by document), K depth, D width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headstart.training.objective.loss_rows import LossRows, counted_from
 
 
 class StepKey(NamedTuple):
-    """What all randomness of a step derives from, beside the text."""
+    """Key of a step's random numbers, which also depend on the tokens."""
 
     seed: int
     step: int
@@ -31,26 +31,26 @@ class StepKey(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledAnchors:
-    """A sample of the positions that draft label tokens."""
+    """Anchors sampled from the positions that draft label tokens."""
 
     at: Anchors
     share: float
-    """The probability with which each position was drawn."""
+    """Probability with which each position was sampled."""
     first_M: Tensor
-    """Where the anchor's document begins in its row."""
+    """Start of the anchor's document in its row."""
     number_M: Tensor
-    """The anchor's number among those of its document, from 0."""
+    """Index of the anchor among those of its document."""
     key_M: Tensor
-    """A hash that is the anchor's own: the noise of its draft derives from it."""
+    """Hash of the anchor, from which the noise of its rollout is derived."""
     counts_MK: Tensor
-    """Whether depth k drafts a label token."""
+    """True where depth k drafts a label token."""
 
     def __len__(self) -> int:
         return len(self.key_M)
 
 
 def sample_anchors(features: Features, depth: int, share: float, step_key: StepKey, first_depth: int = 0) -> SampledAnchors:
-    """Each position from which a depth from ``first_depth`` to ``depth - 1`` drafts a label token, with probability ``share``."""
+    """Sample, with probability ``share``, the positions where a depth from ``first_depth`` to ``depth - 1`` drafts a label token."""
     loss_mask_BT, document_BT, tokens_BT = features.loss_mask_BT, features.document_BT, features.tokens_BT
     assert loss_mask_BT is not None and document_BT is not None
     counts_BTK = counted_from(loss_mask_BT, document_BT, depth)
@@ -68,7 +68,7 @@ def sample_anchors(features: Features, depth: int, share: float, step_key: StepK
 
 
 def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
-    """int64 ``[B, T]``: a hash of the seed, the step, and the document up to each position."""
+    """Hash the seed, the step and the document up to each position: int64 ``[B, T]``."""
     upto_BT = mix(mix(tokens_BT) + position_BT).cumsum(1)
     before_BT = F.pad(upto_BT, (1, 0)).gather(1, torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - position_BT)
     drawn_1 = mix(mix(row_seeds([step_key.seed], 1, tokens_BT.device)) + step_key.step)
@@ -76,16 +76,16 @@ def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
 
 
 def number_within(group_M: Tensor) -> Tensor:
-    """Each entry's number among those of its group, from 0; a group's entries are adjacent."""
+    """Return each entry's index within its group; a group's entries must be adjacent."""
     _, inverse_M, counts = torch.unique_consecutive(group_M, return_inverse=True, return_counts=True)
     return torch.arange(len(group_M), device=group_M.device) - (counts.cumsum(0) - counts)[inverse_M]
 
 
 def text_rows(features: Features, anchors: SampledAnchors) -> LossRows:
-    """The rows of drafts at anchors that follow the text (teacher forcing): a target per depth, the one at ``t+1+k``."""
+    """Make the loss rows of teacher-forced drafts at anchors, with one target per depth, at position ``t+1+k``."""
     row_M1, K, last = anchors.at.row_M[:, None], anchors.counts_MK.shape[1], features.tokens_BT.shape[1] - 1
     target_MK = anchors.at.position_M[:, None] + 1 + torch.arange(K, device=row_M1.device)
-    here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)   # beyond the row no depth counts
+    here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)   # no depth counts beyond the row
     tokens_BT = features.tokens_BT
     hidden_MKD, parents_MK, labels_MK = features.hidden_BTD[row_M1, here_MK], tokens_BT[row_M1, here_MK], tokens_BT[row_M1, next_MK]
     return LossRows(hidden_MKD, parents_MK, labels_MK, anchors.counts_MK, anchors.counts_MK)

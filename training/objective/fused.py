@@ -1,9 +1,9 @@
-"""Readout and loss in one pass over chunks: a loss that carries its gradient, without ``[T, V]`` logits.
+"""Fused readout and loss over chunks: the gradient is computed with the loss, without ``[T, V]`` logits.
 
-A chunk's logits exist only while its loss and their gradient are computed; the gradient is sent back through the drafter's readout
-at once and accumulated for the hidden states and for the readout's weights (the leaves that autograd finds behind the logits). When
-all chunks are done, a number and gradients of the size of its inputs are left; `GradientAccumulator.attach` makes them one node of
-the graph. Nothing is computed twice, as it would be under checkpointing.
+A chunk's logits exist only while its loss and their gradient are computed. The gradient is propagated through the drafter's readout
+immediately and accumulated for the hidden states and the readout's weights (the leaves of the logits' autograd graph). The result
+is the loss and gradients of the size of its inputs, which `GradientAccumulator.attach` makes one node of the graph. Unlike with
+checkpointing, nothing is computed twice.
 
 Shape suffixes: M rows of the loss, C rows of a chunk, D width, V vocabulary, K depth.
 """
@@ -26,12 +26,12 @@ from headstart.training.objective.terms import FEATURES, SoftTarget, compare, gr
 from headstart.training.recipe.training import Objective
 
 CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
-"""Chunks on a CPU: as many logits as its caches hold (2 MB in fp32), but enough rows to keep its matrix products efficient."""
+"""Size of chunks on a CPU: logits that fit its caches (2 MB in fp32), but enough rows for efficient matrix products."""
 
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """The loss of one drafter as a function of its hidden states."""
+    """Loss of one drafter as a function of its hidden states."""
 
     settings: Objective
     teacher: Teacher
@@ -43,7 +43,7 @@ class FusedLoss:
         return vocabulary if vocabulary is None else vocabulary.to(self.teacher.device)
 
     def sum(self, rows: LossRows, drafts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss, with gradients; per depth the rows where the most likely tokens agree, and the summed acceptance rate."""
+        """Return the weighted loss, with gradients, and per depth the number of top-1 agreements and the summed acceptance rate."""
         gradients = GradientAccumulator(drafts)
         parts = [self._chunk(rows.part(chunk), chunk, gradients) for chunk in self.chunks(len(rows))]
         loss, correct_K, alpha_K = (torch.stack(part).sum(0) for part in zip(*parts, strict=True))
@@ -52,8 +52,8 @@ class FusedLoss:
     def _chunk(self, rows: LossRows, chunk: slice, gradients: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor]:
         sums, targets = [], rows.hidden_MJD.shape[1]
         for i in range(len(gradients.drafts)):
-            if i < targets:   # one for all depths, or one per depth
-                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):   # in its own dtype, as when decoding
+            if i < targets:   # one target for all depths, or one per depth
+                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):   # in its own dtype, as in decoding
                     target = soft_target(self.teacher.readout(rows.hidden_MJD[:, i]), self.vocabulary)
             sums.append(self._depth(i, target, rows, chunk, gradients))
         losses_K, correct_K, alpha_K = (torch.stack(part) for part in zip(*sums, strict=True))
@@ -62,7 +62,7 @@ class FusedLoss:
     def _depth(
         self, i: int, target: SoftTarget, rows: LossRows, chunk: slice, gradients: GradientAccumulator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, agreeing rows and summed acceptance rate of one column; its logits are freed on return."""
+        """Return loss, top-1 agreements and summed acceptance rate of column i; its logits are freed on return."""
         leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, chunk, rows)
         counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
         with torch.no_grad():
@@ -78,12 +78,12 @@ class FusedLoss:
             return loss, ((choice_C == target.choice_C) & counts_C).sum(), (draft.alpha_C * counts_C).sum()
 
     def chunk_logits(self, draft_MD: Tensor, i: int, chunk: slice, rows: LossRows) -> tuple[Tensor, Tensor]:
-        """Column i of a chunk (``rows`` of it): its hidden states, detached from the graph that made them, and their logits."""
+        """Return the detached hidden states of column i of a chunk, and their logits; ``rows`` are those of the chunk."""
         leaf_CD = draft_MD[chunk].detach().requires_grad_(draft_MD.requires_grad and torch.is_grad_enabled())
         return leaf_CD, self.drafter.readout(leaf_CD, rows.first_depth + i, _column(rows.parents_MJ, i))
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """``count`` rows in chunks of at most ``objective.chunk_size``, at least one chunk; on a CPU they fit its caches."""
+        """Divide ``count`` rows into chunks of at most ``objective.chunk_size``, smaller on a CPU to fit its caches; at least one chunk."""
         size, policy = self.settings.chunk_size, chunk_policy()
         if (policy.device_type or self.teacher.device.type) == "cpu":
             vocab = self.teacher.vocab if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
@@ -92,12 +92,12 @@ class FusedLoss:
 
 
 def _column(values: Tensor, i: int) -> Tensor:
-    """``[M, J, ...]`` -> ``[M, ...]``: what is shared by all depths, or depth i's."""
+    """Select column i, or the only one if all depths share it: ``[M, J, ...]`` -> ``[M, ...]``."""
     return values[:, min(i, values.shape[1] - 1)]
 
 
 class GradientAccumulator:
-    """Gradients summed over chunks: of each depth's hidden states, and of every weight behind the logits."""
+    """Gradients of each depth's hidden states and of the readout's weights, summed over chunks."""
 
     def __init__(self, drafts: list[Tensor]) -> None:
         self.drafts = drafts
@@ -109,9 +109,9 @@ class GradientAccumulator:
             self.of_drafts[i][chunk] += gradient_CD
 
     def backward(self, i: int, chunk: slice, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
-        """Send the gradient of a chunk's logits through the readout that made them from ``leaf_CD``."""
+        """Propagate the gradient of a chunk's logits through the readout to ``leaf_CD`` and the weights."""
         inputs = [weight for weight in leaves(logits_CV) if weight is not leaf_CD] + [leaf_CD] * leaf_CD.requires_grad
-        with torch.autocast(logits_CV.device.type, enabled=False):   # as any backward: in the dtypes of the forward
+        with torch.autocast(logits_CV.device.type, enabled=False):   # a backward uses the dtypes of its forward
             gradients = torch.autograd.grad(logits_CV, inputs, gradient_CV.to(logits_CV.dtype), allow_unused=True)
         for tensor, part in zip(inputs, gradients, strict=True):
             if tensor is leaf_CD and part is not None:
@@ -122,7 +122,7 @@ class GradientAccumulator:
                 self.of_weights[tensor] = part
 
     def attach(self, loss: Tensor) -> Tensor:
-        """The loss as a function of the hidden states and the weights, differentiable once."""
+        """Return the loss with its gradients attached, as a once-differentiable function of hidden states and weights."""
         if not torch.is_grad_enabled():
             return loss
         pairs = [*zip(self.drafts, self.of_drafts, strict=True), *self.of_weights.items()]
@@ -131,7 +131,7 @@ class GradientAccumulator:
 
 
 class _Attached(torch.autograd.Function):
-    """A number whose gradients are known: ``(loss, n, n gradients, n inputs)``."""
+    """A scalar with precomputed gradients: ``(loss, n, n gradients, n inputs)``."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _Attached(torch.autograd.Function):
 
 
 def leaves(output: Tensor) -> list[Tensor]:
-    """The leaf tensors behind ``output`` whose gradient a backward would fill in."""
+    """Return the leaf tensors in the graph of ``output`` that a backward would give gradients."""
     found: list[Tensor] = []
     nodes: list[Any] = [output.grad_fn] if output.grad_fn is not None else []
     seen = set(nodes)

@@ -1,8 +1,8 @@
-"""The rows that the loss is summed over: which tokens count at which depth, and what each draft is compared with.
+"""The rows that the loss is summed over: which depths count, and the target of each.
 
-The backbone's distribution at position j is that of ``x_{j+1}``, and depth k drafts ``x_{t+2+k}`` at position t. So the one
-distribution at j is the target of every depth k, drafted at ``t = j-1-k``. Drafts at all positions are therefore summed by
-target position j (`dense_rows`), which reads each target out once; drafts at anchors are summed by draft, with a target per depth.
+The backbone's distribution at position j is that of ``x_{j+1}``, and depth k drafts ``x_{t+2+k}`` at position t. So the distribution
+at j is the target of all depths k, drafted at ``t = j-1-k``. Drafts at all positions are therefore grouped by target position j
+(`dense_rows`), so that each target is read out once; drafts at anchors are grouped by anchor, with one target per depth.
 
 Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss, J targets of a row (1 or K).
 """
@@ -25,15 +25,15 @@ class LossRows:
     hidden_MJD: Tensor
     """The backbone's final hidden states, whose readout is the target distribution."""
     parents_MJ: Tensor
-    """The last token the target is conditioned on: the parent of the drafted token."""
+    """Parent of the drafted token: the last token that the target is conditioned on."""
     labels_MJ: Tensor | None
-    """The text's next token; None where the parents are not the text's."""
+    """The next token of the training sequence; None for rollouts."""
     counts_MK: Tensor
-    """Whether depth k counts in this row."""
+    """True where depth k counts in the row."""
     weights_MK: Tensor
     """Weight in the loss; 0 where the depth does not count."""
     first_depth: int = 0
-    """The depth of column 0."""
+    """Depth of column 0."""
 
     def __len__(self) -> int:
         return len(self.counts_MK)
@@ -48,9 +48,9 @@ class LossRows:
 
 
 def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
-    """bool ``[B, T-1]``: whether that depth drafts the token after target position j, at position ``j-1-depth``.
+    """Return bool ``[B, T-1]``: True if ``depth`` drafts the token after target position j, from position ``j-1-depth``.
 
-    It must be a label token, and the drafting position must lie in the same document.
+    The token must be a label, and the drafting position must be in the same document.
     """
     back = depth + 2
     inside_BT = F.pad(document_BT[:, back:] == document_BT[:, :-back], (min(back, document_BT.shape[1]), 0))
@@ -58,22 +58,22 @@ def counted(loss_mask_BT: Tensor, document_BT: Tensor, depth: int) -> Tensor:
 
 
 def counted_from(loss_mask_BT: Tensor, document_BT: Tensor, depths: int) -> Tensor:
-    """bool ``[B, T, K]``: whether depth k drafts a label token at position t."""
+    """Return bool ``[B, T, K]``: True if depth k drafts a label token at position t."""
     T = document_BT.shape[1]
     by_depth = [counted(loss_mask_BT, document_BT, k)[:, 1 + k :] for k in range(depths)]
     return torch.stack([F.pad(count_BT, (0, T - count_BT.shape[1])) for count_BT in by_depth], -1)
 
 
 def count_label_tokens(loss_mask_BT: Tensor, document_BT: Tensor) -> Tensor:
-    """Number of label tokens that some depth drafts; depth 0 drafts every token that a deeper one does."""
+    """Count the label tokens drafted by depth 0; deeper depths draft subsets of them."""
     return counted(loss_mask_BT, document_BT, 0).sum()
 
 
 def dense_rows(features: Features, hidden: list[Tensor]) -> tuple[LossRows, list[Tensor], Tensor]:
-    """The rows of drafts at every position; the hidden states of each depth in them; and each entry's draft, ``[M, K]``, as b T + t.
+    """Make the loss rows of drafts at all positions; returns rows, hidden states per depth, and each entry's draft ``b T + t``, ``[M, K]``.
 
-    Where a depth does not count, its row holds some other position's state: a fixed shape is worth more than the few rows saved,
-    and a depth that drafts nothing in a batch still takes part in the graph, which data parallelism needs.
+    Where a depth does not count, its entry has another position's state: this keeps shapes fixed, and every depth is in the graph, as
+    data parallelism requires.
     """
     assert features.loss_mask_BT is not None and features.document_BT is not None
     counts_KBT = torch.stack([counted(features.loss_mask_BT, features.document_BT, k) for k in range(len(hidden))])

@@ -1,15 +1,15 @@
-"""The training objective: match the backbone's next-token distributions at every depth, without holding ``[T, V]`` logits.
+"""The training objective: match the backbone's next-token distributions at every depth, without ``[T, V]`` logits.
 
-Drafts come from every position of the text, or from a sample of them (anchors), and follow the text's tokens or the drafter's own
-(rollouts). In each case the loss is one sum over rows (loss_rows.py), in chunks (fused.py): at each row and depth a mixture of terms
-(terms.py) with a weight (depth_weights.py). Drafts at anchors weigh 1 / share, so that the expected loss does not depend on the share.
+Drafts start at all positions or at sampled ones (anchors), and are teacher-forced or follow the drafter's own tokens (rollouts). The
+loss is a sum over rows (loss_rows.py), computed in chunks (fused.py): for each row and depth a mixture of terms (terms.py) times a
+weight (depth_weights.py). Drafts at anchors have weight 1 / share, so that the expected loss does not depend on the share.
 
 The loss is a sum over depths and label tokens; the caller divides by the number of label tokens of the whole optimiser step
-(`count_label_tokens`), over every process and accumulated micro-batch. That makes the reduction independent of packing, padding,
-accumulation and the number of processes, since no term and no weight depends on more than its own draft.
+(`count_label_tokens`), over all processes and micro-batches. The result does not depend on packing, padding, accumulation or the
+number of processes, since terms and weights depend on their own draft only.
 
-A draft vocabulary restricts the backbone's distribution to tokens that can be drafted, and does *not* renormalise it, so alpha is the
-true acceptance rate. A token outside of it counts as wrong in the accuracy.
+A draft vocabulary restricts the backbone's distribution to tokens that can be drafted and does *not* renormalise it, so that alpha is
+the true acceptance rate. A token outside it counts as wrong in the accuracy.
 
 Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss, N depths after the first (K - 1).
 """
@@ -35,17 +35,17 @@ from headstart.training.objective.terms import FEATURES, at_least_fp32
 
 
 class Sums(NamedTuple):
-    """Sums over the label tokens of a batch; per depth where the name ends in K. Sums of batches add up."""
+    """Sums over the label tokens of a batch, per depth if the name ends in K; additive over batches."""
 
     loss: Tensor
     count_K: Tensor
-    """Positions at which a depth drafts a label token; at anchors, those sampled."""
+    """Number of positions (anchors, if sampled) at which a depth drafts a label token."""
     correct_K: Tensor
-    """Of them, where the most likely token of draft and backbone agree."""
+    """Number of these positions where draft and backbone agree on the most likely token."""
     alpha_K: Tensor
-    """Over them, the sum of the expected acceptance rate ``sum_v min(p_v, q_v)``, p and q at temperature 1."""
+    """Sum over these positions of the expected acceptance rate ``sum_v min(p_v, q_v)`` at temperature 1."""
     lm_loss: Tensor
-    """Cross-entropy of a trainable backbone on the label tokens, part of ``loss``; 0 with a frozen one."""
+    """Cross-entropy of a trainable backbone on the label tokens, included in ``loss`` with its weight; 0 with a frozen one."""
 
     @property
     def per_depth(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Sums(NamedTuple):
 
 
 def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors: SampledAnchors | None = None) -> Sums:
-    """Sums over a batch from what the drafter's forward returned, at the anchors if there are any; only ``loss`` has gradients."""
+    """Compute a batch's sums from the hidden states of the drafter's forward, at ``anchors`` if given; only ``loss`` has gradients."""
     settings = loss.settings
     if anchors is None:
         rows, drafts, draft_MK = dense_rows(features, hidden)
@@ -73,10 +73,10 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
 
 
 def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepKey) -> Tensor:
-    """Weighted loss of a batch's rollouts, to be divided by the label tokens of the step like the text's; 0 where there are none.
+    """Compute the weighted loss of a batch's rollouts, with the same divisor as the teacher-forced loss; 0 if there are no anchors.
 
-    Depth 0 follows the text and is left out. A depth counts where it would count in the text. Drafting is in the weights' own dtype,
-    as `begin` and `step` are not made for autocast.
+    Depth 0 is omitted, since its inputs are those of teacher forcing. A depth counts where it would count in teacher forcing. Drafting uses
+    the weights' dtype, since `begin` and `step` do not support autocast.
     """
     settings, drafter = loss.settings, loss.drafter
     anchors = sample_anchors(features, drafter.trained_depth, settings.on_policy_share, step_key, first_depth=1)
@@ -91,7 +91,7 @@ def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepK
 
 
 def require_comparable(drafter: Drafter) -> None:
-    """Raise UserError unless the drafter's hidden states are read out by the backbone's own output layer, as EAGLE-1's are."""
+    """Raise UserError unless the drafter's logits come from the backbone's output layer, as in EAGLE-1."""
     if not drafter.own_readout:
         return
     raise UserError(

@@ -1,8 +1,8 @@
-"""Rollouts: the drafter drafts by itself from anchors in the text, each depth following the tokens of the depths before it.
+"""Rollouts: from anchors, the drafter drafts autoregressively on its own tokens, as in decoding.
 
-`Drafter.forward` follows the text's tokens. When the drafter decodes, it follows its own, most of which stand in no text; training on
-them is on-policy distillation (2306.13649; for drafters 2310.08461, 2605.29343). `begin` and `step`, which decode, are the forward here,
-with gradients; none flows through the choice of a token, which is drawn with noise that derives from the anchor's key.
+`Drafter.forward` is teacher-forced, but in decoding the drafter continues its own tokens; training on these is on-policy distillation
+(2306.13649; for drafters 2310.08461, 2605.29343). The forward here is `begin` and `step`, as in decoding, with gradients. No gradient
+flows through the choice of tokens, which are sampled with noise derived from the anchor's key.
 
 Shape suffixes: B batch, T positions, M drafts, R rows of a prefill, N drafted tokens that have children (K - 1), K depth, D width.
 """
@@ -25,33 +25,33 @@ from headstart.training.objective.terms import at_least_fp32
 
 
 def prefill_at(drafter: Drafter, features: Features, anchors: SampledAnchors) -> Any:
-    """The drafter's state at every anchor, each a row: it has read its document up to the anchor, and has room to draft.
+    """Return the drafter's state with one row per anchor, prefilled with its document up to the anchor and with capacity to draft.
 
-    A document is read once, in pieces from anchor to anchor; the state after each piece is kept as that anchor's.
+    Each document is prefilled once, in pieces from anchor to anchor; the state after each piece is that anchor's.
     """
     state, states = None, []
     row_M, first_M, number_M = anchors.at.row_M, anchors.first_M, anchors.number_M
     end_M, document_M = anchors.at.position_M - first_M + 1, row_M * features.tokens_BT.shape[1] + first_M
     by_document_M, read_M = document_M.argsort(stable=True), torch.zeros_like(end_M)
-    read_M[by_document_M[1:]] = end_M[by_document_M[:-1]]   # up to the anchor before it
+    read_M[by_document_M[1:]] = end_M[by_document_M[:-1]]   # up to the previous anchor
     read_M[number_M == 0] = 0
     pieces = [(number_M == number).nonzero().flatten() for number in range(int(number_M.max()) + 1)]
     longest = max(int(read_M[now].max() + (end_M - read_M)[now].max()) for now in pieces)   # rows of a piece are padded to one length
-    alive = document_M[pieces[0]]   # the documents that the state has rows of, ascending
+    alive = document_M[pieces[0]]   # documents of the state's rows, ascending
     for now in pieces:
         rows, alive = torch.searchsorted(alive, document_M[now]), document_M[now]
         state = None if state is None else drafter.select(state, rows)
         piece = _piece(features, row_M[now], first_M[now] + read_M[now], (end_M - read_M)[now])
         state = drafter.reserve(drafter.begin(piece, state), longest + drafter.trained_depth)
         states.append(state)
-    while len(states) > 1:   # in pairs, so that each is copied but a few times
+    while len(states) > 1:   # in pairs, so that each is copied only a few times
         pairs = [states[i : i + 2] for i in range(0, len(states), 2)]
         states = [drafter.join(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
     return states[0]
 
 
 def _piece(features: Features, row_R: Tensor, first_R: Tensor, count_R: Tensor) -> Features:
-    """``count_R`` positions of those rows, from ``first_R`` on."""
+    """Select ``count_R`` positions from ``first_R`` of the rows ``row_R``."""
     place_RT = torch.arange(int(count_R.max()), device=row_R.device)[None]
     last = features.tokens_BT.shape[1] - 1
     index_RT, inside_RT = (first_R[:, None] + place_RT).clamp(max=last), place_RT < count_R[:, None]
@@ -60,14 +60,14 @@ def _piece(features: Features, row_R: Tensor, first_R: Tensor, count_R: Tensor) 
 
 
 def rollout(loss: FusedLoss, features: Features, anchors: SampledAnchors) -> tuple[Tensor, list[Tensor]]:
-    """Draft at the anchors: int64 ``[M, N]`` tokens, N = K - 1, and each depth's hidden states ``[M, D]``, with gradients."""
+    """Draft at the anchors; returns tokens, int64 ``[M, N]`` with N = K - 1, and each depth's hidden states ``[M, D]``, with gradients."""
     drafter, row_M = loss.drafter, anchors.at.row_M
     state = prefill_at(drafter, features, anchors)
     parents_M = features.tokens_BT[row_M, anchors.at.position_M + 1]
     root_M1, drafted, hidden = torch.zeros_like(parents_M[:, None]), [], []
     for k in range(drafter.trained_depth):
         if k == 0 or not drafter.all_depths_at_once:
-            # A step writes next to the keys of the one before, which that one's gradients still need.
+            # A step writes in place to tensors that the gradients of the previous step need.
             before = state if k == 0 else map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
             stepped_MND, state = drafter.step(before, parents_M[:, None], root_M1, k)
         hidden.append(stepped_MND[:, k if drafter.all_depths_at_once else 0])
@@ -79,7 +79,7 @@ def rollout(loss: FusedLoss, features: Features, anchors: SampledAnchors) -> tup
 
 @torch.no_grad()
 def sample_tokens(loss: FusedLoss, hidden_MD: Tensor, depth: int, parents_M: Tensor, key_M: Tensor) -> Tensor:
-    """int64 ``[M]``: a token of each draft's own distribution at a depth, after its parent, at ``objective.on_policy_temperature``."""
+    """Sample a token from each draft's distribution at ``depth``, at ``objective.on_policy_temperature``: int64 ``[M]``."""
     vocabulary, temperature, chosen = loss.drafter.vocabulary, loss.settings.on_policy_temperature, []
     for chunk in loss.chunks(len(key_M)):
         logits_CV = at_least_fp32(loss.drafter.readout(hidden_MD[chunk], depth, parents_M[chunk]))

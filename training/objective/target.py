@@ -1,4 +1,4 @@
-"""The backbone's hidden states at drafted tokens, read in one forward pass behind the text that it has in its KV cache.
+"""The backbone's hidden states at drafted tokens, from one forward pass that continues the KV cache of the batch.
 
 Shape suffixes: B batch, T positions, M drafts, R drafts of a row, N drafted tokens of a draft, D width, X drafted tokens of a row (R N).
 """
@@ -17,7 +17,7 @@ from headstart.training.objective.anchors import number_within
 
 
 def target_hidden(backbone: Backbone, features: FeaturesWithCache, at: Anchors, drafted_MN: Tensor) -> Tensor:
-    """The backbone's final hidden states at the drafted tokens, ``[M, N, D]``."""
+    """Return the backbone's final hidden states at the drafted tokens, ``[M, N, D]``."""
     B, N = len(features.tokens_BT), drafted_MN.shape[1]
     rank_M = torch.zeros_like(at.row_M)
     by_row_M = at.row_M.argsort(stable=True)
@@ -25,23 +25,23 @@ def target_hidden(backbone: Backbone, features: FeaturesWithCache, at: Anchors, 
     R = int(rank_M.max()) + 1
     tokens_BRN = drafted_MN.new_zeros(B, R, N)
     tokens_BRN[at.row_M, rank_M] = drafted_MN
-    anchor_BR = drafted_MN.new_full((B, R), -2)   # where there is no draft: it sees no text
+    anchor_BR = drafted_MN.new_full((B, R), -2)   # no draft: attends to no past position
     anchor_BR[at.row_M, rank_M] = at.position_M
     positions_BX, attention_mask = _masks(features, anchor_BR, N, backbone.windows)
-    if backbone.max_positions is not None:   # a token behind the document's end has no weight
+    if backbone.max_positions is not None:   # tokens past the document's end have no weight
         positions_BX = positions_BX.clamp(max=backbone.max_positions - 1)
     assert features.cache is not None
     kept = [(layer.keys, layer.values) for layer in features.cache.layers]
     try:
         hidden_BXD = backbone.read(tokens_BRN.flatten(1), features.cache, positions_BX, attention_mask).hidden_BTD
-    finally:   # the next drafter's pass starts from the text as well
+    finally:   # restore the cache for the next drafter
         for layer, (keys, values) in zip(features.cache.layers, kept, strict=True):
             layer.keys, layer.values = keys, values
     return hidden_BXD.unflatten(1, (R, N))[at.row_M, rank_M]
 
 
 def _masks(features: Features, anchor_BR: Tensor, count: int, windows: dict[str, int | None]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Positions of the drafted tokens in their documents, ``[B, X]``, and for each kind of layer where they look: text, then drafts."""
+    """Return the drafted tokens' positions, ``[B, X]``, and each kind of layer's mask ``[B, X, T + X]`` over past positions and drafts."""
     assert features.document_BT is not None
     (B, R), T = anchor_BR.shape, features.tokens_BT.shape[1]
     ahead_N, place_T = (torch.arange(n, device=anchor_BR.device) for n in (count, T))

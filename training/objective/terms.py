@@ -1,4 +1,4 @@
-"""Loss terms comparing the draft's distribution q with the backbone's p, each with a hand-written gradient.
+"""Loss terms that compare the draft's distribution q with the backbone's p, each with an explicit gradient.
 
 q is the softmax of the draft's logits z over the draft vocabulary. p is the backbone's distribution over those tokens, *not*
 renormalised: its mass ``m = sum_v p_v`` bounds the acceptance rate. The expected acceptance rate of lossless sampling is
@@ -10,13 +10,13 @@ renormalised: its mass ``m = sum_v p_v`` bounds the acceptance rate. The expecte
     ce          -log q of the backbone's most likely token; 0 where the draft vocabulary lacks that token
     tv          1 - alpha
     lk_alpha    -log alpha (2602.23881)
-    lk          w kl + (1 - w) tv with w = exp(-eta alpha) held constant: moves from KL to acceptance (2602.23881)
+    lk          w kl + (1 - w) tv with w = exp(-eta alpha) held constant: shifts from KL to TV as alpha grows (2602.23881)
     topk_kl     kl over the k most likely tokens and one bin for all others; HASS uses those tokens alone (2408.15766)
     features    smooth L1 between the drafter's hidden state and the backbone's, mean over the width (EAGLE-1, 2401.15077)
 
 Each term returns its value and adds its gradient ``g_v = dL / d log q_v`` to a buffer shared by all terms; `gradient` converts
-the buffer to the gradient of the logits, ``dL/dz_v = g_v - q_v sum_u g_u``. Autograd records nothing here, and a mixture costs
-little more than one term. tests/test_terms.py compares every term with autograd of its formula, in float64.
+the buffer to the gradient of the logits, ``dL/dz_v = g_v - q_v sum_u g_u``. Autograd is not used, and a mixture costs
+little more than one term. tests/test_terms.py checks every term against autograd in float64.
 
 Shape suffixes: C positions of a chunk, V draft vocabulary, D width.
 """
@@ -34,19 +34,19 @@ from torch import Tensor
 from headstart.training.recipe.training import Objective
 
 MIN_ALPHA = 1e-6
-"""Below this acceptance rate -log alpha is replaced by its tangent, so that the gradient stays finite."""
+"""Acceptance rate below which -log alpha is replaced by its tangent, so that the gradient stays finite."""
 
 
 class SoftTarget(NamedTuple):
     """The backbone's next-token distributions at the positions of a chunk."""
 
     p_CV: Tensor
-    """Over the draft vocabulary, not renormalised."""
+    """Probabilities over the draft vocabulary, not renormalised."""
     mass_C: Tensor
     negentropy_C: Tensor
-    """``sum_v p_v log p_v``; added to the cross-entropy it gives the KL divergence."""
+    """``sum_v p_v log p_v``; the KL divergence is this plus the cross-entropy."""
     choice_C: Tensor
-    """The most likely token of the whole vocabulary."""
+    """Most likely token of the whole vocabulary."""
     target_C: Tensor
     """Index of that token in the draft vocabulary; arbitrary where ``has_target_C`` is False."""
     has_target_C: Tensor
@@ -70,7 +70,7 @@ class DraftProbs(NamedTuple):
 
 
 def soft_target(logits_CV: Tensor, vocabulary: Tensor | None) -> SoftTarget:
-    """Targets from the backbone's logits over its whole vocabulary."""
+    """Compute targets from the backbone's logits over its whole vocabulary."""
     logits_CV = at_least_fp32(logits_CV)
     choice_C = logits_CV.argmax(-1)
     p_CV = logits_CV.softmax(-1)
@@ -82,7 +82,7 @@ def soft_target(logits_CV: Tensor, vocabulary: Tensor | None) -> SoftTarget:
 
 
 def in_vocabulary(tokens_C: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Indices of backbone tokens in the draft vocabulary (arbitrary where it lacks them), and whether it has them."""
+    """Return the indices of backbone tokens in the draft vocabulary (arbitrary if absent), and whether they are in it."""
     if vocabulary is None:
         return tokens_C, torch.ones_like(tokens_C, dtype=torch.bool)
     index_C = torch.searchsorted(vocabulary, tokens_C).clamp(max=len(vocabulary) - 1)
@@ -90,28 +90,28 @@ def in_vocabulary(tokens_C: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, 
 
 
 def compare(teacher: SoftTarget, logits_CV: Tensor) -> DraftProbs:
-    """The draft's distributions; no term has added a gradient yet."""
+    """Compute the draft's distributions, with an empty gradient buffer."""
     logits_CV = logits_CV.to(torch.promote_types(at_least_fp32(logits_CV[:0]).dtype, teacher.p_CV.dtype))
     q_CV, choice_C = logits_CV.softmax(-1), logits_CV.argmax(-1)
     norm_C = (logits_CV.gather(-1, choice_C[:, None]) - q_CV.gather(-1, choice_C[:, None]).log()).squeeze(-1)
-    buffer_CV = teacher.p_CV * logits_CV   # one buffer for all products that are only summed, and then for the gradient
+    buffer_CV = teacher.p_CV * logits_CV   # one buffer for products that are only summed, then for the gradient
     cross_C = buffer_CV.sum(-1)
     alpha_C = torch.minimum(teacher.p_CV, q_CV, out=buffer_CV).sum(-1)
     return DraftProbs(logits_CV, q_CV, norm_C, choice_C, cross_C, alpha_C, buffer_CV.zero_())
 
 
 def gradient(draft: DraftProbs) -> Tensor:
-    """``[C, V]``: the gradient with respect to the logits, computed in place of the one with respect to log q."""
+    """Convert the gradient with respect to log q to that of the logits, in place: ``[C, V]``."""
     return draft.log_q_grad_CV.addcmul_(draft.q_CV, draft.log_q_grad_CV.sum(-1, keepdim=True), value=-1)
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:
-    """Upcast to fp32 unless wider already: a softmax in bf16 is too coarse to train on."""
+    """Upcast to at least fp32, since a softmax in bf16 is too coarse for training."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 Term = Callable[[SoftTarget, DraftProbs, Tensor, Objective], Tensor]
-"""Adds the gradient of ``weight_C`` times the term, and returns the term's unweighted value at each position, ``[C]``."""
+"""Adds the gradient of ``weight_C`` times the term to the buffer, and returns the term's unweighted values, ``[C]``."""
 
 
 def kl(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objective) -> Tensor:
@@ -130,7 +130,7 @@ def js(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objec
     apart_CV = _log(draft.q_CV).sub_(_log(half_CV)).mul_(draft.q_CV)
     draft.log_q_grad_CV.addcmul_(apart_CV, weight_C[:, None], value=0.5)
     to_half_C = teacher.negentropy_C - torch.linalg.vecdot(teacher.p_CV, _log(half_CV))
-    outside_C = (1 - teacher.mass_C) * math.log(2)   # there q is 0 and h is p / 2
+    outside_C = (1 - teacher.mass_C) * math.log(2)   # outside, q is 0 and h is p / 2
     return (to_half_C + apart_CV.sum(-1) + outside_C) / 2
 
 
@@ -178,7 +178,7 @@ FEATURES = "features"
 
 
 def mix(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objective) -> Tensor:
-    """Sum of the weighted terms over the positions; their gradients are added to the draft's buffer."""
+    """Sum the weighted terms over the positions; their gradients are added to the draft's buffer."""
     total = weight_C.new_zeros((), dtype=draft.q_CV.dtype)
     for name, share in settings.terms.items():
         if share and name in TERMS:
@@ -187,7 +187,7 @@ def mix(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Obje
 
 
 def regression(drafted_CD: Tensor, hidden_CD: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the ``features`` term, and its gradient with respect to the drafted hidden states, ``[C, D]``."""
+    """Return the weighted sum of the ``features`` term and its gradient with respect to the drafted hidden states, ``[C, D]``."""
     drafted_CD = at_least_fp32(drafted_CD)
     hidden_CD = hidden_CD.to(drafted_CD.dtype)
     value_C = F.smooth_l1_loss(drafted_CD, hidden_CD, reduction="none").mean(-1)
@@ -195,10 +195,10 @@ def regression(drafted_CD: Tensor, hidden_CD: Tensor, weight_C: Tensor) -> tuple
 
 
 def _sum_p_log_p(p_CV: Tensor) -> Tensor:
-    """``sum_v p_v log p_v``."""
+    """Compute ``sum_v p_v log p_v``."""
     return torch.linalg.vecdot(p_CV, _log(p_CV))
 
 
 def _log(p: Tensor) -> Tensor:
-    """Log of probabilities as a new tensor, finite at 0 (about -87 in fp32), so that 0 log 0 is 0."""
+    """Return the log of probabilities as a new tensor, finite at 0 (about -87 in fp32), so that 0 log 0 is 0."""
     return p.clamp(min=torch.finfo(p.dtype).tiny).log_()

@@ -1,1 +1,1 @@
-"""What a recipe needs in memory, disk and time, before it is trained."""
+"""Estimate the memory, disk and time that training needs."""

@@ -1,4 +1,4 @@
-"""Time per step: a few steps of the real training loop on the recipe's backbone and data, in a temporary folder."""
+"""Measure the time per step with a few steps of the training loop on the recipe's backbone and data, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headstart.training.run.signals import StopSignal
 from headstart.training.setup import prepare
 
 STEPS = 4
-"""The first of them is a warm-up."""
+"""Number of steps, the first a warm-up."""
 
 
 def why_not_loadable(recipe: Recipe) -> str | None:
-    """Why the backbone's weights cannot be loaded without a download; None if they can."""
+    """Return the reason why the backbone's weights cannot be loaded without a download; None if they can."""
     path = resolve(recipe.backbone.path)
     if Path(path).is_dir():
         return None if list(Path(path).glob("*.safetensors")) else f"{recipe.backbone.path} has no weights (*.safetensors)"
@@ -33,7 +33,7 @@ def why_not_loadable(recipe: Recipe) -> str | None:
 
 
 def live_until_cached(recipe: Recipe) -> Recipe:
-    """The recipe, without its feature cache as long as that is not complete. Raises UserError."""
+    """Return the recipe, without its feature cache if that is incomplete. Raises UserError."""
     settings = recipe.cache
     if settings.dir is None:
         return recipe
@@ -44,9 +44,9 @@ def live_until_cached(recipe: Recipe) -> Recipe:
 
 
 def seconds_per_step(recipe: Recipe, processes: int, steps: int) -> float:
-    """Median over a few steps of one of ``processes``, without communication and evaluations.
+    """Return the median duration of a step of one of ``processes`` processes, without communication and evaluation.
 
-    Raises UserError for what training would refuse.
+    Raises UserError for recipes that training would reject.
     """
     share = -(-recipe.train.batch_size // processes)
     limit = recipe.train.micro_batch or share

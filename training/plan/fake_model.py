@@ -1,8 +1,8 @@
-"""A recipe's backbone and drafters on fake tensors, made from the configuration alone: nothing is loaded or computed.
+"""Build a recipe's backbone and drafters on fake tensors, from the configuration alone; nothing is loaded or computed.
 
-Every tensor is torch's `FakeTensor` (a meta tensor that stands in for one on the CPU), so a forward or a backward runs the code of
-training and gives the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values,
-`FakeValues` supplies them.
+All tensors are torch `FakeTensor`s (meta tensors that represent tensors on the CPU). A forward or backward runs the training code
+with the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values, `FakeValues`
+supplies them.
 
 Shape suffixes: B batch, T positions, V vocabulary, C head width.
 """
@@ -31,20 +31,20 @@ from headstart.training.recipe.recipe import Recipe
 
 
 class FakeValues(TorchFunctionMode):
-    """The few values that the code of a training step reads from tensors.
+    """Supplies the few values that a training step reads from tensors.
 
-    `scaled_dot_product_attention` returns its output alone, since its kernels keep no scores; on fake tensors it would otherwise take
-    the form for machines without such kernels, with scores ``[B, H, T, T]``.
+    `scaled_dot_product_attention` only allocates its output, since fused kernels keep no scores; on fake tensors it would otherwise use
+    the unfused form, with scores ``[B, H, T, T]``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.packed = False
-        """The truth of a tensor: whether some row holds several documents."""
+        """Truth value of tensors: whether a row holds several documents."""
         self.label_tokens = 0
-        """The True entries of a mask."""
+        """Number of True entries of a mask."""
         self.longest = 0
-        """A tensor as an integer: the last position of the longest document."""
+        """Integer value of tensors: the last position of the longest document."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,28 +65,28 @@ class FakeValues(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class FakeModels:
-    """The models of a run on fake tensors; use them inside of `fake_mode`."""
+    """The models of a run on fake tensors; use them inside `fake_mode`."""
 
     backbone: Backbone
     drafters: dict[str, Drafter]
-    """By name; an only drafter's name is empty."""
+    """Drafters by name; the name is empty if there is only one."""
     values: FakeValues
     mode: FakeTensorMode
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The taps of all drafters, which train on the same forward pass of the backbone."""
+        """Taps of all drafters, which share the backbone's forward pass."""
         return taps_of(list(self.drafters.values()))
 
     @contextmanager
     def fake_mode(self) -> Iterator[None]:
-        """While it is entered, new tensors are fake."""
+        """Make all new tensors fake inside the context."""
         with self.mode, self.values:
             yield
 
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
-    """The backbone's configuration; from the hub only that file is fetched. Raises UserError where there is none."""
+    """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
     path, trust = recipe.backbone.path, recipe.backbone.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust)
@@ -100,9 +100,9 @@ def read_config(recipe: Recipe) -> PretrainedConfig:
 
 
 def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
-    """The recipe's backbone and drafters, in the dtypes they have in training on an accelerator or on a CPU.
+    """Build the recipe's backbone and drafters, in the dtypes of training on an accelerator or a CPU.
 
-    Raises UserError for whatever building the real ones would refuse, and for a model that cannot be built on fake tensors.
+    Raises UserError for recipes that building the real models would reject, and for models that cannot be built on fake tensors.
     """
     config, settings = read_config(recipe), recipe.backbone
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -136,9 +136,9 @@ def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
 
 
 def _pass_empty_mask(backbone: Backbone) -> None:
-    """Pass an attention mask without memory where there is none.
+    """Pass an attention mask without memory if there is none.
 
-    Without it the model would make a real mask, since it cannot read from fake positions that it needs none, as it does in training.
+    Otherwise the model would allocate a mask, since it cannot see from fake positions that none is needed, as it does in training.
     """
 
     def give(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,21 +1,21 @@
-"""The memory of a training step, by part and phase, found by running the step on `FakeModels`.
+"""Memory of a training step by part and phase, measured by running the step on `FakeModels`.
 
-No formula stands for a drafter or the objective: their own forward and backward run on fake tensors, and `MemoryCounter` counts. With P
-trained weights, Q backbone weights (b bytes each), B rows of T tokens, D width, K depth, M positions drafted from (label tokens, or the
-share of them that are anchors), V draft vocabulary and C positions of a chunk it comes to
+There are no formulas for drafters and the objective: their forward and backward run on fake tensors under a `MemoryCounter`. With P
+trained weights, Q backbone weights (b bytes each), B rows of T tokens, D width, K depth, M drafting positions (label tokens, or the
+share of them that are anchors), V draft vocabulary and C positions of a chunk, the result is about
 
     backbone weights       Q b                      drafter weights      4 P         weight average (train.ema_decay)   4 P
     optimizer state        8 P (AdamW); 4 P of the matrices under Muon, 8 P of the rest
-    gradients              4 P after the backward, before it the readout's; 4 P throughout under accumulation or with DDP
+    gradients              4 P after the backward, before it the readout's; 4 P throughout with accumulation or DDP
     features               (taps + 1) B T D b, and the tokens
-    backbone activations   of one layer, since its forward keeps nothing: about B T (4 D + 3 feed-forward width) b
-    drafter activations    what autograd keeps of K passes, and the gradients on their way through one
-    attention              the part of those that is laid out by heads: queries, keys, values, scores and outputs
+    backbone activations   of one layer, since no graph is kept: about B T (4 D + 3 feed-forward width) b
+    drafter activations    tensors saved by autograd for K passes, and the gradients of one
+    attention              the part of these with a head dimension: queries, keys, values, scores and outputs
     objective              2 K M D and about 6 C V numbers of fp32
 
-Phases: the backbone's forward; a drafter's forward, the objective and the backward; the optimizer (on an accelerator with one more copy of
-the trained weights, since it updates all at once); on a CPU the checkpoint (a copy of weights and optimizer state on the way to the disk).
-Drafters of one run train one after another, and the gradients of all are kept until the optimizer's step.
+Phases: the backbone's forward; a drafter's forward, the objective and the backward; the optimizer (on an accelerator with another copy of
+the trained weights, since it updates all at once); on a CPU the checkpoint (a copy of weights and optimizer state for writing).
+Drafters of one run train one after another, and the gradients of all are kept until the optimizer step.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from headstart.training.run.optimizer import MuonAdamW, build_optimizer
 
 TARGET_FORWARD, DRAFT_STEP, OPTIMIZER, CHECKPOINT = "forward (target)", "forward+backward (draft)", "optimizer", "checkpoint"
 RUNTIME = {False: 500_000_000, True: 1_000_000_000}
-"""Bytes of torch itself: its libraries on a CPU; context, kernels and workspaces on an accelerator."""
+"""Bytes of torch itself, by accelerator or not: libraries on a CPU; context, kernels and workspaces on an accelerator."""
 ALLOCATOR = 0.05
-"""Share of an accelerator's memory that is left free, since its allocator works in blocks."""
+"""Share of an accelerator's memory reserved for fragmentation by its allocator."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one process puts through one forward."""
+    """Size of one process's micro-batch."""
 
     rows: int
     length: int
@@ -70,7 +70,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Phase -> part -> bytes."""
+    """Memory of a step: phase -> part -> bytes."""
 
     phases: dict[str, Parts]
 
@@ -84,25 +84,25 @@ class StepMemory:
 
     @property
     def largest_part(self) -> str:
-        """The part that takes most of the peak."""
+        """The largest part at the peak."""
         parts = self.phases[self.peak_phase]
         return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a recipe's steps on one device."""
+    """Computes the memory of a recipe's steps on one device."""
 
     recipe: Recipe
     models: FakeModels
     accelerator: bool
     holds_gradients: bool
-    """There are gradients during the backbone's forward: of an earlier micro-batch, or in the buckets of data parallelism."""
+    """Gradients exist during the backbone's forward: of an earlier micro-batch, or in data parallelism's buckets."""
     processes: int = 1
-    """Over which the backbone's layers are sharded if ``backbone.shard`` asks for it."""
+    """Number of processes, over which ``backbone.shard`` shards the backbone's layers."""
 
     def persistent(self) -> Parts:
-        """Bytes by part from the first step to the last."""
+        """Return the bytes by part that are allocated throughout training."""
         recipes = self.recipe.per_drafter()
         drafters, model = self.models.drafters, self.models.backbone.model
         return {
@@ -114,23 +114,23 @@ class MemoryPlan:
         }
 
     def _sharded_layers(self) -> list[int]:
-        """Bytes of each of the backbone's layers if they are sharded."""
+        """Return the bytes of each backbone layer if they are sharded, else nothing."""
         sharded = self.recipe.backbone.shard and self.processes > 1
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
 
     def _on_other_processes(self) -> int:
-        """Bytes of the backbone's weights that the other processes hold."""
+        """Return the bytes of the backbone's weights held by other processes."""
         return sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
 
     def _optimizer_state(self, name: str) -> int:
-        """AdamW keeps two numbers per weight, Muon one for each matrix entry it updates."""
+        """Return the bytes of optimizer state: AdamW has two values per weight, Muon one per matrix entry it updates."""
         with self.models.fake_mode():
             optimizer = build_optimizer(self.models.drafters[name], self.recipe.per_drafter()[name].train)
         first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
         return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
 
     def step(self, size: MicroBatch) -> StepMemory:
-        """Raises UserError for a drafter whose code cannot run on fake tensors."""
+        """Return the memory of a step. Raises UserError for a drafter whose code cannot run on fake tensors."""
         persistent, gradients = self.persistent(), sum(trained(drafter) for drafter in self.models.drafters.values())
         target_forward, draft_step = self._run(size)
         gathered = {"gathered layer": 2 * max(self._sharded_layers(), default=0)}
@@ -145,10 +145,10 @@ class MemoryPlan:
         return StepMemory({phase: {part: count for part, count in parts.items() if count} for phase, parts in phases.items()})
 
     def _run(self, size: MicroBatch) -> tuple[Parts, Parts]:
-        """Bytes beside the persistent ones: during the backbone's forward, and during the largest of the drafters' steps."""
+        """Return the non-persistent bytes of the backbone's forward and of the largest drafter step."""
         values, draft_steps = self.models.values, list[Parts]()
         values.label_tokens, values.packed, values.longest = size.label_tokens, self.recipe.data.packing, size.length - 1
-        policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)   # fake tensors are on a CPU, whatever they stand for
+        policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)   # fake tensors are always on a CPU
         with _quiet(), self.models.fake_mode(), MemoryCounter() as counter, use_chunk_policy(policy):
             features, teacher = self._features(size, counter)
             target_forward = counter.parts([])
@@ -165,7 +165,7 @@ class MemoryPlan:
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
     def _features(self, size: MicroBatch, counter: MemoryCounter) -> tuple[Features, Teacher]:
-        """The features of a micro-batch, live or as they come from a cache, and the teacher that reads them out."""
+        """Return a micro-batch's features, live or as read from a cache, and the teacher."""
         backbone, taps, cache = self.models.backbone, self.models.taps, self.recipe.cache
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
@@ -183,7 +183,7 @@ class MemoryPlan:
 
 
 def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:
-    """As many anchors as a step of this drafter draws on average; None if it drafts from every position."""
+    """Return the average number of anchors of a step of this drafter; None if it drafts from all positions."""
     if drafter.anchor_share == 1:
         return None
     zeros_M = torch.zeros(max(1, round(drafter.anchor_share * label_tokens)), dtype=torch.int64)
@@ -192,7 +192,7 @@ def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:
 
 
 def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: MicroBatch, counter: MemoryCounter) -> Parts:
-    """One drafter's forward, objective and backward, as in `TrainStep`."""
+    """Run one drafter's forward, objective and backward, as in `TrainStep`; returns the bytes by part at the peak."""
     drafter, precision = loss.drafter, torch_dtype(recipe.train.precision)
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     try:
@@ -218,12 +218,12 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
 
 
 def trained(drafter: Drafter) -> int:
-    """Bytes of its trained weights."""
+    """Return the bytes of a drafter's trained weights."""
     return size_of([weight for weight in drafter.parameters() if weight.requires_grad])
 
 
 def size_of(tensors: list[Any]) -> int:
-    """Bytes of the storages behind them, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

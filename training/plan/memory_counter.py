@@ -1,6 +1,6 @@
-"""Exact peak memory: bytes of tensor storages as they are made and freed, by the part of a step they belong to.
+"""Count peak memory exactly: bytes of tensor storages as they are allocated and freed, by part of the step.
 
-It counts fake tensors (training/plan/fake_model.py) and real ones alike.
+Works on fake tensors (training/plan/fake_model.py) and on real ones.
 
 Shape suffixes: B batch, H heads, T positions, D width.
 """
@@ -21,20 +21,20 @@ Parts = dict[str, int]
 
 class _Made(NamedTuple):
     number: int
-    """Unique, while addresses are reused."""
+    """Unique number; addresses are reused."""
     part: str
     size: int
 
 
 class MemoryCounter(TorchDispatchMode):
-    """The storages made since it was entered and not yet freed, and those that were live at the peak."""
+    """Tracks the storages allocated since it was entered and not freed, and those live at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.part = ""
-        """The part that new storages belong to."""
+        """Part of new storages."""
         self.rows: int | None = None
-        """B: if set, tensors laid out by heads (``[B, H, ...]``, ``[B H, ...]``) belong to a part of their own, *attention*."""
+        """B: if set, tensors with a head dimension (``[B, H, ...]``, ``[B H, ...]``) belong to the part *attention*."""
         self.live: dict[int, _Made] = {}
         self.at_peak: list[_Made] = []
         self.bytes = self.peak = self.count = 0
@@ -61,7 +61,7 @@ class MemoryCounter(TorchDispatchMode):
         self.bytes -= self.live.pop(key).size
 
     def reset_peak(self) -> None:
-        """Find the peak from here on."""
+        """Restart the peak from the current state."""
         self.peak, self.at_peak = self.bytes, list(self.live.values())
 
     def rename(self, tensors: list[Tensor], part: str) -> None:
@@ -70,7 +70,7 @@ class MemoryCounter(TorchDispatchMode):
             self.live[key] = self.live[key]._replace(part=part)
 
     def parts(self, gradients: list[Tensor]) -> Parts:
-        """Bytes by part at the peak; ``gradients``, which are live now, are a part of their own."""
+        """Return the bytes by part at the peak; ``gradients``, which must be live, are a separate part."""
         keys = {tensor.untyped_storage()._cdata for tensor in gradients} & self.live.keys()
         numbers, bytes_of = {self.live[key].number for key in keys}, Counter[str]()
         for made in self.at_peak:

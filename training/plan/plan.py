@@ -1,7 +1,7 @@
-"""What a recipe needs: memory by part, disk, tokens, time; and the largest batch and length that fit. Nothing is trained or loaded.
+"""Plan a recipe: memory by part, disk, tokens, time, and the largest batch and length that fit. Loads no weights, except to time steps.
 
-Memory is counted on fake models (training/plan/memory.py), for the longest rows of the data, or rows of ``data.max_length`` where the
-data are not here. Of a backbone that is not here only the configuration is fetched.
+Memory is counted on fake models (training/plan/memory.py), for the longest rows of the data, or rows of ``data.max_length`` if the
+data are not available locally. Of a backbone that is not available locally only the configuration is downloaded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from headstart.training.plan.memory import size_of as bytes_of
 from headstart.training.recipe.recipe import Recipe
 
 MAX_ROWS = 65_536
-"""The most rows of a micro-batch that are tried."""
+"""Maximum rows of a micro-batch that are tried."""
 JSONL_BYTES_PER_TOKEN = 4.5
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the recipe is to be trained on."""
+    """Hardware to train on."""
 
     accelerator: bool
     processes: int
@@ -44,7 +44,7 @@ class Machine:
     """Bytes per process."""
     name: str
     here: bool
-    """Whether this computer is of that kind, so that steps can be timed."""
+    """True if this machine is of that kind, so that steps can be timed."""
 
     @property
     def usable(self) -> int:
@@ -52,7 +52,7 @@ class Machine:
 
 
 def find_machine(gpus: int | None, memory: float | None) -> Machine:
-    """``gpus`` devices of ``memory`` GB; by default this computer's. Raises UserError where the memory cannot be read."""
+    """Return the hardware: ``gpus`` devices of ``memory`` GB, by default this machine's. Raises UserError if its memory is unknown."""
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus is a whole number of at least 1; got {gpus}")
     if memory is not None and not 0 < memory < float("inf"):
@@ -72,7 +72,7 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 
 def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None, calibrate: bool = True) -> dict[str, Any]:
-    """The plan as JSON. Raises UserError for what training would refuse, as far as that shows without loading."""
+    """Return the plan as JSON. Raises UserError for recipes that training would reject, as far as is known without loading weights."""
     if recipe.backbone.lora is not None:
         raise UserError("headstart plan does not count a trainable backbone; with backbone.lora=null it counts the rest")
     machine = find_machine(gpus, memory_gb)
@@ -105,8 +105,8 @@ def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None
 
 
 def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
-    """The samples, or why they are not here: nothing is fetched for a plan. Raises UserError for a file that cannot be read."""
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")   # `datasets` then uses its cache only
+    """Load the samples, or return why they are not available; nothing is downloaded. Raises UserError if a file cannot be read."""
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")   # makes `datasets` use only its cache
     settings, data, context = recipe.backbone, recipe.data, models.backbone.max_positions or sys.maxsize
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
@@ -125,7 +125,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
 
 
 def micro_batch(recipe: Recipe, splits: Splits | None, rows: int) -> MicroBatch:
-    """The largest micro-batch that can occur: of the longest samples, or of full packed rows."""
+    """Return the largest micro-batch that can occur: the longest samples, or full packed rows."""
     if splits is None:
         return MicroBatch(rows, recipe.data.max_length)
     if recipe.data.packing:
@@ -137,7 +137,7 @@ def micro_batch(recipe: Recipe, splits: Splits | None, rows: int) -> MicroBatch:
 
 
 def _fits(memory_plan: MemoryPlan, peak: StepMemory, size: MicroBatch, machine: Machine, context: int | None) -> dict[str, Any]:
-    """The most rows of this length in one forward of a process, and the longest sequence for this many rows; 0 where none fits."""
+    """Return the maximum rows per forward at this length and the maximum length at this number of rows; 0 if none fits."""
 
     @cache
     def peak_of(rows: int, length: int) -> int:
@@ -153,9 +153,9 @@ def _fits(memory_plan: MemoryPlan, peak: StepMemory, size: MicroBatch, machine: 
 
 
 def largest(peak_of: Callable[[int], int], at_none: int, start: int, limit: int, cap: int) -> int:
-    """The largest n up to ``cap`` with ``peak_of(n)`` within the limit, to 3 %, always one that was tried; 0 if there is none.
+    """Return the largest n up to ``cap`` with ``peak_of(n)`` within the limit, to 3 %; 0 if there is none. The result has been tried.
 
-    ``at_none`` is the value at 0. ``peak_of`` grows about linearly, so a few secant steps find it.
+    ``at_none`` is the value at 0. ``peak_of`` is about linear, so a few secant steps suffice.
     """
     peaks, guess = {0: at_none}, min(start, cap)
     for _ in range(8):
@@ -173,7 +173,7 @@ def largest(peak_of: Callable[[int], int], at_none: int, start: int, limit: int,
 
 
 def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str, Any]:
-    """Bytes that a run writes; None where that depends on data that are not here."""
+    """Return the bytes a run writes; None where they depend on unavailable data."""
     with models.fake_mode():
         heads = sum(bytes_of(list(drafter.tensors().values())) for drafter in models.drafters.values())
     optimizer = sum(MemoryPlan(recipe, models, False, False).persistent()[part] for part in ("optimizer state", "weight average"))
@@ -189,7 +189,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str,
 
 
 def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, Any]:
-    """Counts of the data and of a run over them; None where they are not here."""
+    """Count samples, tokens and steps; None if the data are not available."""
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
     window = recipe.data.max_length if recipe.data.packing else None
@@ -202,7 +202,7 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
 
 
 def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:
-    """Hours, from real steps on this machine; or why they are not known."""
+    """Return the duration, from timed steps on this machine, or why it is unknown."""
     steps = report["tokens"]["steps"]
     reason = "not asked for (--no-calibration)" if not calibrate else None
     reason = reason or ("how many steps there are depends on data that are not here" if steps is None else None)
@@ -220,7 +220,7 @@ def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
 
 
 def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: Machine) -> str:
-    """What to change, by the largest part."""
+    """Advise what to change, depending on the largest part."""
     part, rows, length = peak.largest_part, report["fits"]["rows"], report["fits"]["length"]
     size = report["micro_batch"]
     if part == "backbone weights" and not (rows or length):

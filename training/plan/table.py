@@ -1,4 +1,4 @@
-"""A plan (training/plan/plan.py) as text."""
+"""Format a plan (training/plan/plan.py) as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headstart.support.units import gigabytes
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report of `plan`, line by line."""
+    """Return the lines of a plan's report."""
     machine, batch = report["machine"], report["micro_batch"]
     each = " each" if machine["processes"] > 1 else ""
     head = [
@@ -21,7 +21,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
-    """One column per phase."""
+    """Return the memory table, with one column per phase."""
     parts = list(dict.fromkeys(part for parts_of in phases.values() for part in parts_of))
     rows = [[part, *(gigabytes(sizes[part]) if part in sizes else "" for sizes in phases.values())] for part in parts]
     totals = ["total", *(gigabytes(sum(sizes.values())) for sizes in phases.values())]

@@ -1,1 +1,1 @@
-"""The backbone's own answers to a dataset's prompts."""
+"""Regenerate the responses of a dataset with the backbone."""

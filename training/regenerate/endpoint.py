@@ -1,7 +1,7 @@
-"""Responses from a server that serves the backbone by OpenAI's protocol (vLLM, SGLang, llama.cpp, ...).
+"""Responses from a server of the backbone with an OpenAI-compatible API (vLLM, SGLang, llama.cpp, ...).
 
-Conversations go to ``/chat/completions``, texts to ``/completions``, with ``regenerate.concurrency`` requests at a time. Requests that
-fail for a passing reason are retried with exponential back-off.
+Conversations are sent to ``/chat/completions``, plain texts to ``/completions``, with ``regenerate.concurrency`` requests at a time.
+Transient failures are retried with exponential back-off.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
-"""Seconds before the first retry, doubled for each further one, and the most; the server's Retry-After is heeded up to the same."""
+"""Seconds before the first retry, doubled for each further one up to the maximum, which also bounds the server's Retry-After."""
 RETRIABLE = (408, 409, 425, 429)
-"""Statuses besides 500 and above that are retried."""
+"""Statuses below 500 that are retried; all from 500 are."""
 BAD_REQUEST = (400, 413, 422)
-"""Statuses of a request that the server refuses: its row is left out."""
+"""Statuses of a refused request; the item ends with an error."""
 TOO_LONG = re.compile(r"context.{0,3}(length|size|window)|too (long|large)|max_model_len|max_new_tokens. must be", re.I)
 MAX_REFUSALS = 20
-"""After so many refusals and no response, the requests themselves are at fault."""
+"""Number of refusals without any response after which the run ends, since the requests themselves must be wrong."""
 
 
 class Refused(Exception):
-    """The server refuses this prompt; the message is its reason."""
+    """The server refused a prompt; the message is its reason."""
 
 
 class Endpoint:
     """Responses from the server at ``regenerate.endpoint``."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Raises UserError for a key that is not in the environment. Nothing is sent yet."""
+        """Raises UserError if the API key is not in the environment. No request is sent."""
         settings = self.settings = recipe.regenerate
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
@@ -59,12 +59,12 @@ class Endpoint:
         self._tokenizer: Any = None
 
     def dependencies(self) -> dict[str, Any]:
-        """What responses depend on, besides the common settings: the address may change, the model may not."""
+        """Return the dependencies of responses besides the common settings: the model, but not the address."""
         return {"responses": "from an endpoint", "regenerate.model": self.model, "regenerate.prompt_tokens": self.settings.prompt_tokens}
 
     def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Each item once it is no longer pending. Raises UserError when the server gives no answer, and cancels pending requests."""
-        if any(isinstance(item, Completion) for item in items):   # threads share it; only texts are cut by tokens
+        """Yield each item when it is no longer pending. If the server does not answer, raise UserError and cancel pending requests."""
+        if any(isinstance(item, Completion) for item in items):   # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
             if not self._tokenizer.is_fast:
@@ -93,7 +93,7 @@ class Endpoint:
         return {}
 
     def _converse(self, item: Item) -> Item:
-        """All responses of one item, in turn."""
+        """Request all responses of an item, one after another."""
         while item.pending:
             try:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)
@@ -108,11 +108,11 @@ class Endpoint:
         choice, tokens, truncated = self._choice("/chat/completions", item, prompt, "message")
         fields = choice if isinstance(choice, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
-        if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # two names of one field
+        if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # servers differ in the name
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
         if content is None and not kept:
-            truncated = True   # no answer: thoughts that did not end, on a server that does not return them
+            truncated = True   # no answer: the reasoning, which this server does not return, did not end
         return Response({"role": ASSISTANT, "content": content, **kept}, tokens, "truncated" if truncated else "")
 
     def _text(self, item: Completion) -> Response:
@@ -125,10 +125,10 @@ class Endpoint:
         return Response({"content": f"{prompt}{text or ''}"}, tokens)
 
     def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> tuple[Any, int, bool]:
-        """That part of the response, its number of tokens (0 if the server does not say), and whether it was truncated."""
+        """Return ``part`` of the response, its number of tokens (0 if not reported), and whether it was truncated."""
         settings = self.settings
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": item.seed(self.recipe.seed) % (1 << 31)}
-        filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's protocol, so only sent if set
+        filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's API, so sent only if set
         body = self._post(path, {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters})
         try:
             choice = body["choices"][0]
@@ -137,7 +137,7 @@ class Endpoint:
             raise UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {_short(str(body))}") from None
 
     def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises Refused if the server refuses this prompt, UserError if there is no answer after all retries."""
+        """Send a request with retries. Raises Refused if the server refuses the prompt, UserError if there is no answer."""
         problem, after = "", 0.0
         for attempt in range(self.settings.retries + 1):
             if attempt and self.stopped.wait(_pause(attempt, after)):
@@ -176,13 +176,13 @@ class Endpoint:
 
 
 def _pause(attempt: int, after: float) -> float:
-    """Seconds before that attempt, with jitter so that threads do not all retry at once."""
+    """Return the seconds to wait before an attempt, with jitter so that threads do not retry simultaneously."""
     longest = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
     return max(longest * random.uniform(0.5, 1), min(after, LONGEST_WAIT))
 
 
 def _seconds(header: str | None) -> float:
-    """Seconds of a Retry-After header; a date counts as none."""
+    """Parse a Retry-After header in seconds; 0 for a date or none."""
     return float(header) if header is not None and header.isdecimal() else 0.0
 
 

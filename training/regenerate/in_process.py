@@ -1,6 +1,6 @@
-"""Responses decoded in this process, with trained heads if there are any and with the proposers that need no training.
+"""Responses decoded in this process, with trained heads, if any, and with proposers that need no training.
 
-Many rows are decoded at once, and new ones join as others end. In fp32 a response does not depend on that.
+Many rows are decoded together, and new ones join as others end. In fp32 the responses do not depend on batching.
 Shape suffix: T positions.
 """
 
@@ -29,12 +29,12 @@ from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
 CALL_PROMPTS = 8
-"""Prompts of one call, per row decoded at once: a longer queue keeps all rows busy; a kill loses the unfinished ones."""
+"""Prompts per call and batch row: a longer queue keeps all rows busy, but a kill loses the whole call."""
 PROBE = "answer"
 
 
 class InProcess:
-    """Responses of the recipe's backbone."""
+    """Generates responses with the recipe's backbone."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
@@ -51,7 +51,7 @@ class InProcess:
         self._chat: Chat | None = None
 
     def dependencies(self) -> dict[str, Any]:
-        """What responses depend on, besides the common settings."""
+        """Return the dependencies of responses besides the common settings."""
         contract = self.backbone.contract()
         return {
             "responses": "in process",
@@ -63,20 +63,20 @@ class InProcess:
         }
 
     def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Each item once it is no longer pending."""
+        """Yield each item when it is no longer pending."""
         queue = deque(items)
         while queue:
             taken = [queue.popleft() for _ in range(min(CALL_PROMPTS * self.settings.batch_size, len(queue)))]
             self._respond([item for item in taken if item.pending])
-            queue.extendleft(item for item in reversed(taken) if item.pending)   # conversations under way go first
+            queue.extendleft(item for item in reversed(taken) if item.pending)   # started conversations go first
             yield from (item for item in taken if not item.pending)
 
     def report(self) -> dict[str, Any]:
-        """Mean acceptance length (tau) and acceptance rate per depth."""
+        """Return the mean acceptance length (tau) and the acceptance rate per depth."""
         return {"tau": self.tally.tau, "acceptance_per_depth": self.tally.acceptance_per_depth}
 
     def _respond(self, items: list[Item]) -> None:
-        """Add one response to each."""
+        """Add one response to each item."""
         prompts = [self._prompt(item) for item in items]
         for item, prompt in zip(items, prompts, strict=True):
             if isinstance(prompt, Response):
@@ -88,7 +88,7 @@ class InProcess:
                 item.add_response(self._response(item, prompt_T, tokens))
 
     def _prompt(self, item: Item) -> Tensor | Response:
-        """The prompt, int64 [T], or an error."""
+        """Return the prompt, int64 [T], or an error."""
         if isinstance(item, Completion):
             ids = self.tokenizer(item.text, verbose=False)["input_ids"]
             ids = ids[: prompt_length(len(ids), self.settings.prompt_tokens)]
@@ -107,7 +107,7 @@ class InProcess:
         return torch.tensor(ids, dtype=torch.int64)
 
     def _continue(self, prompts: list[Tensor], seeds: list[int]) -> list[list[int]]:
-        """The tokens generated after each prompt."""
+        """Return the tokens generated after each prompt."""
         settings = self.settings
         how = Settings(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
         start = time.perf_counter()
@@ -134,15 +134,15 @@ class InProcess:
 
     @property
     def chat(self) -> Chat:
-        """Built when first needed, since completions need no chat template. Raises UserError for a tokenizer without one."""
+        """The chat template, required only for conversations. Raises UserError if the tokenizer has none."""
         self._chat = self._chat or Chat(self.tokenizer)
         return self._chat
 
     @cached_property
     def ends(self) -> set[int]:
-        """Tokens that end an answer: the model's own, the tokenizer's, and in conversations what the template closes an answer with.
+        """Tokens that end an answer: the model's and tokenizer's EOS tokens and, in conversations, the template's closing token.
 
-        First asked for behind the first prompts, when it is known whether there are conversations.
+        First used after the first prompts are made, when it is known whether there are conversations.
         """
         own = self.backbone.model.generation_config.eos_token_id
         found = {own} if isinstance(own, int) else set(own or [])
@@ -151,7 +151,7 @@ class InProcess:
 
 
 def closing(chat: Chat) -> set[int]:
-    """The special token that the template writes after an answer, if any."""
+    """Return the special token that the template adds after an answer, if any."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": PROBE}]
     try:
         text = chat.render(messages)

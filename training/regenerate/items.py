@@ -1,7 +1,7 @@
-"""The items of a dataset to regenerate: conversations, answered turn by turn, and texts, completed from their beginnings.
+"""The items of a dataset to regenerate: conversations, answered turn by turn, and plain texts, continued from their beginnings.
 
-Items do not know who responds. A response's seed is derived from the recipe's seed, the row's content, the number of equal rows before it,
-and the turn; so the order of the rows, the batch and a restart do not change it.
+Items do not depend on the responder. A response's seed is derived from the recipe's seed, the row's content, the number of equal rows
+before it, and the turn, so it does not depend on the order of rows, batching or restarts.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ ERRORS = {
     "refused": "a prompt that the chat template or the endpoint refused",
     "empty": "nothing that could be asked",
 }
-"""Why a response is missing or unusable: code -> description."""
+"""Errors of responses: code -> description."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """The response to one prompt, or an error."""
+    """Response to a prompt, or an error."""
 
     message: Message
-    """The assistant's message; for a completion, ``content`` is the whole text, prompt included."""
+    """Assistant message; for a completion, ``content`` is the whole text, prompt included."""
     tokens: int = 0
-    """Number of tokens generated."""
+    """Number of generated tokens."""
     error: str = ""
     """One of `ERRORS`; empty if the response is complete."""
     detail: str = ""
-    """The message of whoever refused."""
+    """Message of the template or server that refused the prompt."""
 
 
 def failure(error: str, detail: str = "") -> Response:
-    """A response that is an error."""
+    """Make a response for an error."""
     return Response({}, 0, error, detail)
 
 
 class Item(ABC):
-    """One row of the dataset; while ``pending`` it needs another response (`add_response`)."""
+    """A row of the dataset; while ``pending`` it needs another response (`add_response`)."""
 
     def __init__(self, row: int, key: str, pending: bool) -> None:
         self.row, self.key, self.pending = row, key, pending
@@ -57,7 +57,7 @@ class Item(ABC):
         self.error, self.detail = ("", "") if pending else ("empty", "")
 
     def seed(self, seed: int) -> int:
-        """The seed of the next response, 63 bits. Each turn has its own: templates may shorten earlier turns, so positions repeat."""
+        """Return the 63-bit seed of the next response; it differs by turn, since positions repeat if templates shorten earlier turns."""
         return int.from_bytes(hashlib.sha256(f"{seed}/{self.key}/{self.turns}".encode()).digest()[:8], "big") >> 1
 
     def add_response(self, response: Response) -> None:
@@ -72,30 +72,30 @@ class Item(ABC):
 
     @abstractmethod
     def _add(self, message: Message) -> None:
-        """Add the message and update ``pending``."""
+        """Store the message and update ``pending``."""
 
     @abstractmethod
     def result(self) -> dict[str, Any] | None:
-        """The columns of the new row; None if there was no response."""
+        """Return the columns of the new row; None without responses."""
 
 
 class Conversation(Item):
-    """Messages whose assistant turns are regenerated one after the other; the others are kept.
+    """Messages whose assistant turns are regenerated one after another; the others are kept.
 
-    A conversation that ends with a question gets one answer more than it had. An assistant message that opens the conversation answers
-    nothing and is kept. After an error, the answers before it remain.
+    A conversation that ends with a user turn gets an additional answer. An assistant message that opens the conversation is kept. After
+    an error, the answers before it are kept.
     """
 
     def __init__(self, row: int, key: str, original: list[Message], tools: Any) -> None:
         self.original, self.tools = original, tools
         self.messages: list[Message] = []
-        """The new conversation so far: the prompt of the next response."""
+        """The new conversation so far, which is the prompt of the next response."""
         self.answered = 0
-        """Number of messages up to the last answer."""
+        """Number of messages up to and including the last answer."""
         super().__init__(row, key, self._copy_messages())
 
     def _copy_messages(self) -> bool:
-        """Copy the messages up to the next assistant turn; returns whether a response is due there."""
+        """Copy the messages up to the next assistant turn; returns True if a response is due."""
         for message in self.original[len(self.messages) :]:
             if message["role"] == ASSISTANT and self.messages:
                 return True
@@ -116,7 +116,7 @@ class Conversation(Item):
 
 
 class Completion(Item):
-    """A text whose beginning is kept and continued."""
+    """A plain text whose beginning is continued."""
 
     def __init__(self, row: int, key: str, text: str) -> None:
         super().__init__(row, key, bool(text))
@@ -130,7 +130,7 @@ class Completion(Item):
 
 
 def _with_ids(message: Message, replaced: Message) -> Message:
-    """The message with the ids of the tool calls that it replaces, since the tools' answers after it refer to them."""
+    """Give the message's tool calls the ids of those they replace, since the tool messages that follow refer to them."""
     old, new = replaced.get("tool_calls"), message.get("tool_calls")
     if not isinstance(old, list) or not isinstance(new, list):
         return message
@@ -139,7 +139,7 @@ def _with_ids(message: Message, replaced: Message) -> Message:
 
 
 def read_items(rows: Sequence[Row], data: Data, source: str) -> list[Item]:
-    """The items of a dataset. Raises UserError, naming the row, for one that is neither a conversation nor a text."""
+    """Make the items of a dataset. Raises UserError, naming the row, for a row that is neither a conversation nor a text."""
     column = data_column(rows[0], data, source)
     plain = data.format == "text" or (data.format == "auto" and isinstance(rows[0][column], str))
     items: list[Item] = []

@@ -1,7 +1,7 @@
-"""A dataset while it is being written: rows are appended as they finish, in any order, and sorted into ``OUT`` at the end.
+"""A partially written dataset: rows are appended as they finish, in any order, and finally written to ``OUT`` in order.
 
-``OUT.partial`` begins with a line that says what its rows depend on. A restart reads it, refuses a file with other dependencies, drops a
-last line that a kill left incomplete, and goes on with the missing rows.
+``OUT.partial`` begins with a line with the rows' dependencies. A restart rejects a file with other dependencies, drops an incomplete
+last line, and continues with the missing rows.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from headstart.support.files import atomic, locked
 
 FORMAT = 2
 RETRIED = ("too_long", "refused")
-"""Errors that may be due to the server's settings: a row without a result for one of them is tried again after a restart."""
+"""Errors that may depend on the server's settings; rows without a result because of them are retried after a restart."""
 Line = dict[str, Any]
-"""``row`` (its number in the dataset, from 0), ``turns``, ``tokens``, ``error``, ``detail``, and ``result``: its columns, or null."""
+"""``row`` (index in the dataset), ``turns``, ``tokens``, ``error``, ``detail``, and ``result`` (columns, or null)."""
 
 
 class PartialFile:
-    """The partial file of ``out``, locked while it is open; ``dependencies``: what its rows depend on, by name."""
+    """The partial file of ``out``, locked while open; ``dependencies`` are those of its rows, by name."""
 
     def __init__(self, out: Path, dependencies: dict[str, Any]) -> None:
-        """Raises UserError if ``out`` exists, or its partial file has other dependencies, is damaged or in use."""
+        """Raises UserError if ``out`` exists, or if the partial file has other dependencies, is damaged or in use."""
         self.out, self.path = out, out.with_name(f"{out.name}.partial")
         self.dependencies = json.loads(json.dumps(dependencies))
         self.offsets: dict[int, int] = {}
-        """Row -> where its line begins in the file."""
+        """Row -> offset of its line in the file."""
         self.counts: Counter[str] = Counter()
-        """Over all rows so far: turns, tokens, ``rows`` with a result, and each error."""
+        """Counts over all rows so far: turns, tokens, ``rows`` with a result, and each error."""
         self.detail = ""
-        """The message for the first row that was refused."""
+        """Message for the first refused row."""
         if out.exists():
             raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
         self.lock_path = out.with_name(f".{out.name}.lock")
-        with ExitStack() as resources:   # given back here if anything fails
+        with ExitStack() as resources:   # closed if anything below fails
             if not resources.enter_context(locked(self.lock_path, "regenerate.out")):
                 raise UserError(f"{self.path} is being written by another process; let it finish, or choose another regenerate.out")
             try:
@@ -57,13 +57,13 @@ class PartialFile:
         self.resources.close()
 
     def append(self, line: Line) -> None:
-        """Write one row; it survives a kill of this process."""
+        """Append a row and flush it, so that it survives a kill of the process."""
         self._count(line, self.file.seek(0, os.SEEK_END))
         self.file.write(_encode(line))
         self.file.flush()
 
     def finish(self) -> int:
-        """Write the rows with a result to ``out``, in order; returns how many. Raises UserError if there are none."""
+        """Write the rows with a result to ``out`` in order; returns their number. Raises UserError if there are none."""
         if not self.counts["rows"]:
             self._remove()
             errors = ", ".join(f"{self.counts[error]} {error}" for error in ("truncated", "too_long", "refused", "empty"))
@@ -84,7 +84,7 @@ class PartialFile:
         self.lock_path.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        """Read the existing lines; start over if there is no row to keep."""
+        """Read existing lines; start a new file if there is no row to keep."""
         self.file.seek(0)
         offset = 0
         header: dict[str, Any] = {}
@@ -132,5 +132,5 @@ class PartialFile:
 
 
 def _encode(value: dict[str, Any]) -> bytes:
-    """A line; an incomplete character, which an endpoint may send, becomes a question mark."""
+    """Encode a line; an unpaired surrogate, which an endpoint may send, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

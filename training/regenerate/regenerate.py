@@ -1,6 +1,6 @@
-"""``headstart regenerate``: a dataset with its responses replaced by the backbone's own, to train on.
+"""``headstart regenerate``: replace a dataset's responses with the backbone's own, for training.
 
-Heads draft what their backbone would write, so they are best trained on what it writes rather than on text by people or other models.
+Heads predict their backbone's output, so they train best on it rather than on text by people or other models.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from headstart.training.regenerate.items import ERRORS, Item, read_items
 from headstart.training.regenerate.partial import PartialFile
 
 DATA = ("train", "split", "subset", "format", "column")
-"""Keys of ``data`` that decide what the rows are; kept so that an error can say which one changed."""
+"""Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens")
-"""Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency change only the speed."""
+"""Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
 
 
 class Responder(Protocol):
-    """Gives the responses."""
+    """Source of responses."""
 
     def dependencies(self) -> dict[str, Any]:
-        """What responses depend on besides prompts, seed and sampling, by name."""
+        """Return the dependencies of responses besides prompts, seed and sampling, by name."""
 
     def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Each item once it is no longer pending, in any order."""
+        """Yield each item when it is no longer pending, in any order."""
 
     def report(self) -> dict[str, Any]:
-        """Statistics for the report."""
+        """Return statistics for the report."""
 
 
 def write_answers(recipe: Recipe) -> dict[str, Any]:
-    """Write the recipe's new dataset, going on from a partial file; returns the report for ``--json``. Raises UserError."""
+    """Write the recipe's new dataset, resuming from a partial file if any; returns the report for ``--json``. Raises UserError."""
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
@@ -72,7 +72,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
 
 
 def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
-    """What the rows of the new dataset depend on, wherever responses come from."""
+    """Return the dependencies of the new rows that hold for all responders."""
     data, sampling = to_dict(recipe.data), to_dict(recipe.regenerate)
     return (
         {f"data.{key}": data[key] for key in DATA}
@@ -83,7 +83,7 @@ def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
-    """Append every missing row to the partial file as it finishes."""
+    """Append missing rows to the partial file as they finish."""
     turns = partial.counts["turns"]
     bar = tqdm(total=rows, initial=rows - len(missing), desc="regenerating", unit="row")
     with bar, closing(_finished(responder, missing)) as finished:
@@ -100,8 +100,8 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
 
 
 def _finished(responder: Responder, missing: Sequence[Item]) -> Generator[Item]:
-    """Items once they are no longer pending; closing the generator cancels requests under way."""
-    yield from (item for item in missing if not item.pending)   # nothing to respond to
+    """Yield items when they are no longer pending; closing the generator cancels running requests."""
+    yield from (item for item in missing if not item.pending)   # these need no response
     yield from responder.respond([item for item in missing if item.pending])
 
 

@@ -1,1 +1,1 @@
-"""One training run: trainer per drafter, optimizer, schedule, checkpoints, sharding."""
+"""A training run: per-drafter trainers, optimizer, schedule, checkpoints, sharding."""

@@ -1,7 +1,7 @@
 """Exponential moving average of the trained weights (``train.ema_decay``), used for evaluation and for the saved heads.
 
-After step t the average moves towards the weights by ``1 - min(ema, (1 + t) / (10 + t))``: large steps at first, so that the initial
-weights are soon forgotten. It has the weights' dtype and is part of the state a run resumes from.
+After step t the average moves towards the weights by ``1 - min(ema_decay, (1 + t) / (10 + t))``; early steps are large, so that the
+initial weights are soon forgotten. It has the weights' dtype and is part of the saved state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headstart.training.run.sharding import distribute_like, to_local
 
 
 class Average:
-    """The average of ``trained``: named parameters, which stay the same objects during training."""
+    """Average of the named parameters ``trained``, which must stay the same objects during training."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], decay: float) -> None:
         self.trained, self.decay = {name: weight for name, weight in trained.items() if weight.requires_grad}, decay
@@ -24,13 +24,13 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Once after each optimiser step, counted from 1."""
+        """Update the average after optimiser step ``step``, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, average in self.weights.items():
             to_local(average).lerp_(to_local(self.trained[name]), share)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """The inverse of ``weights``; strict."""
+        """Load averaged weights; names must match exactly."""
         assert weights.keys() == self.weights.keys()
         for name, average in self.weights.items():
             average.copy_(distribute_like(weights[name], average))
@@ -38,7 +38,7 @@ class Average:
 
 @contextmanager
 def in_place_of_weights(average: Average | None) -> Iterator[None]:
-    """Inside the context the parameters have the averaged values; without an average, nothing changes."""
+    """Swap the averaged weights into the parameters inside the context; without an average, do nothing."""
     _exchange(average)
     try:
         yield

@@ -1,11 +1,11 @@
-"""The saved state of a run, ``<save.dir>/state/step-00000200/``, from which it resumes bit for bit.
+"""The saved state of a run, ``<save.dir>/state/step-00000200/``, from which it resumes bit-exactly.
 
-``tensors.safetensors`` holds the weights, their average and the optimiser's moments under flat names; ``state.json`` everything else
-and the checksum of the tensors. No pickles. A state is written under a temporary name and renamed, so a folder named ``step-*`` is
-complete unless damaged later; the checksum shows that, and the state before it is used.
+``tensors.safetensors`` holds the weights, their average and the optimiser's moments under flat names; ``state.json`` holds everything
+else and the checksum of the tensors. No pickles. A state is written under a temporary name and renamed when complete; the checksum
+detects later damage, in which case the previous state is used.
 
-No random state is saved: the loop seeds every step from (seed, step, process), and the data order is a function of (seed, epoch).
-A run may therefore be resumed on another number of processes.
+No random state is saved: every step is seeded from (seed, step, process), and the data order is a function of (seed, epoch). A run may
+therefore be resumed with another number of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
     "cache.dir", "cache.shard_mb",
 )  # fmt: skip
-"""Recipe keys that may change when a run is resumed: they do not change the optimiser steps."""
+"""Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class State:
     folder: Path
     step: int
     progress: dict[str, Any]
-    """The content of ``state.json``."""
+    """Content of ``state.json``."""
     tensors: dict[str, Tensor]
 
 
 def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress: dict[str, Any], keep: int) -> Path:
-    """Write the state of that step atomically, then delete all but the ``keep`` newest."""
+    """Write the state of a step atomically, then delete all but the ``keep`` newest."""
     folder = save_dir / "state" / f"step-{step:08d}"
     discard_unfinished(folder.with_name("step-*"))
     with atomic(folder, folder=True) as temporary:
@@ -62,9 +62,9 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
 
 
 def find_state(save_dir: Path) -> Path | None:
-    """The folder of the newest intact state; None if there is no state.
+    """Return the folder of the newest intact state; None if there is no state.
 
-    Warns about damaged states that are passed over. Raises UserError if all are damaged.
+    Warns about damaged states. Raises UserError if all are damaged.
     """
     folders = _steps(save_dir)
     for i, folder in enumerate(folders):
@@ -84,7 +84,7 @@ def read_state(folder: Path) -> State:
 
 
 def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
-    """Raise UserError if the saved run had another recipe, apart from `MAY_DIFFER`."""
+    """Raise UserError if the saved run's recipe differs in keys other than `MAY_DIFFER`."""
     before, now = _flat(state.progress["recipe"]), _flat(json.loads(json.dumps(recipe)))
     keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER))
     if keys:
@@ -95,7 +95,7 @@ def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
 def pack(
     drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None, adapter: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Weights, average and optimiser moments under flat names, unsharded copies on the CPU."""
+    """Return weights, average and optimiser moments under flat names, as unsharded copies on the CPU."""
     tensors = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
     adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
@@ -107,7 +107,7 @@ def pack(
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    """Load the drafter's weights and, if it has one, its draft vocabulary."""
+    """Load the drafter's weights, and its draft vocabulary if any."""
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
 
 
@@ -124,7 +124,7 @@ def unpack_average(average: Average, tensors: dict[str, Tensor]) -> None:
 
 
 def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Load the moments of every parameter; parameter groups and learning rates stay those of the recipe."""
+    """Load the moments of all parameters; parameter groups and learning rates are those of the recipe."""
     names = {parameter: name for name, parameter in trained.items()}
     moments: dict[str, dict[str, Tensor]] = {}
     for flat, tensor in tensors.items():
@@ -140,17 +140,17 @@ def unpack_optimizer(trained: Mapping[str, nn.Parameter], optimizer: torch.optim
 
 
 def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, which is removed."""
+    """Select the tensors whose names begin with ``prefix``, and remove it from the names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _steps(save_dir: Path) -> list[Path]:
-    """Folders of the saved states, newest first."""
+    """Return the folders of saved states, newest first."""
     return sorted((save_dir / "state").glob("step-*"), reverse=True)
 
 
 def _fault(folder: Path) -> str | None:
-    """The fault of a damaged state; None for an intact one."""
+    """Describe the damage of a state; None if it is intact."""
     try:
         progress = json.loads((folder / "state.json").read_text())
         checksum = file_hash(folder / "tensors.safetensors")
@@ -164,7 +164,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def _flush(path: Path) -> None:
-    """Flush to the disk: otherwise a rename may survive a power cut that the file's content does not."""
+    """Flush to disk; otherwise a rename might survive a power failure that the file's content does not."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -173,7 +173,7 @@ def _flush(path: Path) -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted keys."""
+    """Flatten nested keys to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -1,7 +1,7 @@
 """AdamW for all weights, or Muon for hidden matrices and AdamW for the rest.
 
-Muon orthogonalises the update of a matrix (Jordan et al., 2024), scaled to the size of AdamW's updates (2502.16982), so both share one
-learning rate. Vectors and matrices with a vocabulary dimension are not maps between hidden spaces and stay with AdamW.
+Muon orthogonalises the update of a matrix (Jordan et al., 2024), scaled to the size of AdamW's updates (2502.16982), so that both share
+one learning rate. Vectors and matrices with a vocabulary dimension use AdamW, since they are not maps between hidden spaces.
 
 Shape suffixes: M, N sides of a matrix.
 """
@@ -21,7 +21,7 @@ from headstart.training.run.sharding import distribute_like, gather_like, to_loc
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow; every process orthogonalises a sharded matrix (FSDP2) whole."""
+    """torch's Muon, but in fp32 on a CPU, where bf16 products are slow, and with FSDP2: each process orthogonalises the whole matrix."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -43,13 +43,13 @@ class Muon(torch.optim.Muon):
         ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)   # unsharded
         ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        size = 0.2 * max(parameter.shape) ** 0.5   # 0.2: the usual size of AdamW's updates
+        size = 0.2 * max(parameter.shape) ** 0.5   # 0.2 is the typical RMS of AdamW's updates
         to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
         to_local(parameter).add_(to_local(distribute_like(update, parameter)), alpha=-group["lr"] * size)
 
 
 def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Approximately the nearest semi-orthogonal matrix (singular values 0.5 to 1.2), by a Newton-Schulz iteration in the matrix's dtype."""
+    """Approximate the nearest semi-orthogonal matrix (singular values 0.5 to 1.2) by Newton-Schulz iteration in the matrix's dtype."""
     a, b, c = coefficients
     flat_MN = matrix_MN.T if matrix_MN.shape[0] > matrix_MN.shape[1] else matrix_MN
     flat_MN = flat_MN / flat_MN.norm().clamp(min=eps)
@@ -60,7 +60,7 @@ def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], step
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer: they share its parameter groups and its state."""
+    """Muon and AdamW as one optimizer with common parameter groups and state."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train) -> None:
         muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -86,9 +86,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Parameter] = (), lr_ratio: float = 1.0) -> torch.optim.Optimizer:
-    """The optimizer that ``train.optimizer`` names. Weight decay applies to matrices only, not to norms and biases.
+    """Build the optimizer named by ``train.optimizer``. Weight decay applies to matrices only, not to norms and biases.
 
-    The backbone's ``adapter`` is always trained by AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
+    The backbone's ``adapter`` always uses AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
     """
     adapted: list[dict[str, Any]] = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""Provenance saved with trained heads, so that a run can be repeated."""
+"""Provenance saved with trained heads, so that a run can be reproduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headstart.training.recipe.recipe import Recipe, to_dict
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Recipe, chat template, command, commit and library versions: the part that is constant during a run."""
+    """Return the provenance that is constant during a run: recipe, chat template hash, command, commit and library versions."""
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template
     return {
@@ -39,7 +39,7 @@ def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 def _commit() -> str | None:
-    """The git commit of this source, with ``-dirty`` if files were changed; None outside a repository."""
+    """Return the git commit of this source, with ``-dirty`` if files were changed; None outside a repository."""
     git = ["git", "-C", str(Path(__file__).resolve().parent.parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,7 +1,7 @@
 """FSDP2 through `accelerate` (``accelerate launch --use_fsdp --fsdp_version 2``), and helpers for tensors that may be sharded.
 
 The drafter is one FSDP unit: its weights are gathered before a forward and its gradients are reduce-scattered after the backward.
-Numbers equal those of data parallelism. Precision is left to autocast, so nothing is reduced in less than fp32.
+Results equal those of data parallelism. Mixed precision is left to autocast, so nothing is reduced in less than fp32.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
-    """FSDP2 settings if the launcher asks for FSDP, else None. Raises UserError for FSDP version 1."""
+    """Return FSDP2 settings if the launcher requests FSDP, else None. Raises UserError for FSDP version 1."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UserError(f"launched with FSDP version {version}; training supports version 2: accelerate launch --use_fsdp --fsdp_version 2")
-    # Every process builds the drafter itself, so no weights are broadcast. Its layers are not called as modules, hence one unit.
+    # Every process builds the drafter itself, so no weights are broadcast. It is one unit, since its layers are not called as modules.
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy(), auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
     )
 
 
 def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Raise UserError for an unsupported launcher. On CPUs, switch FSDP on, which accelerate 1.15 ignores there."""
+    """Raise UserError for an unsupported launcher. On CPUs, enable FSDP, which accelerate 1.15 ignores there."""
     if accelerator.distributed_type in UNSUPPORTED:
         raise UserError(
             f"launched as {accelerator.distributed_type.value}; training is data-parallel (accelerate launch --multi_gpu) "
@@ -52,9 +52,10 @@ def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
 
 
 def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a frozen model to the device with its decoder layers sharded over the processes; each layer is gathered while it runs.
+    """Move a frozen model to the device and shard its decoder layers over the processes; each layer is gathered while it runs.
 
-    Embedding and output layer stay whole: the objective multiplies by them chunk by chunk. All processes have to run the model together.
+    The embedding and output layer are not sharded, since the objective uses them chunk by chunk. All processes must run the model
+    together.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     model.requires_grad_(False)
@@ -64,30 +65,30 @@ def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
 
 
 def keep_gathered(module: nn.Module, keep: bool) -> None:
-    """Keep gathered weights until the next forward, so that processes may have different numbers of micro-batches."""
+    """Keep weights gathered until the next forward, so that processes may have different numbers of micro-batches."""
     if isinstance(module, FSDPModule):
         module.set_reshard_after_backward(not keep)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. A collective: all processes have to call it."""
+    """Gather a tensor. A collective operation: all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process's shard of the tensor, which may be changed in place."""
+    """Return this process's shard of a tensor, which may be changed in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every process holds whole, sharded like another one of the same shape."""
+    """Shard a tensor that every process holds whole like another one of the same shape."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:   # AdamW's step counter is a scalar
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def gather_like(shard: Tensor, like: Tensor) -> Tensor:
-    """The unsharded tensor of which ``shard`` is this process's part, sharded like ``like``."""
+    """Gather the tensor of which ``shard`` is this process's shard, sharded like ``like``."""
     if not isinstance(like, DTensor):
         return shard
     return DTensor.from_local(
@@ -96,6 +97,6 @@ def gather_like(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def all_finite(tensors: dict[str, Tensor], prefix: str) -> bool:
-    """Whether all floating-point tensors with that prefix in their name are finite."""
+    """Return True if all floating-point tensors whose names begin with ``prefix`` are finite."""
     checked = [tensor for name, tensor in tensors.items() if name.startswith(prefix) and tensor.is_floating_point()]
     return all(bool(torch.isfinite(tensor).all()) for tensor in checked)

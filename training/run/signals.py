@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop after the current step; a second one acts at once."""
+"""Handle SIGINT and SIGTERM as requests to stop after the current step; a second signal acts immediately."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Inside the context the first signal is only recorded."""
+    """Context in which the first signal is only recorded."""
 
     def __init__(self) -> None:
         self.number = int(signal.SIGTERM)
-        """The signal received; SIGTERM if it was another process that received one."""
+        """The received signal; SIGTERM if only another process received one."""
         self.received = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():   # Python delivers signals nowhere else
+        if threading.current_thread() is threading.main_thread():   # only the main thread may set handlers
             self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 

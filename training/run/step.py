@@ -1,8 +1,7 @@
-"""From a batch to its summed loss: the drafter drafts, the objective compares it with the backbone.
+"""The training step as a module: from features or a batch to the summed loss, wrapped for data parallelism and autocast.
 
-The module that the training loop wraps for data parallelism and autocast. A frozen backbone is not part of it (`Backbone` is no
-`nn.Module`): its features are computed once for all drafters, outside of autocast. A trainable one computes them inside, so that data
-parallelism sees its adapter.
+A frozen backbone is not part of the module (`Backbone` is not an `nn.Module`): its features are computed once for all drafters, outside
+autocast. A trainable backbone runs inside it, so that data parallelism sees its adapter.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from headstart.training.recipe.training import Objective
 
 
 class TrainStep(nn.Module):
-    """``teacher`` gives the logits of ``features.hidden_BTD``.
+    """Forward and objective of one drafter; ``teacher`` computes the target logits from ``features.hidden_BTD``.
 
-    Raises UserError for a loss term that this drafter cannot be trained with.
+    Raises UserError for a loss term that this drafter does not support.
     """
 
     def __init__(self, teacher: Teacher, drafter: Drafter, settings: Objective) -> None:
@@ -38,12 +37,12 @@ class TrainStep(nn.Module):
         self.drafter, self.teacher, self.settings = drafter, teacher, settings
 
     def forward(self, features: Features, step_key: StepKey) -> Sums:
-        """Drafts from every position, or from anchors drawn by ``step_key`` and the text if the drafter trains at a share of them."""
+        """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's `anchor_share` is below 1."""
         loss, drafter, anchors = FusedLoss(self.settings, self.teacher, self.drafter), self.drafter, None
         if drafter.anchor_share < 1:
             anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
         hidden = drafter(features, None if anchors is None else anchors.at)
-        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())   # an adapter is not trained through the teacher
+        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())   # the teacher gets no gradients
         sums = objective(loss, targets, hidden, anchors)
         if not self.settings.on_policy:
             return sums
@@ -52,9 +51,9 @@ class TrainStep(nn.Module):
 
 
 class JointStep(nn.Module):
-    """`TrainStep` together with the backbone's adapter (Medusa-2, 2401.10774 section 2.2.2): takes a batch instead of its features.
+    """`TrainStep` with a trained backbone adapter (Medusa-2, 2401.10774 section 2.2.2); takes a batch instead of its features.
 
-    The loss is the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the backbone's own
+    The loss is the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the backbone's
     next-token cross-entropy. The heads' teacher is the adapted backbone, detached.
     """
 
@@ -65,7 +64,7 @@ class JointStep(nn.Module):
         self.adapter = nn.ParameterList(self.backbone.trainable.values())
 
     def forward(self, batch: Batch, step_key: StepKey) -> Sums:
-        with torch.autocast(batch.tokens_BT.device.type, enabled=False):   # in the backbone's own dtype, as when decoding
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):   # in the backbone's own dtype, as in decoding
             features = self.source.read(batch)
             lm = lm_loss(self.backbone, features, self.heads.settings.chunk_size)
         sums = self.heads(features, step_key)

@@ -1,8 +1,8 @@
-"""One drafter in training: the wrapped module, its optimiser, the average of its weights, and its statistics.
+"""Trainer of one drafter: the wrapped module, its optimiser, the weight average and statistics.
 
-A run has one trainer or several. They share the backbone's features of a batch and nothing else: each has an `Accelerator` of its own
-(and with it a gradient scaler), and random numbers are seeded before every forward. So a drafter ends with the same weights whether it
-is trained alone or beside others.
+A run has one or several trainers, which share only the backbone's features of a batch: each has its own `Accelerator` (and so its own
+gradient scaler), and random numbers are seeded before every forward. A drafter therefore gets the same weights whether it is trained
+alone or with others.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from headstart.training.run.step import JointStep, TrainStep
 @dataclass
 class DrafterTrainer:
     name: str
-    """Empty in a run of one drafter."""
+    """Name of the drafter; empty if the run has only one."""
     recipe: Recipe
-    """The recipe that trains this drafter alone."""
+    """Recipe that trains this drafter alone."""
     accelerator: Accelerator
     drafter: Drafter
     module: nn.Module
-    """A `TrainStep`, wrapped for data parallelism and autocast, or sharded."""
+    """The `TrainStep` or `JointStep`, wrapped for data parallelism and autocast, or sharded."""
     optimizer: Any
     average: Average | None
-    """The moving average of the weights; None without ``train.ema_decay``."""
+    """Moving average of the weights; None without ``train.ema_decay``."""
     meter: Meter = field(default_factory=Meter)
     tau: float | None = None
     """Mean acceptance length at the last evaluation."""
     step: int = 0
-    """The current optimiser step, from 1."""
+    """Current optimiser step, from 1."""
     skipped: int = 0
     """Optimiser steps skipped because the loss or the gradient was not finite."""
     consecutive_skips: int = 0
-    """How many steps before the current one were skipped in a row."""
+    """Number of consecutive skipped steps before the current one."""
 
     @property
     def folder(self) -> Path:
@@ -67,12 +67,12 @@ class DrafterTrainer:
 
     @property
     def prefix(self) -> str:
-        """Prefix of this drafter's tensors in the saved state of the run."""
+        """Prefix of this drafter's tensors in the run's saved state."""
         return f"{self.name}/" if self.name else ""
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """All that is trained, by the names in the saved state: the drafter's parameters and the backbone's adapter."""
+        """All trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
         return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
 
     @property
@@ -80,7 +80,7 @@ class DrafterTrainer:
         return bool(self.accelerator.is_fsdp2)
 
     def set_learning_rate(self, step: int, steps: int) -> float:
-        """Start that optimiser step with the learning rate of the schedule, which is returned."""
+        """Start optimiser step ``step``: set and return the scheduled learning rate."""
         self.step = step
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
@@ -88,7 +88,10 @@ class DrafterTrainer:
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
-        """Accumulate the gradients of a micro-batch (a batch, if the backbone is trainable); processes synchronise at the ``last`` one."""
+        """Accumulate the gradients of a micro-batch's features (the batch itself if the backbone is trainable).
+
+        Processes synchronise at the ``last`` micro-batch.
+        """
         set_seed(seed)
         autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # otherwise part of the wrapped module
         keep_gathered(self.module, not last)
@@ -104,12 +107,12 @@ class DrafterTrainer:
         return full_tensor(norm).item()
 
     def is_finite(self, result: Result) -> bool:
-        """Whether loss and gradient are finite. An fp16 gradient may overflow: the scaler then skips the step and lowers its scale."""
+        """True if loss and gradient are finite. An fp16 gradient may overflow: the scaler then skips the step and lowers its scale."""
         scaler = self.accelerator.scaler
         return math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or (scaler is not None and scaler.get_scale() > 1))
 
     def optimizer_step(self) -> None:
-        """Update the weights by the accumulated gradients, and the average by the weights."""
+        """Update the weights with the accumulated gradients, and the average with the weights."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
@@ -117,7 +120,7 @@ class DrafterTrainer:
         self.consecutive_skips = 0
 
     def skip_step(self) -> None:
-        """Drop the gradients; weights, optimiser state and average stay unchanged."""
+        """Drop the gradients; weights, optimiser state and average are unchanged."""
         self.optimizer.zero_grad()
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
@@ -125,10 +128,10 @@ class DrafterTrainer:
 
     @contextmanager
     def eval_weights(self) -> Iterator[Drafter]:
-        """The drafter to evaluate and to save, with the averaged weights if there is an average. All processes have to enter.
+        """Yield the drafter for evaluation and saving, with averaged weights if there is an average. All processes must enter.
 
-        A sharded drafter is gathered into an unsharded copy in the main process; in every process if the backbone is sharded too, since
-        all of them evaluate then.
+        A sharded drafter is gathered into an unsharded copy in the main process, or in all processes if the backbone is sharded, since
+        all of them then evaluate.
         """
         if self.sharded:
             yield self._gathered()
@@ -149,14 +152,14 @@ class DrafterTrainer:
         return copy
 
     def pack(self) -> dict[str, Tensor]:
-        """This drafter's tensors for the saved state, in the main process. If sharded, all processes have to call."""
+        """Return this drafter's tensors for the saved state, in the main process. If sharded, all processes must call this."""
         if not (self.sharded or self.accelerator.is_main_process):
             return {}
         packed = pack(self.drafter, self.optimizer, self.average, self.drafter.backbone.trainable)
         return {self.prefix + name: tensor for name, tensor in packed.items()}
 
     def progress(self) -> dict[str, Any]:
-        """What is saved beside the tensors, as JSON."""
+        """Return the state other than tensors, as JSON."""
         scaler = self.accelerator.scaler
         return {
             "tau": self.tau,
@@ -166,7 +169,7 @@ class DrafterTrainer:
         }
 
     def restore(self, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        """Optimiser, average and statistics from a saved state; the weights were loaded before the module was wrapped."""
+        """Restore optimiser, average and statistics from a saved state; weights are loaded before the module is wrapped."""
         tensors = without_prefix(tensors, self.prefix)
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
@@ -178,8 +181,9 @@ class DrafterTrainer:
 
 
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
-    """The drafter of a single drafter's recipe, in fp32 on the backbone's device: initialised by its seed if ``fresh``, else without
-    weights, which are to be loaded.
+    """Build a recipe's drafter, in fp32 on the backbone's device.
+
+    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded.
     """
     set_seed(recipe.seed)
     arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
@@ -191,7 +195,7 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 
 
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, source: FeatureSource) -> DrafterTrainer:
-    """The trainer of a drafter that already has its initial (or resumed) weights."""
+    """Build the trainer of a drafter that has its initial or resumed weights."""
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
     step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective)
     if lora is not None:
