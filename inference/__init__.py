@@ -1,1 +1,1 @@
-"""How drafts are grown, picked and kept; measuring; the commands."""
+"""Decoding: drafting, verification and sampling, beam search, captured forward passes, and benchmarks."""

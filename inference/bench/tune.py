@@ -34,7 +34,7 @@ WIDE = TreeShape(nodes=40, width=8)
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What `tune` measures. Contexts are in tokens; decoding at other context lengths uses the costs of the nearest one."""
+    """The measurements of `tune`. Contexts are in tokens; decoding at other context lengths uses the costs of the nearest one."""
 
     rows: tuple[int, ...] = (1, 4)
     contexts: tuple[int, ...] = (256, 1024)

@@ -50,7 +50,7 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
 
 
 def beam_processors(processors: LogitsProcessorList, beams: int) -> LogitsProcessorList:
-    """The same processors for one beam at a time. Raises UserError for a processor that cannot work so."""
+    """Adapt the processors to one beam at a time. Raises UserError for a processor that does not allow it."""
     return LogitsProcessorList(_for_one_beam(processor, beams) for processor in processors)
 
 

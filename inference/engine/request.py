@@ -25,7 +25,7 @@ TENSORS = ("attention_mask", "position_ids", "cache_position")
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, and when to stop. Lengths include left padding, as in transformers."""
+    """The arguments of one call to generate. Lengths include left padding, as in transformers."""
 
     ids_BT: Tensor
     """One row per prompt, regardless of the number of beams."""

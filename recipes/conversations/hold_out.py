@@ -15,7 +15,7 @@ from headstart.support.files import write_text
 
 
 def asked(line: str) -> str:
-    """A key of the row's prompt: all that the model did not write, or the whole row for plain text."""
+    """A key of the row's prompt: the messages that the model did not write, or the whole text of a plain-text row."""
     row = json.loads(line)
     said = [message for message in row["messages"] if message["role"] != "assistant"] if "messages" in row else row["text"]
     return json.dumps([said, row.get("tools")], sort_keys=True)
