@@ -1,1 +1,1 @@
-"""What a drafter is, and each of them: one file a method."""
+"""Drafters: the interface, its backbone and layers, and one file per method."""

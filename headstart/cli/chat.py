@@ -128,7 +128,7 @@ def converse(talk: Chat) -> None:
     drafting = bool(talk.heads.drafters or talk.heads.proposers)   # otherwise every step has one token
     if at_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  (lets `input` edit a line and recall earlier ones)
+            import readline  # noqa: F401  (enables line editing and history in `input`)
         _note(HELP)
     while (line := _question(at_terminal)) is not None:
         if line == "/exit":

@@ -32,9 +32,9 @@ ORDER = {"invalid_key": 0, "extra_forbidden": 0, "missing": 1}
 
 
 class StrictModel(BaseModel):
-    """Unknown keys are refused and values are not converted, except a whole number to a float and a list to a tuple.
+    """Frozen model that rejects unknown keys and converts no values, except integers to floats and lists to tuples.
 
-    Frozen. The docstring under a field is its description.
+    The docstring under a field is its description.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -171,7 +171,7 @@ def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], l
     if not form.top_k:
         return live.backbone
     path = manifest.folder / TAIL
-    if not path.exists():   # a complete cache may be on a read-only disk
+    if not path.exists():   # no lock if it exists, since a complete cache may be on a read-only disk
         with locked(manifest.folder / LOCKS / "tail", "cache.dir", wait=True):
             if not path.exists():
                 _save({"tail_V": _tail(form, samples, live)}, path, {"cache": manifest.id})

@@ -122,7 +122,7 @@ class PartialFile:
                 )
 
     def _count(self, line: Line, offset: int) -> None:
-        """Record a row that is on disk."""
+        """Update offsets and counts for a row of the file."""
         self.offsets[line["row"]] = offset
         self.counts.update(turns=line["turns"], tokens=line["tokens"], rows=line["result"] is not None)
         if line["error"]:

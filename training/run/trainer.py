@@ -93,7 +93,7 @@ class DrafterTrainer:
         Processes synchronise at the ``last`` micro-batch.
         """
         set_seed(seed)
-        autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # otherwise part of the wrapped module
+        autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # unless sharded, the wrapped module applies autocast
         keep_gathered(self.module, not last)
         with nullcontext() if last else self.accelerator.no_sync(self.module):
             with autocast:
