@@ -148,7 +148,7 @@ def test_strangers_decode_losslessly(kind: str) -> None:
     heads = SpeculativeModel(on, random_drafter(kind, on))
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
         plain = say(heads, rows, max_new_tokens=24, speculate=False, **options)
-        for more in ({"tree": TreeShape(12, 3)}, {"batch": 2}):
+        for more in ({"tree": TreeShape(12, 3)}, {"batch_size": 2}):
             assert torch.equal(say(heads, rows, max_new_tokens=24, **options, **more), plain)
 
 

@@ -60,7 +60,7 @@ def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Pat
     command = [str(part) for part in (FOLDER / "run.sh", "--held-out", 3, "--max-new-tokens", 8, *inputs, out, *OVERRIDES)]
     stopped = run_warm([command[0], "--until", "regenerate", *command[1:]])
     assert stopped.returncode == 0 and steps(stopped.stdout) == ["plan", "regenerate", "hold-out"], stopped.stderr
-    assert "the backbone reading, since there is no cache yet" in stopped.stdout
+    assert "with the live backbone, since there is no feature cache yet" in stopped.stdout
     done = run_warm(command)
     assert done.returncode == 0, done.stderr
     assert steps(done.stdout) == ["(plan)", "(regenerate)", "(hold-out)", "cache", "train", "tune", "bench"]

@@ -182,7 +182,7 @@ def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     plain = unpadded(say(SpeculativeModel(on), rows, seed=SEEDS, **options), rows)
     assert len({tuple(text).index(0) if 0 in text[-LENGTH:] else len(text) for text in plain}) > 1, "rows leave"
     of = drafting(manner, on, plain)
-    for extra in ({"tree": TreeShape(24, 6)}, {"tree": TreeShape(9, 1)}, {"batch": 2}):
+    for extra in ({"tree": TreeShape(24, 6)}, {"tree": TreeShape(9, 1)}, {"batch_size": 2}):
         assert unpadded(say(of, rows, seed=SEEDS, **options, **extra), rows) == plain
     one = on.model.generate(prompts()[3][None], custom_generate=of.generate, seed=SEEDS[3], **options)[0].tolist()
     assert one == plain[3][: len(one)] and not any(plain[3][len(one) :])

@@ -102,12 +102,12 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["objective.on_policy=-1"], "objective.on_policy is a weight, 0 or more; got -1"),
-        (["objective.on_policy=.nan"], "objective.on_policy is a weight, 0 or more; got nan"),
-        (["objective.on_policy_share=0"], "objective.on_policy_share is above 0 and at most 1; got 0"),
-        (["objective.on_policy_share=1.5"], "objective.on_policy_share is above 0 and at most 1; got 1.5"),
-        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is 0 or more; got -1"),
-        (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone to read the drafts, and cache.dir='x' spares"),
+        (["objective.on_policy=-1"], "objective.on_policy is a number of at least 0; got -1"),
+        (["objective.on_policy=.nan"], "objective.on_policy is a number of at least 0; got nan"),
+        (["objective.on_policy_share=0"], "objective.on_policy_share is a number above 0 and at most 1; got 0"),
+        (["objective.on_policy_share=1.5"], "objective.on_policy_share is a number above 0 and at most 1; got 1.5"),
+        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is a number of at least 0; got -1"),
+        (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
         (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
     ],
 )
@@ -136,7 +136,7 @@ def test_backbones_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     recipe = load_recipe(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER))
     on = Backbone(backbone("llama").model)
     drafter = random_drafter("eagle3", on)
-    changes: list[tuple[str, Any, str]] = [("recurrent", object(), "has recurrent layers"), ("turn", 32, "change after 32 positions")]
+    changes: list[tuple[str, Any, str]] = [("recurrent", object(), "has recurrent layers"), ("rope_limit", 32, "change after 32 positions")]
     for name, value, message in changes:
         with monkeypatch.context() as patch, pytest.raises(UserError, match=message) as caught:
             patch.setattr(on, name, value)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import DRAFTERS, left_padded, prompts, random_drafter, say, tiny
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, quantization
+from headstart.heads.backbone import quantization
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.speculation.tuned import key
 from headstart.support.errors import UserError

@@ -30,6 +30,10 @@ HEADS: list[dict[str, Any]] = [
 ]  # fmt: skip
 FILES = {"eagle3": "model.safetensors", "wide": "medusa_lm_head.safetensors", "other-taps": "model.safetensors"}
 STEPS = 8
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+"""Another order of summation changes gradients by an ulp, and AdamW divides the smallest of them by as little.
+
+Eight steps move weights by 2e-2."""
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +122,7 @@ def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> Non
     for name, file in FILES.items():
         cached, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
         for key, tensor in live.items():
-            torch.testing.assert_close(cached[key], tensor, rtol=1e-4, atol=3e-5)
+            torch.testing.assert_close(cached[key], tensor, **CLOSE)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -135,7 +139,7 @@ def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
     for name, file in FILES.items():
         one_file, two_file = (load_file(tmp_path / where / name / file) for where in ("one", "out"))
         for key, tensor in one_file.items():
-            torch.testing.assert_close(two_file[key], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(two_file[key], tensor, **CLOSE)
 
 
 def test_an_override_reaches_its_drafter(together: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("change, message", [
-    ("backbone.dtype=int8", "backbone.shard is for weights that are kept as numbers of one dtype; int8 is not: leave one of them out"),
+    ("backbone.dtype=int8", "backbone.shard needs weights of one dtype, which backbone.dtype=int8 has not; set either back"),
     ("objective.on_policy=0.5", "drafts are read by each process for itself, and backbone.shard has all read alike; set either back"),
 ])  # fmt: skip
 def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
@@ -132,7 +132,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     recipe = make_recipe(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main([str(recipe)]) == 2
-    assert "launched with FSDP version 1; training knows version 2" in capsys.readouterr().err
+    assert "launched with FSDP version 1; training supports version 2" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert main([str(recipe), "train.steps=1"]) == 0   # one process has nothing to shard
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")

@@ -52,7 +52,7 @@ def test_memory_is_planned_for_them(kind: str, tmp_path: Path, capsys: pytest.Ca
     recipe = make_recipe(tmp_path, drafter={"kind": kind, "depth": 2}, objective=LOSSES[kind])
     assert headstart(["plan", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "a step" in out and "0.0 MB (" not in out
+    assert "per step" in out and "0.0 MB (" not in out
 
 
 def test_they_are_short() -> None:

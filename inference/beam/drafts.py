@@ -99,7 +99,7 @@ class Drafting:
         rows = [row for row in range(len(features.tokens_BT)) for _ in range(self.beams)]
         for source in self.drafters:
             source.join([], [], features)
-            source.catch_up(0)
+            source.catch_up(features.tokens_BT.shape[1])
             source.select(rows)
         if self.drafters:
             self.features = NodeFeatures(features)

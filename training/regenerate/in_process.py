@@ -111,7 +111,7 @@ class InProcess:
         settings = self.settings
         how = Settings(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
         start = time.perf_counter()
-        own = {"batch": settings.batch_size} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
+        own = {"batch_size": settings.batch_size} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
         output = continue_texts(self.heads, prompts, how, seeds, **own)
         self.tally.wall += time.perf_counter() - start
         self.tally.add(output)
