@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     backbone, tokenizer = load_backbone(args.backbone, dtype="fp32"), load_tokenizer(args.backbone)
     prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, 64), args.limit)]
     drafter, rows = random_heads(backbone), []
-    for size in args.batch:
+    for size in args.batch_size:
         for temperature in args.temperature:
             systems = {
                 "ar": SpeculativeModel(backbone),

@@ -9,7 +9,7 @@ separately, in alternating runs, best of ``--repeats``.
 The naive form implements the formula with autograd and keeps the whole logits of the backbone and of every depth. Its memory grows with
 positions x vocabulary, so it is measured only where it fits ``--limit`` GB; for larger sizes it is computed as a number of fp32 buffers
 ``[positions, vocabulary]``, the number counted at the largest size that fits. On a CPU the fused form processes fewer rows at a time than
-``--chunk`` allows; ``--batch-size`` makes it process that many, as on an accelerator. Prints JSON.
+``--chunk`` allows; ``--whole-chunks`` makes it process that many, as on an accelerator. Prints JSON.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def measure(positions: int, vocab: int, args: argparse.Namespace) -> dict[str, A
 def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for positions, vocab in [*(map(int, size.split("x")) for size in args.also), (args.positions, args.vocab)]:
-        with use_chunk_policy(ChunkPolicy("cuda" if args.rows else None)):   # on "cuda", chunks are not cut to fit a CPU's caches
+        with use_chunk_policy(ChunkPolicy("cuda" if args.whole_chunks else None)):   # on "cuda", chunks are not cut to fit a CPU's caches
             rows.append(measure(positions, vocab, args))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     counted = [row["naive_buffers"] for row in rows if "naive_buffers" in row]
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--batch-size", action="store_true", help="take whole chunks on a CPU too")
+    parser.add_argument("--whole-chunks", action="store_true", help="take whole chunks on a CPU too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=8.0, help="gigabytes the naive form may take")
     run(parser, main)

@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
     if backbone.max_positions is not None and max(args.contexts) + max(args.nodes) > backbone.max_positions:
         backbone.max_positions = None   # rotary positions extrapolate; the cost of a pass does not depend on its output
-    plan = TunePlan(tuple(args.rows), tuple(args.contexts), tuple(args.nodes), args.repeats)
+    plan = TunePlan(tuple(args.batch_size), tuple(args.contexts), tuple(args.nodes), args.repeats)
     rows = [
         {"context": context, "rows": rows, "transformers_token_ms": token_ms(backbone, context, rows)}
         for context in plan.contexts

@@ -217,7 +217,13 @@ def test_ids_alone_small_batches_and_captured_passes() -> None:
         heads("llama", "eagle3"),
         SpeculativeModel(backbone("llama"), random_drafter("medusa", backbone("llama")), capture="trace"),
     ):
-        for ours in ({}, {"batch_size": 1}, {"batch_size": 2, "tree": WIDE}, {"tree": TreeShape(12, 3), "timed": True}, {"speculate": False}):
+        for ours in (
+            {},
+            {"batch_size": 1},
+            {"batch_size": 2, "tree": WIDE},
+            {"tree": TreeShape(12, 3), "timed": True},
+            {"speculate": False},
+        ):
             assert torch.equal(say(of, rows, **ours, **options), truth), ours
     assert of.engine(True).reader.captured
 

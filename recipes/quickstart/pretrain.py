@@ -118,7 +118,7 @@ def pretrain(args: argparse.Namespace) -> None:
     while (now := time.monotonic() - start) < budget:
         progress = now / budget
         scale = min(1.0, (done + 1) / 100) * (1.0 if progress < 0.4 else (1 - progress) / 0.6 * 0.98 + 0.02)
-        where = (starts[(done * args.batch + torch.arange(args.batch)) % len(starts)] * T + (done * 37) % T).long()
+        where = (starts[(done * args.batch_size + torch.arange(args.batch_size)) % len(starts)] * T + (done * 37) % T).long()
         windows = stream[where[:, None] + torch.arange(T + 1)].long()
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             hidden = model.model(windows[:, :-1]).last_hidden_state
@@ -132,7 +132,7 @@ def pretrain(args: argparse.Namespace) -> None:
             opt.step()
             opt.zero_grad()
         done += 1
-        spent, tokens = time.monotonic() - start, done * args.batch * T
+        spent, tokens = time.monotonic() - start, done * args.batch_size * T
         if done % 10 == 0:
             pace = {"step": done, "loss": round(loss.item(), 4), "tokens": tokens, "tokens_per_second": round(tokens / spent)}
             print(json.dumps(pace | {"minutes": round(spent / 60, 1)}), flush=True)
@@ -142,7 +142,7 @@ def pretrain(args: argparse.Namespace) -> None:
             state.with_suffix(".tmp").rename(state)
     facts = sizes | {
         "steps": done,
-        "tokens": done * args.batch * T,
+        "tokens": done * args.batch_size * T,
         "minutes": args.minutes,
         "held_out_bytes": sum(len(text.encode()) for text in test),
         "python": sysconfig.get_python_version(),

@@ -43,11 +43,11 @@ def write_text(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.backbone)
     model = LlamaForCausalLM.from_pretrained(args.backbone, dtype=torch.float32).eval()
-    openings = passages(tokenizer, args.rows, OPENING, held=False, seed=args.seed)
+    openings = passages(tokenizer, args.passages, OPENING, held=False, seed=args.seed)
     rows: list[str] = []
-    for i in tqdm(range(0, len(openings), args.batch), desc="writing"):
-        batch = torch.tensor(openings[i : i + args.batch])
-        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if (i // args.batch) % 2 else {"do_sample": False}
+    for i in tqdm(range(0, len(openings), args.batch_size), desc="writing"):
+        batch = torch.tensor(openings[i : i + args.batch_size])
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if (i // args.batch_size) % 2 else {"do_sample": False}
         ids = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=LENGTH - OPENING, **sampling)
         rows += tokenizer.batch_decode(ids, skip_special_tokens=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backbone", type=Path, default=here / "backbone")
     parser.add_argument("--out", type=Path, default=here)
-    parser.add_argument("--batch-size", type=int, default=2400)
+    parser.add_argument("--passages", type=int, default=2400)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
