@@ -42,7 +42,7 @@ class Drafter(nn.Module, ABC):
     """Base class of drafters; a new method is a subclass in ``heads/<kind>.py``.
 
     The constructor takes ``(backbone, config)`` and only allocates weights; `init_from` initialises them, `load_tensors` loads trained
-    ones. The class attributes below declare a method's capabilities, which tests/test_contract.py checks.
+    ones. The class attributes below declare a method's capabilities, which tests/test_capabilities.py checks.
     """
 
     Config: ClassVar[type[DrafterConfig]] = DrafterConfig
