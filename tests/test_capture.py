@@ -66,6 +66,15 @@ def test_auto_captures_after_some_calls_and_then_does_not_run_the_function_again
     assert function.calls == PATIENCE + 1 and captured.captures_made == 1
 
 
+def test_auto_waits_for_as_many_steps_of_a_function_called_several_times_a_step() -> None:
+    captured = Capturer("auto", torch.device("cpu")).capture(lambda held, x_T: x_T + held, "sum", calls_per_step=3)
+    held_1, x_T = torch.ones(1), torch.arange(4.0)
+    for call in range(3 * PATIENCE + 1):
+        assert captured.captures_made == 0, call
+        captured(held_1, x_T)
+    assert captured.captures_made == 1
+
+
 def test_new_shapes_are_followed_and_new_constants_captured() -> None:
     captured, held = captured_by("trace", Counted()), torch.zeros(9)
     for rows, scale, captures in ((4, 2.0, 1), (4, 2.0, 1), (7, 2.0, 1), (7, 2.0, 1), (7, 3.0, 2), (1, 2.0, 3), (1, 2.0, 3)):

@@ -54,10 +54,15 @@ class Capturer:
         self.patience = PATIENCE if name == "auto" else 0
         self.functions: list[Captured] = []
 
-    def capture(self, function: Function, name: str, module: nn.Module | None = None, unless: str | None = None) -> Captured:
-        """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it."""
+    def capture(
+        self, function: Function, name: str, module: nn.Module | None = None, unless: str | None = None, *, calls_per_step: int = 1
+    ) -> Captured:
+        """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it.
+
+        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions.
+        """
         backend = self.backend(module) if self.backend is not None and unless is None else None
-        captured = Captured(function, name, backend, self.patience, unless if self.backend is not None else None)
+        captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         self.functions.append(captured)
         return captured
 

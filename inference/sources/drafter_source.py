@@ -48,7 +48,7 @@ class DrafterSource(Source):
         self.drafter, self.device = drafter, drafter.backbone.device
         unless = _not_capturable(drafter)
         self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
-        self._step = capturer.capture(self._next_level, "draft levels", drafter, unless)
+        self._step = capturer.capture(self._next_level, "draft levels", drafter, unless, calls_per_step=drafter.depth)
         self._clear()
 
     @property
