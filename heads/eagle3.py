@@ -10,7 +10,6 @@ Shape suffixes: B batch, T positions, S keys, D width, H heads, N tree nodes, M 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -22,14 +21,14 @@ from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.last_layer import last_layer
-from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, engine_fields, llama_like
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors
+from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.errors import UserError
 
 
@@ -43,16 +42,14 @@ class State(RowState):
     ancestors_BNM: Tensor | None = drafted()
 
 
-class Eagle3(Drafter):
+class Eagle3(OwnReadoutDrafter):
     """One layer, applied once per depth to its own output."""
 
-    class Config(DrafterConfig):
+    class Config(OwnReadoutConfig):
         depth: Annotated[int, Ge(1)] = 5
         """Passes of the training-time test: tokens drafted beyond the root."""
         taps: tuple[int, ...] | None = None
         """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
-        draft_vocab_size: Annotated[int, Ge(1)] | None = None
-        """How many of the most frequent tokens are drafted (null: all)."""
         intermediate_size: Annotated[int, Ge(1)] | None = None
         """Width of the feed-forward part (null: the backbone's)."""
 
@@ -60,40 +57,21 @@ class Eagle3(Drafter):
     reads_hidden = False
     capturable = True
     recomputing = False
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps = _taps(config.taps, backbone.num_layers)
         super().__init__(backbone, config.model_copy(update={"taps": taps}))
         self.taps = taps
-        DV = config.draft_vocab_size
-        if DV is not None and DV > backbone.vocab:
-            raise UserError(f"drafter.draft_vocab_size is at most the backbone's vocabulary of {backbone.vocab}; got {DV}")
         self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size)
         D = backbone.dim
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = PairLayer(self.layer_config)
         self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
-        self.lm_head = nn.Linear(D, DV or backbone.vocab, bias=False)
+        self.lm_head = nn.Linear(D, self.draft_vocab, bias=False)
         self.cached = CachedLayer(self.midlayer, Rotary(self.layer_config))
-        if DV is not None:
-            self.register_buffer("d2t", torch.zeros(DV, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(backbone.vocab, dtype=torch.bool))
-            self._set_vocabulary(torch.arange(DV))
 
-    def _set_vocabulary(self, tokens: Tensor) -> None:
-        self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
-        self.t2d.zero_()
-        self.t2d[tokens] = True
-        self.vocabulary = tokens
-
-    def use_vocabulary(self, tokens: Tensor) -> None:
-        """Restrict drafts to these backbone tokens (int64 ``[DV]``) and copy their rows of the backbone's output layer."""
-        tokens = tokens.sort().values.to(self.d2t.device)
-        assert len(tokens) == self.config.draft_vocab_size and len(tokens.unique()) == len(tokens)
-        self._set_vocabulary(tokens)
-        self.lm_head.weight.data.copy_(self.backbone.unembed.weight[tokens.to(self.backbone.device)])
+    def output_layers(self) -> list[nn.Linear]:
+        return [self.lm_head]
 
     def init_from(self, backbone: Backbone) -> None:
         """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layer as
@@ -109,10 +87,8 @@ class Eagle3(Drafter):
         for i, tap in enumerate(self.taps):
             size = taps[tap].float().square().mean(-1).sqrt().median()  # median over positions: the first is often an outlier
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
-        if (last := last_layer(backbone)) is not None and self.midlayer.start_as(last[0]):
+        if (last := layer_weights(backbone)) is not None and self.midlayer.start_as(last[0]):
             self.norm.weight.copy_(last[1])
-        rows = slice(None) if self.vocabulary is None else self.vocabulary.to(backbone.device)
-        self.lm_head.weight.copy_(backbone.unembed.weight[rows])
 
     def fuse(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Concatenate and project the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
@@ -186,20 +162,12 @@ class Eagle3(Drafter):
         """Return a configuration for all engines that load EAGLE-3, with taps counted in both conventions in use."""
         return engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.config.draft_vocab_size or self.backbone.vocab,
+            "draft_vocab_size": self.draft_vocab,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.taps),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]},
         }
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
-        if self.vocabulary is not None:
-            self.vocabulary = self.t2d.nonzero().flatten()
-            offsets = self.vocabulary - torch.arange(len(self.vocabulary), device=self.vocabulary.device)
-            if not torch.equal(offsets, self.d2t):
-                raise UserError("d2t and t2d disagree about the draft vocabulary: the checkpoint is damaged; train or fetch it again")
 
 
 def _taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:

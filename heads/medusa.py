@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 
 
 class ResBlock(nn.Module):
@@ -31,10 +31,10 @@ class ResBlock(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class Medusa(Drafter):
+class Medusa(OwnReadoutDrafter):
     """`trained_depth` heads over the final hidden state of the last position."""
 
-    class Config(DrafterConfig):
+    class Config(OwnReadoutConfig):
         depth: Annotated[int, Ge(1)] = 4
         """Number of heads: tokens drafted beyond the root."""
         layers: Annotated[int, Ge(1)] = 1
@@ -49,16 +49,18 @@ class Medusa(Drafter):
     def __init__(self, backbone: Backbone, config: Config) -> None:
         super().__init__(backbone, config)
         self.heads = nn.ModuleList(
-            nn.Sequential(*(ResBlock(backbone.dim) for _ in range(config.layers)), nn.Linear(backbone.dim, backbone.vocab, bias=False))
+            nn.Sequential(*(ResBlock(backbone.dim) for _ in range(config.layers)), nn.Linear(backbone.dim, self.draft_vocab, bias=False))
             for _ in range(config.depth)
         )
 
+    def output_layers(self) -> list[nn.Linear]:
+        return [head[-1] for head in self._heads]
+
     def init_from(self, backbone: Backbone) -> None:
+        super().init_from(backbone)
         for name, weight in self.named_parameters():
             if ".linear." in name:
                 weight.zero_()
-            else:
-                weight.copy_(backbone.unembed.weight)
 
     @property
     def max_depth(self) -> int:
@@ -98,10 +100,11 @@ class Medusa(Drafter):
             "base_model_name_or_path": self.backbone.name,
             "hidden_size": self.backbone.dim,
             "vocab_size": self.backbone.vocab,
+            **({} if self.vocabulary is None else {"draft_vocab_size": self.draft_vocab}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
         return {name.removeprefix("heads."): tensor for name, tensor in self.state_dict().items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()}, strict=True)
+        super().load_tensors({name if name in ("d2t", "t2d") else f"heads.{name}": tensor for name, tensor in tensors.items()})

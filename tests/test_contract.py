@@ -19,6 +19,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, find_drafter
+from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
@@ -27,6 +28,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("eagle3", {"taps": [0, 1, 4, LAYERS], "depth": 3, "intermediate_size": 20}),
     ("eagle3", {"taps": [5]}),
     ("medusa", {"layers": 3, "depth": 2}),
+    ("medusa", {"draft_vocab_size": 23}),
 ]
 NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)
@@ -38,10 +40,13 @@ def made(family: str, kind: str, arguments: dict[str, Any]) -> tuple[Backbone, D
     drafter = random_drafter(kind, on, **arguments)
     if drafter.vocabulary is not None:
         ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[: len(drafter.vocabulary)]
-        weight = drafter.lm_head.weight.clone()
+        assert isinstance(drafter, OwnReadoutDrafter)
+        weights = [layer.weight.clone() for layer in drafter.output_layers()]
         drafter.use_vocabulary(ids)
         assert torch.equal(drafter.vocabulary, ids.sort().values)
-        drafter.lm_head.weight.copy_(weight)
+        for layer, weight in zip(drafter.output_layers(), weights, strict=True):
+            assert torch.equal(layer.weight, on.unembed.weight[drafter.vocabulary])
+            layer.weight.copy_(weight)
     return on, drafter
 
 
@@ -276,7 +281,7 @@ def test_an_untrained_medusa_repeats_the_backbone() -> None:
         ("eagle3", {"intermediate_size": 1.5}, "intermediate_size"),
         ("medusa", {"layers": 0}, "layers"),
         ("medusa", {"dept": 3}, "did you mean drafter.depth"),
-        ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.layers"),
+        ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.draft_vocab_size, drafter.layers"),
         ("medussa", {}, "did you mean 'medusa'"),
         ("no.such.module", {}, "no.such.module"),
         ("json.decoder", {}, "exactly one Drafter"),

@@ -46,6 +46,17 @@ class CachedLayer:
         """Extend the cache by ``counts_B`` positions per row; ``x_BTX`` (see `DecoderLayer.inputs`) are those at ``offsets_BT``."""
         return cache.extend(*self.layer.keys_values(x_BTX, cache.rotation_at(offsets_BT)), offsets_BT, counts_B)
 
+    def attend_new(self, cache: DraftCache, x_BTX: Tensor, state_BTD: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> Tensor:
+        """Return the layer's output ``[B, T, D]`` at the positions just added by `extend`, with the same arguments: the next layer's input.
+
+        A position attends to the positions up to its own that the cache keeps. Outputs of padding are arbitrary, but finite.
+        """
+        cache = cache.on_device()
+        offsets_BT = offsets_BT - counts_B[:, None]
+        mask_BTS = cache.positions_BS[:, None] <= (cache.lengths_B[:, None] + offsets_BT)[..., None]
+        mask_BTS[..., 0] = True   # a row without positions would have no key
+        return self.layer.attend(x_BTX, state_BTD, cache.rotation_at(offsets_BT), cache.past, mask_BTS)
+
     def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
         """Return the layer's output ``[B, 1, D]`` at each row's last position, which is in the cache already."""
         cache = cache.on_device()

@@ -119,6 +119,18 @@ class DraftCache(RowState):
         """Slots per row."""
         return self.keys_BGSC.shape[2]
 
+    @property
+    def positions_BS(self) -> Tensor:
+        """Position of the entry in each slot, int64 ``[B, S]``; larger than any position of the row where there is none."""
+        slots_S, lengths_B1 = torch.arange(self.slots, device=self.lengths_B.device), self.lengths_B[:, None]
+        if self.ring is None:
+            return slots_S.expand(len(lengths_B1), -1)
+        last_B1, sink = lengths_B1 - 1, self.ring.sink
+        ring_BS = last_B1 - (last_B1 - slots_S) % self.ring.window   # the last position that falls on the slot
+        empty_BS = (ring_BS < sink) | (slots_S >= self.ring.slots)
+        positions_BS = torch.where(empty_BS, lengths_B1 + slots_S, ring_BS)
+        return torch.where(slots_S < sink, slots_S, positions_BS)
+
     def rotation_at(self, offsets: Tensor | int) -> Rotation:
         """Return the rotation at ``offsets`` (``[B, T]``, ``[T]`` or one) from each row's end."""
         return rotary_at(self.rotation, self.lengths_B[:, None] + offsets)

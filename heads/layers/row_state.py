@@ -16,27 +16,19 @@ def drafted() -> Any:
 
 @dataclass(frozen=True)
 class RowState:
-    """Fields are tensors ``[B, ...]``, nested row states, or None if not set yet."""
+    """Fields are tensors ``[B, ...]``, row states, tuples of either, or None if not set yet."""
 
     def select(self, rows_B: Tensor) -> Self:
         """Select the rows ``rows_B`` (int64), in that order; rows may be repeated."""
-        changes: dict[str, Any] = {}
-        for name, value in self._lasting().items():
-            changes[name] = value.select(rows_B) if isinstance(value, RowState) else value[rows_B]
-        return self._with(changes)
+        return self._with({name: _select(value, rows_B) for name, value in self._lasting().items()})
 
     def join(self, other: Self) -> Self:
         """Append the rows of another state."""
-        changes: dict[str, Any] = {}
-        for name, value in self._lasting().items():
-            theirs = getattr(other, name)
-            changes[name] = value.join(theirs) if isinstance(value, RowState) else torch.cat([value, theirs])
-        return self._with(changes)
+        return self._with({name: _join(value, getattr(other, name)) for name, value in self._lasting().items()})
 
     def reserve(self, length: int) -> Self:
         """Return the state with capacity for ``length`` positions per row, drafted nodes included."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: part.reserve(length) for name, part in parts.items() if isinstance(part, RowState)})
+        return replace(self, **{one.name: _reserve(getattr(self, one.name), length) for one in fields(self)})
 
     def _lasting(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if "drafted" not in one.metadata}
@@ -44,3 +36,21 @@ class RowState:
 
     def _with(self, changes: dict[str, Any]) -> Self:
         return replace(self, **{one.name: None for one in fields(self) if "drafted" in one.metadata}, **changes)
+
+
+def _select(value: Any, rows_B: Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_select(part, rows_B) for part in value)
+    return value.select(rows_B) if isinstance(value, RowState) else value[rows_B]
+
+
+def _join(value: Any, other: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_join(*parts) for parts in zip(value, other, strict=True))
+    return value.join(other) if isinstance(value, RowState) else torch.cat([value, other])
+
+
+def _reserve(value: Any, length: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_reserve(part, length) for part in value)
+    return value.reserve(length) if isinstance(value, RowState) else value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.last_layer import last_layer
+from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
@@ -50,7 +50,7 @@ class Eagle1(Drafter):
 
     def init_from(self, backbone: Backbone) -> None:
         super().init_from(backbone)
-        if (last := last_layer(backbone)) is not None:
+        if (last := layer_weights(backbone)) is not None:
             self.layer.start_as(last[0])
 
     def _mixed(self, tokens_BT: Tensor, state_BTD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Initial weights for a drafter's layer: the backbone's last decoder layer, if its parameters are named as in Llama."""
+"""Initial weights for a drafter's layers: those of the backbone's decoder layers, if their parameters are named as in Llama."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 
 @torch.no_grad()
-def last_layer(backbone: Backbone) -> tuple[dict[str, Tensor], Tensor] | None:
-    """Return the weights of the last decoder layer by name, and the weight of the final norm; None if the names are not Llama's.
+def layer_weights(backbone: Backbone, index: int = -1) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Return the weights of a decoder layer (by default the last) by name, and the weight of the final norm; None if the names are
+    not Llama's.
 
     Query and key projections followed by norms (Qwen3) are left out, since their scale differs. With a sharded backbone all processes
     must call this.
     """
-    parameters = base_parameters(backbone.layers[-1], backbone.adapter)
+    parameters = base_parameters(backbone.layers[index], backbone.adapter)
     weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
     final = dict(backbone.base.named_parameters()).get(NORM)
     query_norms = {*weights} & QUERY_NORMS
