@@ -42,24 +42,25 @@ class Drafter(nn.Module, ABC):
     """Base class of drafters; a new method is a subclass in ``heads/<kind>.py``.
 
     The constructor takes ``(backbone, config)`` and only allocates weights; `init_from` initialises them, `load_tensors` loads trained
-    ones. The class attributes below declare a method's capabilities, which tests/test_capabilities.py checks.
+    ones. The attributes below declare a method's capabilities, which tests/test_capabilities.py checks; one that depends on an argument is
+    set by the constructor.
     """
 
     Config: ClassVar[type[DrafterConfig]] = DrafterConfig
-    sequential: ClassVar[bool] = True
+    sequential: bool = True
     """The draft of depth k depends on the tokens drafted before it."""
     reads_hidden: ClassVar[bool] = True
     """The drafter uses ``features.hidden_BTD``, not only tokens and taps."""
-    own_readout: ClassVar[bool] = True
+    own_readout: bool = True
     """The drafter has its own output layer; False: it uses the backbone's, as EAGLE-1 does."""
-    all_depths_at_once: ClassVar[bool] = False
+    all_depths_at_once: bool = False
     """`step` is called once per draft, with the roots, and returns the hidden states ``[B, K, D]`` of all depths."""
     capturable: ClassVar[bool] = False
     """`begin` and `step` depend on tensors only, without host reads or branches on values, so they can be traced and replayed.
     The state must be a `RowState`, a tensor, or a (nested) dataclass or tuple of tensors."""
     uses_backbone_cache: ClassVar[bool] = False
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
-    anchor_share: ClassVar[float] = 1.0
+    anchor_share: float = 1.0
     """Share of the label positions that a training step uses as anchors; below 1, `forward` is always called with anchors."""
     file_name: ClassVar[str] = "model.safetensors"
     """File name of the weights that serving engines expect."""

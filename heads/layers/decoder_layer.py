@@ -140,12 +140,33 @@ class Attention(nn.Module):
     def split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotate(self.split(self.q_proj(x), self.num_heads), rotation)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return rotate(self.split(self.k_proj(x), self.num_kv), rotation), self.split(self.v_proj(x), self.num_kv)
+
+
+class NormedAttention(Attention):
+    """Attention whose queries and keys are normed per head before they are rotated, as in Qwen3."""
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.q_norm, self.k_norm = (Norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotate(self.q_norm(self.split(self.q_proj(x), self.num_heads)), rotation)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return rotate(self.k_norm(self.split(self.k_proj(x), self.num_kv)), rotation), self.split(self.v_proj(x), self.num_kv)
+
 
 class DecoderLayer(nn.Module):
     """A Llama layer: attention over `inputs`, then the feed-forward part, each added to the residual stream."""
 
     state_norm = "input_layernorm"
     """Name of the norm of the residual stream before attention."""
+    attention: type[Attention] = Attention
 
     def __init__(self, config: LlamaConfig, width: int | None = None) -> None:
         """``width`` is that of the attention's input; None: that of the residual stream."""
@@ -153,7 +174,7 @@ class DecoderLayer(nn.Module):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Norm(D, eps=eps)
         self.post_attention_layernorm = Norm(D, eps=eps)
-        self.self_attn = Attention(config, width or D)
+        self.self_attn = self.attention(config, width or D)
         self.mlp = LlamaMLP(config)
 
     @property
@@ -181,8 +202,7 @@ class DecoderLayer(nn.Module):
         return True
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        attn = self.self_attn
-        return rotate(attn.split(attn.k_proj(x), attn.num_kv), rotation), attn.split(attn.v_proj(x), attn.num_kv)
+        return self.self_attn.keys_values(x, rotation)
 
     def finish(self, state: Tensor, mixed_BHTC: Tensor) -> Tensor:
         """Return the residual stream after the attention output and the feed-forward part are added."""
@@ -192,7 +212,7 @@ class DecoderLayer(nn.Module):
     def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
         """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
         attn = self.self_attn
-        query = rotate(attn.split(attn.q_proj(x), attn.num_heads), rotation)
+        query = attn.queries(x, rotation)
         grouped = attn.num_kv != attn.num_heads
         mixed = nn.functional.scaled_dot_product_attention(query, past[0], past[1], attn_mask=mask_BNS[:, None], enable_gqa=grouped)
         return self.finish(state, mixed)
@@ -208,11 +228,17 @@ class DecoderLayer(nn.Module):
         T = state.shape[1]
         rotation = rotary(k, T, state.device)
         x = self.inputs(*streams)
-        query = rotate(attn.split(attn.q_proj(x), attn.num_heads), rotation)
+        query = attn.queries(x, rotation)
         keys_values = self.keys_values(x, rotation)
         first, *later = ((keys[:, :, :T], values[:, :, :T]) for keys, values in (*passes, keys_values))
         mixed, logsum = attend_past(query, *first, blocks)
         return self.finish(state, join(query, mixed, logsum, later) if later else mixed), keys_values
+
+
+class NormedLayer(DecoderLayer):
+    """A layer with normed queries and keys, as in Qwen3."""
+
+    attention = NormedAttention
 
 
 class PairLayer(DecoderLayer):
