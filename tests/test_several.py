@@ -119,10 +119,12 @@ def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> Non
     write_cache(load_recipe(together / "recipe.yaml", overrides), estimate=False)
     assert main([str(together / "recipe.yaml"), *overrides, f"save.dir={tmp_path}/out"]) == 0
     assert json.loads((tmp_path / "cache" / "manifest.json").read_text())["contents"]["features"]["taps"] == [0, 1, 2, 3, 4, 5]
+    cached, live = ([line["loss"] for line in read_log(folder / "out") if "loss" in line] for folder in (tmp_path, together))
+    assert cached == pytest.approx(live, rel=1e-5)
     for name, file in FILES.items():
-        cached, live = load_file(tmp_path / "out" / name / file), load_file(together / "out" / name / file)
-        for key, tensor in live.items():
-            torch.testing.assert_close(cached[key], tensor, **CLOSE)
+        from_cache = load_file(tmp_path / "out" / name / file)
+        for key, tensor in load_file(together / "out" / name / file).items():
+            torch.testing.assert_close(from_cache[key], tensor, **CLOSE)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
