@@ -29,11 +29,11 @@ from headstart.support.errors import UserError
 
 @each_drafter
 def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
-    """Changing the token at depth 0 changes all drafts below it, or none of them."""
+    """Changing the drafted tokens changes all drafts below them, or none."""
     on, drafter = made("llama", kind, arguments)
     state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
     changed_BK = tokens_BK.clone()
-    changed_BK[:, 1] = (changed_BK[:, 1] + 1) % VOCAB
+    changed_BK[:, 1:] = (changed_BK[:, 1:] + 1) % VOCAB
     one, other = chain(drafter, state, tokens_BK), chain(drafter, state, changed_BK)
     assert drafter.depth > 1 and torch.equal(one[0], other[0])
     assert [not torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True)] == [drafter.sequential] * (drafter.depth - 1)
@@ -53,7 +53,7 @@ def test_own_readout(kind: str, arguments: dict[str, Any]) -> None:
     """A drafter without a readout of its own uses the backbone's output layer, without trainable weights."""
     on, drafter = made("llama", kind, arguments)
     drafter.requires_grad_(True)
-    hidden, tokens = torch.randn(2, 3, on.dim), texts(2, 3)
+    hidden, tokens = torch.randn_like(drafter(read(on, texts(2, 5), drafter))[0]), texts(2, 3)
     logits = drafter.readout(hidden, 0, tokens)
     assert logits.requires_grad == drafter.own_readout
     if not drafter.own_readout:
@@ -93,8 +93,8 @@ def test_capturable(kind: str, arguments: dict[str, Any]) -> None:
 def test_anchors(kind: str, arguments: dict[str, Any]) -> None:
     """Anchors at all positions equal the dense forward pass, in packed rows too; anchors are independent of each other."""
     on, drafter = made("llama", kind, arguments)
-    T = 14
-    document_BT = torch.tensor([[0] * T, [0] * 6 + [1] * 6 + [-1] * 2])
+    T = 18
+    document_BT = torch.tensor([[0] * T, [0] * 6 + [1] * 6 + [-1] * 6])
     features = replace(read(on, texts(2, T), drafter), document_BT=document_BT)
     dense, at_all = drafter(features), drafter(features, at_all_positions(features.tokens_BT))
     few = Anchors(torch.tensor([1, 0, 1]), torch.tensor([7, 2, 1]))

@@ -19,20 +19,20 @@ QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 
 
 @torch.no_grad()
-def layer_weights(backbone: Backbone, index: int = -1) -> tuple[dict[str, Tensor], Tensor] | None:
+def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False) -> tuple[dict[str, Tensor], Tensor] | None:
     """Return the weights of a decoder layer (by default the last) by name, and the weight of the final norm; None if the names are
     not Llama's.
 
-    Query and key projections followed by norms (Qwen3) are left out, since their scale differs. With a sharded backbone all processes
-    must call this.
+    Query and key projections followed by norms (Qwen3) are left out, since their scale differs, unless ``query_norms`` asks for the norms
+    too. With a sharded backbone all processes must call this.
     """
     parameters = base_parameters(backbone.layers[index], backbone.adapter)
     weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
     final = dict(backbone.base.named_parameters()).get(NORM)
-    query_norms = {*weights} & QUERY_NORMS
-    if final is None or {*weights} - query_norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
+    norms = {*weights} & QUERY_NORMS
+    if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
-    left_out = {*query_norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if query_norms else query_norms
+    left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
     return {name: _plain(weight) for name, weight in weights.items() if name not in left_out}, final
 
 

@@ -1,6 +1,6 @@
 """Llama-like decoder layers for heads, over the residual stream or over pairs (embedding, state), and their rotary embedding.
 
-Shape suffixes: B batch, T positions, N nodes, S keys, D width, H heads, C head width.
+Shape suffixes: B batch, T positions, M blocks, N nodes or elements of a block, S keys, D width, H heads, C head width.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
 OTHER_STREAM_SCALE = 0.1
@@ -155,10 +156,12 @@ class NormedAttention(Attention):
         self.q_norm, self.k_norm = (Norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        return rotate(self.q_norm(self.split(self.q_proj(x), self.num_heads)), rotation)
+        query = self.split(self.q_proj(x), self.num_heads)
+        return rotate(self.q_norm(query), rotation).to(query.dtype)   # under autocast the norm's dtype is wider
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return rotate(self.k_norm(self.split(self.k_proj(x), self.num_kv)), rotation), self.split(self.v_proj(x), self.num_kv)
+        key, value = self.split(self.k_proj(x), self.num_kv), self.split(self.v_proj(x), self.num_kv)
+        return rotate(self.k_norm(key), rotation).to(key.dtype), value
 
 
 class DecoderLayer(nn.Module):
@@ -239,6 +242,14 @@ class NormedLayer(DecoderLayer):
     """A layer with normed queries and keys, as in Qwen3."""
 
     attention = NormedAttention
+
+    def forward_blocks(self, block_MND: Tensor, context_BTD: Tensor, rotations: tuple[Rotation, Rotation], layout: BlockLayout) -> Tensor:
+        """Return the output at the elements of blocks, for training. They attend to keys and values of ``context_BTD``, which are projected
+        from it as from the blocks, and to their block; ``rotations``: at the context's positions and at the elements'.
+        """
+        x_MND, (of_context, of_blocks) = self.inputs(block_MND), rotations
+        query, own = self.self_attn.queries(x_MND, of_blocks), self.keys_values(x_MND, of_blocks)
+        return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout))
 
 
 class PairLayer(DecoderLayer):

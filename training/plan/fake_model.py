@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -30,10 +31,24 @@ from headstart.training.features.source import taps_of
 from headstart.training.recipe.recipe import Recipe
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Allocates the output and keeps what a fused kernel keeps for its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, mixed)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, by_mixed: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
 class FakeValues(TorchFunctionMode):
     """Supplies the few values that a training step reads from tensors.
 
-    `scaled_dot_product_attention` only allocates its output, since fused kernels keep no scores; on fake tensors it would otherwise use
+    `scaled_dot_product_attention` allocates its output only, since fused kernels keep no scores; on fake tensors it would otherwise use
     the unfused form, with scores ``[B, H, T, T]``.
     """
 
@@ -49,8 +64,7 @@ class FakeValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            query, _, value = (*args, *kwargs.values())[:3]
-            return query.new_empty(*query.shape[:-1], value.shape[-1])
+            return _FusedAttention.apply(*(*args, *kwargs.values())[:3])
         if func is torch.Tensor.item:
             return 0.0 if args[0].is_floating_point() else 0
         if func is torch.Tensor.__int__:

@@ -1,0 +1,294 @@
+"""Parallel block heads: one pass of a few decoder layers over the root and mask tokens drafts a whole block.
+
+DFlash (2602.06036): the tapped layers of the backbone are fused into one context; every layer projects it to keys and values of its
+own, and the elements of the block attend to the context and to the whole block. The backbone's embedding and output layer are shared.
+DSpark (2607.05147) adds a low-rank correction of the logits by the parent token, Domino (2605.29707) one by the state of a small GRU
+over the drafted path; with either, a block is computed once and its depths are drafted one after another, in trees along every path.
+
+Element i of a block is at position t+1+i, where t is the anchor and element 0 the root. Without a correction element i+1 drafts depth
+i; with one, element i does, so that a block has as many elements as depths. Both are as in the published checkpoints.
+
+Shape suffixes: B batch, T positions, M anchors, N elements of a block or tree nodes, K depth, D width, G size of the GRU's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.anchors import Anchors, dense_from_anchors
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
+from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.layers.block_attention import lay_out
+from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, engine_fields, llama_like, rotary_at
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.layers.start_values import start_fusion, start_normed
+from headstart.support.errors import UserError
+
+
+@dataclass(frozen=True)
+class State(RowState):
+    """Each layer's keys and values of the context; with a correction also the drafted block, and the GRU's state at the last nodes."""
+
+    caches: tuple[DraftCache, ...]
+    block_BKD: Tensor | None = drafted()
+    paths_BNG: Tensor | None = drafted()
+
+
+class MarkovHead(nn.Module):
+    """A table of logits by the parent token, of low rank."""
+
+    def __init__(self, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.markov_w2(self.markov_w1(tokens))
+
+
+class Block(Drafter):
+    """A few layers over a block, once per draft."""
+
+    class Config(DrafterConfig):
+        depth: Annotated[int, Ge(1)] = 7
+        """Tokens of a block beyond the root."""
+        layers: Annotated[int, Ge(1)] = 3
+        """Decoder layers."""
+        taps: tuple[int, ...] | None = None
+        """Layers whose residual stream is fused into the context, counted from 1 (null: up to five, evenly spaced)."""
+        intermediate_size: Annotated[int, Ge(1)] | None = None
+        """Width of the feed-forward part (null: the backbone's)."""
+        correction: Literal["none", "markov", "recurrent"] = "none"
+        """Of the logits: none (DFlash), by the parent token (``markov``, DSpark), or by the path (``recurrent``, Domino)."""
+        correction_rank: Annotated[int, Ge(1)] = 256
+        """Rank of the correction."""
+        recurrent_size: Annotated[int, Ge(1)] | None = None
+        """Size of the state of a recurrent correction (null: a quarter of the backbone's width)."""
+        anchor_share: Annotated[float, Gt(0), Le(1)] = 0.5
+        """Share of the label positions at which a step trains a block."""
+        mask_token: Annotated[int, Ge(0)] | None = None
+        """Token whose embedding stands for the tokens to draft (null: the backbone's end-of-text token, or the last)."""
+
+    config: Config
+    reads_hidden = False
+    capturable = True
+    recomputing = False
+
+    def __init__(self, backbone: Backbone, config: Config) -> None:
+        taps, mask = _taps(config.taps, backbone.num_layers), _mask_token(config.mask_token, backbone)
+        super().__init__(backbone, config.model_copy(update={"taps": taps, "mask_token": mask}))
+        self.taps, self.mask_token, self.anchor_share = taps, mask, config.anchor_share
+        self.sequential = self.own_readout = config.correction != "none"
+        self.all_depths_at_once = not self.sequential
+        self.skipped = 0 if self.sequential else 1
+        """Elements of a block before the one that drafts depth 0."""
+        self.elements = config.depth + self.skipped
+        if backbone.max_positions is not None and self.elements > backbone.max_positions:
+            raise UserError(f"a block of drafter.depth={config.depth} is longer than the backbone's context of {backbone.max_positions}")
+        self.layer_config = llama_like(backbone, config.intermediate_size)
+        self.layer_config.num_hidden_layers = config.layers
+        D, eps = backbone.dim, self.layer_config.rms_norm_eps
+        self.fc = nn.Linear(len(taps) * D, D, bias=False)
+        self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
+        self.layers = nn.ModuleList(NormedLayer(self.layer_config) for _ in range(config.layers))
+        self.rotary = Rotary(self.layer_config)
+        self.cached = [CachedLayer(layer, self.rotary) for layer in self._layers]
+        if config.correction == "markov":
+            self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
+        elif config.correction == "recurrent":
+            state, rank = config.recurrent_size or max(1, D // 4), config.correction_rank
+            self.prefix_gru = nn.GRU(D, state, bias=False, batch_first=True)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(D + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, backbone.vocab, bias=False)
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """A block is as long as it was trained to be."""
+        return self.trained_depth
+
+    @property
+    def _layers(self) -> list[Any]:
+        return list(self.layers)
+
+    def recompute(self) -> None:
+        self.recomputing = True
+
+    def context(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
+        """Fuse the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
+        assert features.taps is not None
+        taps_BTX = torch.cat([features.taps[tap] for tap in self.taps], -1)
+        if index_BT is not None:
+            taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
+        return self.hidden_norm(self.fc(taps_BTX.to(self.fc.weight.dtype)))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.backbone.embed(tokens).to(self.fc.weight.dtype)
+
+    def _embed_blocks(self, roots_M: Tensor) -> Tensor:
+        """Embed the blocks ``[M, N, D]`` of these roots: the root, then mask tokens."""
+        masks_MN = roots_M.new_full((len(roots_M), self.elements - 1), self.mask_token)
+        return self._embed(torch.cat([roots_M[:, None], masks_MN], 1))
+
+    # Training.
+
+    def forward(self, features: Features, at: Anchors | None = None) -> list[Tensor]:
+        tokens_BT, K = features.tokens_BT, self.trained_depth
+        if at is None:
+            return dense_from_anchors(lambda anchors: self.forward(features, anchors), tokens_BT)
+        inputs_MK = at.position_M[:, None] + 1 + torch.arange(K, device=tokens_BT.device)   # depth k follows x_{t+1+k}
+        tokens_MK = tokens_BT[at.row_M[:, None], inputs_MK.clamp(max=tokens_BT.shape[1] - 1)]
+        hidden = list(self._blocks(features, at, tokens_MK[:, 0]).unbind(1))
+        if self.config.correction != "recurrent":
+            return hidden
+        path_MG, corrected = hidden[0].new_zeros(len(tokens_MK), self.prefix_gru.hidden_size), []
+        for k, hidden_MD in enumerate(hidden):
+            path_MG = self._advance(tokens_MK[:, k], path_MG)
+            corrected.append(self._correct(hidden_MD, path_MG, k))
+        return corrected
+
+    def _blocks(self, features: Features, at: Anchors, roots_M: Tensor) -> Tensor:
+        """Return the normed hidden states ``[M, K, D]`` of the blocks at the anchors."""
+        (T, N), device = (features.tokens_BT.shape[1], self.elements), roots_M.device
+        layout = lay_out(at, features.tokens_BT, features.document_BT, N)
+        context_BTD, block_MND = self.context(features), self._embed_blocks(roots_M)
+        positions_MN = at.position_M[:, None] + 1 + torch.arange(N, device=device)
+        rotations = self.rotary(0, T, device), rotary_at(self.rotary.table(T + N, device), positions_MN)
+        for layer in self._layers:
+            inputs = block_MND, context_BTD, rotations, layout
+            if self.recomputing and torch.is_grad_enabled():
+                block_MND = checkpoint(layer.forward_blocks, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                block_MND = layer.forward_blocks(*inputs)
+        return self.norm(block_MND)[:, self.skipped :]
+
+    # The corrections.
+
+    def _advance(self, tokens: Tensor, path: Tensor) -> Tensor:
+        """Return the GRU's states ``[..., G]`` after the tokens, from those before them."""
+        gru, embedded = self.prefix_gru, self._embed(tokens).flatten(0, -2)
+        return torch.gru_cell(embedded, path.flatten(0, -2), gru.weight_ih_l0, gru.weight_hh_l0).unflatten(0, tokens.shape)
+
+    def _correct(self, hidden: Tensor, path: Tensor, depth: int) -> Tensor:
+        """Append the inputs of the correction's output layer to the block's hidden states; depth 0, which knows its path, has none."""
+        mixed = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, path], -1)))
+        return torch.cat([hidden, mixed if depth else torch.zeros_like(mixed)], -1)
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        D = self.backbone.dim
+        logits = self.backbone.readout(hidden[..., :D].to(self.backbone.dtype))
+        if self.config.correction == "markov":
+            assert parent_tokens is not None
+            return logits + self.markov_head(parent_tokens)
+        return logits + self.embed_proj[2](hidden[..., D:]) if self.config.correction == "recurrent" else logits
+
+    # Decoding.
+
+    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
+        for cached in self.cached:
+            cached.limit(window, sink, offload)
+
+    def reserve(self, state: State, length: int) -> State:
+        return state.reserve(length + self.elements)   # a block is whole, however few of its tokens a tree takes
+
+    def begin(self, features: Features, state: State | None = None) -> State:
+        """Extend every layer's cache by keys and values of the context."""
+        tokens_BT, counts_B = features.tokens_BT, features.lengths_B
+        caches = tuple(cached.empty(tokens_BT) for cached in self.cached) if state is None else state.caches
+        offsets_BT = self.cached[0].kept_offsets(caches[0], tokens_BT.shape[1], counts_B)
+        context_BTD = self.context(features, offsets_BT)
+        pairs = zip(self.cached, caches, strict=True)
+        return State(tuple(cached.extend(cache, context_BTD, offsets_BT, counts_B) for cached, cache in pairs))
+
+    def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
+        """Compute the block at depth 0; deeper steps only select from it and follow the paths."""
+        if depth == 0:
+            state = self._draft(state, tokens_BN[:, 0])
+        assert state.block_BKD is not None
+        if self.all_depths_at_once:
+            return state.block_BKD, state
+        hidden_B1D = state.block_BKD[:, depth : depth + 1]
+        if self.config.correction == "markov":
+            return hidden_B1D, state
+        if depth == 0:
+            before_BNG = hidden_B1D.new_zeros(*tokens_BN.shape, self.prefix_gru.hidden_size)
+        else:
+            assert state.paths_BNG is not None
+            before_BNG = state.paths_BNG.gather(1, parents_BN[..., None].expand(-1, -1, state.paths_BNG.shape[-1]))
+        paths_BNG = self._advance(tokens_BN, before_BNG)
+        hidden_BND = hidden_B1D.expand(-1, tokens_BN.shape[1], -1)
+        return self._correct(hidden_BND, paths_BNG, depth), replace(state, paths_BNG=paths_BNG)
+
+    def _draft(self, state: State, roots_B: Tensor) -> State:
+        block_BND, caches = self._embed_blocks(roots_B), []
+        N, device = self.elements, roots_B.device
+        offsets_N, all_BNN = torch.arange(N, device=device), torch.ones(len(roots_B), N, N, dtype=torch.bool, device=device)
+        for cached, cache in zip(self.cached, state.caches, strict=True):
+            block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, all_BNN, offsets_N)
+            caches.append(cache)
+        return State(tuple(caches), self.norm(block_BND)[:, self.skipped :])
+
+    # On disk and at the start.
+
+    def init_from(self, backbone: Backbone) -> None:
+        """Initialise the context as the deepest tap plus small random parts of all, the layers as the backbone's last where the shapes
+        agree, and the corrections without effect.
+        """
+        super().init_from(backbone)
+        start_fusion(self.fc.weight, backbone, self.taps)
+        for i, layer in enumerate(self._layers):
+            final = start_normed(layer, backbone, max(backbone.num_layers - len(self._layers) + i, 0))
+            if final is not None:
+                self.norm.weight.copy_(final)
+        if self.config.correction == "markov":
+            self.markov_head.markov_w2.weight.zero_()
+        elif self.config.correction == "recurrent":
+            self.embed_proj[2].weight.zero_()
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""
+        layout = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
+        common = engine_fields(self.layer_config, self.fc.weight.dtype) | {
+            "model_type": "qwen3",
+            "layer_types": ["full_attention"] * self.config.layers,
+            "num_target_layers": self.backbone.num_layers,
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "block_size": self.elements,
+            "draft_vocab_size": self.backbone.vocab,
+        }
+        if self.config.correction == "markov":
+            rank = {"markov_rank": self.config.correction_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+            anchored = {"sample_from_anchor": True, "dspark_bonus_anchor": False}
+            return common | layout | rank | anchored | {"architectures": ["Qwen3DSparkModel"], "dflash_config": layout}
+        if self.config.correction == "recurrent":
+            sizes = {"emb_dim": self.config.correction_rank, "gru_hidden_dim": self.prefix_gru.hidden_size}
+            layout |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, **sizes}
+        return common | {"architectures": ["DFlashDraftModel"], "dflash_config": layout}
+
+
+def _taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if taps is None:
+        first, last = min(2, max(num_layers - 1, 1)), max(num_layers - 2, 1)
+        return tuple(sorted({round(first + i * (max(last, first) - first) / 4) for i in range(5)}))
+    chosen = tuple(sorted(set(taps)))
+    if not chosen or any(not 1 <= tap <= num_layers for tap in chosen):
+        raise UserError(f"drafter.taps are layer counts from 1 to {num_layers}; got {taps!r}")
+    return chosen
+
+
+def _mask_token(token: int | None, backbone: Backbone) -> int:
+    if token is None:
+        end = backbone.config.eos_token_id
+        token = end[0] if isinstance(end, list) else backbone.vocab - 1 if end is None else end
+    if token >= backbone.vocab:
+        raise UserError(f"drafter.mask_token is a token of the backbone's vocabulary of {backbone.vocab}; got {token}")
+    return token

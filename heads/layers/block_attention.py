@@ -1,0 +1,102 @@
+"""Attention of drafted blocks in training: the elements of a block attend to its row up to an anchor, and to all of the block.
+
+Blocks of one row share the row's keys, so they are computed together, some hundred elements at a time: their keys are the part of the
+row that they need and all their own, of which a mask leaves each block its own. Fused attention keeps no scores, so memory is linear.
+
+Shape suffixes: B rows, T positions, M blocks, A blocks per row (padded), N elements of a block, H query heads, G key heads, C head width,
+S keys, K blocks of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.anchors import Anchors
+
+ELEMENTS = 256
+"""Elements of each row computed together; about as many of their keys are masked, which is few beside a row's."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The blocks of a batch, sorted by row and anchor."""
+
+    place_M: Tensor
+    """Each block's place among B rows of A blocks."""
+    start_BA: Tensor
+    """First position of the anchor's document."""
+    anchor_BA: Tensor
+    """Last position that the block attends to; -1 at padding."""
+    chunks: tuple[tuple[int, int, int, int], ...]
+    """(first block, last block + 1, first key, last key + 1) of the blocks computed together."""
+
+    def pad(self, x_MXNC: Tensor) -> Tensor:
+        """Bring the blocks into rows: ``[B, A, X, N, C]``."""
+        B, A = self.anchor_BA.shape
+        rows = x_MXNC.new_zeros(B * A, *x_MXNC.shape[1:]).index_copy(0, self.place_M, x_MXNC)
+        return rows.unflatten(0, (B, A))
+
+
+def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements: int) -> BlockLayout:
+    """Lay out blocks of ``elements`` at anchors. A document is a run of equal numbers; copies the anchors to the host."""
+    (B, T), device = tokens_BT.shape, tokens_BT.device
+    row_M, position_M = at.row_M, at.position_M
+    counts_B = torch.zeros(B, dtype=torch.int64, device=device).index_add(0, row_M, torch.ones_like(row_M))
+    A = max(int(counts_B.max()), 1)
+    number_M = torch.empty_like(row_M)
+    number_M[(row_M * T + position_M).argsort(stable=True)] = torch.arange(len(row_M), device=device)
+    place_M = row_M * A + number_M - (counts_B.cumsum(0) - counts_B)[row_M]
+    starts_BT = torch.zeros_like(tokens_BT)
+    packed = document_BT is not None and bool((document_BT > 0).any())
+    if packed:
+        assert document_BT is not None
+        new_BT = torch.ones_like(document_BT, dtype=torch.bool)
+        new_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+        starts_BT = torch.where(new_BT, torch.arange(T, device=device), 0).cummax(1).values
+    anchor_BA = torch.full((B * A,), -1, device=device).index_copy(0, place_M, position_M).view(B, A)
+    start_BA = torch.full((B * A,), T, device=device).index_copy(0, place_M, starts_BT[row_M, position_M]).view(B, A)
+    last_A, first_A = anchor_BA.amax(0).cpu(), start_BA.amin(0).cpu()
+    step, chunks = max(1, ELEMENTS // elements), []
+    for first in range(0, A, step):
+        end = min(first + step, A)
+        low = int(first_A[first:end].amin().item()) if packed else 0
+        chunks.append((first, end, low, int(last_A[first:end].amax()) + 1))
+    return BlockLayout(place_M, start_BA, anchor_BA, tuple(chunks))
+
+
+def attend_blocks(query_MHNC: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], layout: BlockLayout) -> Tensor:
+    """Return the attention output ``[M, H, N, C]`` over the rows' keys and values ``context`` (``[B, G, T, C]``) and the blocks' ``own``
+    (``[M, G, N, C]``). Scores are divided by the square root of C.
+    """
+    query_BAHNC, keys_BAGNC, values_BAGNC = (layout.pad(x) for x in (query_MHNC, *own))
+    mixed = []
+    for first, end, low, high in layout.chunks:
+        part, past = slice(first, end), slice(low, high)
+        keys, values = (
+            torch.cat([text[:, :, past], blocks[:, part].transpose(1, 2).flatten(2, 3)], 2)
+            for text, blocks in zip(context, (keys_BAGNC, values_BAGNC), strict=True)
+        )
+        mixed.append(_attend(query_BAHNC[:, part], keys, values, _allowed(layout, part, past, query_MHNC.shape[2])))
+    return torch.cat(mixed, 1).flatten(0, 1)[layout.place_M]
+
+
+def _attend(query_BKHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, allowed_BKNS: Tensor) -> Tensor:
+    """Compute one chunk: ``[B, K, H, N, C]``. Query heads that share a key head are further queries of it."""
+    G, (_, K, H, N, _) = keys_BGSC.shape[1], query_BKHNC.shape
+    query_BGQC = query_BKHNC.unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
+    mask_B1QS = allowed_BKNS[:, None].expand(-1, H // G, -1, -1, -1).flatten(1, 3)[:, None]
+    mixed_BGQC = torch.nn.functional.scaled_dot_product_attention(query_BGQC, keys_BGSC, values_BGSC, attn_mask=mask_B1QS)
+    return mixed_BGQC.unflatten(2, (H // G, K, N)).permute(0, 3, 1, 2, 4, 5).flatten(2, 3)
+
+
+def _allowed(layout: BlockLayout, part: slice, past: slice, elements: int) -> Tensor:
+    """Return the mask ``[B, K, N, S]`` of one chunk, True where an element attends: its row's part, then the chunk's own keys."""
+    anchor_BK1, start_BK1 = layout.anchor_BA[:, part, None], layout.start_BA[:, part, None]
+    key_S = torch.arange(past.start, past.stop, device=anchor_BK1.device)
+    text_BKNS = ((key_S <= anchor_BK1) & (key_S >= start_BK1))[:, :, None].expand(-1, -1, elements, -1)
+    B, K = anchor_BK1.shape[:2]
+    own_KKN = torch.eye(K, dtype=torch.bool, device=key_S.device)[:, :, None].expand(-1, -1, elements)
+    return torch.cat([text_BKNS, own_KKN.flatten(1)[None, :, None].expand(B, -1, elements, -1)], -1)

@@ -1,0 +1,54 @@
+"""Start values from the backbone for a head's fused taps and for its layers with normed queries and keys.
+
+Shape suffixes: T positions, D width, X width of all taps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
+from headstart.heads.layers.decoder_layer import NormedLayer
+
+
+def probe(backbone: Backbone, taps: tuple[int, ...]) -> dict[int, Tensor]:
+    """Return the residual stream at the taps for a few tokens spread over the vocabulary."""
+    count = min(64, backbone.max_positions or 64)
+    tokens_1T = torch.linspace(0, backbone.vocab - 1, count, device=backbone.device).long()[None]
+    return backbone.read(tokens_1T, taps=taps).taps or {}
+
+
+@torch.no_grad()
+def start_fusion(weight_DX: Tensor, backbone: Backbone, taps: tuple[int, ...]) -> None:
+    """Add the deepest tap to the random parts of all, each scaled to unit size.
+
+    Without the scaling, residual streams, whose entries are in the tens, would dominate what is computed of them.
+    """
+    D = len(weight_DX)
+    weight_DX[:, -D:] += torch.eye(D, dtype=weight_DX.dtype, device=weight_DX.device)
+    for i, stream_1TD in enumerate(probe(backbone, taps)[tap] for tap in taps):
+        size = stream_1TD.float().square().mean(-1).sqrt().median()   # median over positions: the first is often an outlier
+        weight_DX[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
+
+
+@torch.no_grad()
+def start_normed(layer: NormedLayer, backbone: Backbone, index: int) -> Tensor | None:
+    """Copy the backbone's layer ``index`` and return the weight of its final norm; None, and nothing copied, if the shapes differ.
+
+    The input norm's weight goes into the projections, which also project a context that this norm does not see. Where the backbone norms
+    neither queries nor keys, their norms get the size that they have there.
+    """
+    found = layer_weights(backbone, index, query_norms=True)
+    if found is None or not layer.start_as(found[0]):
+        return None
+    attn = layer.self_attn
+    for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
+        projection.weight *= layer.input_layernorm.weight
+    layer.input_layernorm.weight.fill_(1.0)
+    if not QUERY_NORMS & {*found[0]}:
+        x_1TD = layer.inputs(probe(backbone, (index,))[index].to(layer.dtype))
+        for projection, norm in ((attn.q_proj, attn.q_norm), (attn.k_proj, attn.k_norm)):
+            norm.weight.fill_(projection(x_1TD).unflatten(-1, (-1, attn.head_dim)).square().mean(-1).sqrt().median())
+    return found[1]
