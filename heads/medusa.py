@@ -17,18 +17,8 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
-
-
-class ResBlock(nn.Module):
-    """``x + silu(Wx + b)``."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
 
 
 class Medusa(OwnReadoutDrafter):
@@ -58,9 +48,9 @@ class Medusa(OwnReadoutDrafter):
 
     def init_from(self, backbone: Backbone) -> None:
         super().init_from(backbone)
-        for name, weight in self.named_parameters():
-            if ".linear." in name:
-                weight.zero_()
+        for block in self.modules():
+            if isinstance(block, ResBlock):
+                block.start_as_identity()
 
     @property
     def max_depth(self) -> int:

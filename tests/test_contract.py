@@ -29,8 +29,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("eagle3", {"taps": [5]}),
     ("block", {"depth": 3, "layers": 2, "correction": "markov", "correction_rank": 6}),
     ("block", {"depth": 3, "layers": 1, "correction": "recurrent", "correction_rank": 6, "anchor_share": 1.0}),
+    ("hydra", {"prefix_attention": False, "layers": 1, "draft_vocab_size": 23}),
     ("medusa", {"layers": 3, "depth": 2}),
     ("medusa", {"draft_vocab_size": 23}),
+    ("mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
 ]
 NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)

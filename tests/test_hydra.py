@@ -1,0 +1,159 @@
+"""Hydra heads are what the paper and its code say, start as the backbone's output layer, and depend on every token drafted so far.
+
+Shape suffixes: B batch, T positions, D width, X width of a head's input.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, backbone, random_drafter, read, texts
+from safetensors.torch import load_file
+from test_contract import CLOSE, chain, part
+from torch import Tensor
+from transformers import LlamaModel
+
+from headstart.heads.hydra import Hydra
+from headstart.heads.layers.decoder_layer import llama_like
+from headstart.heads.methods import build_drafter
+from headstart.support.errors import UserError
+
+PLAIN: dict[str, Any] = {"prefix_attention": False, "layers": 1, "depth": 3}
+
+
+def prefix_of(weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
+    """The output of the paper's prefix layer: transformers' Llama of one layer, fed the hidden states."""
+    model = LlamaModel(llama_like(backbone("llama"), None)).eval()
+    held = {name.removeprefix("prefix_embeding_layer."): x for name, x in weights.items() if name.startswith("prefix_embeding_layer.")}
+    loaded = model.load_state_dict(held, strict=False)
+    assert loaded.missing_keys == ["embed_tokens.weight"] and not loaded.unexpected_keys
+    with torch.no_grad():
+        return model(inputs_embeds=hidden_BTD).last_hidden_state
+
+
+@pytest.mark.parametrize("prefix,layers", [(False, 1), (True, 3)])
+def test_hydra_is_what_the_paper_says(prefix: bool, layers: int) -> None:
+    """The paper's formula, head by head and position by position, from the saved tensors."""
+    on = backbone("llama")
+    drafter = random_drafter("hydra", on, depth=3, layers=layers, prefix_attention=prefix)
+    features, weights = read(on, texts(2, 11), drafter), drafter.tensors()
+    read_BTD = prefix_of(weights, features.hidden_BTD) if prefix else features.hidden_BTD
+    for k, hidden_BTD in enumerate(drafter(features)):
+        for t in range(11 - 2 - k):
+            x_BX = torch.cat([read_BTD[:, t], *(on.embed(features.tokens_BT[:, t + 1 + i]) for i in range(k + 1))], -1)
+            y_BD = x_BX
+            for block in range(layers):
+                at = f"hydra_mlp.{k}.{2 * block + 1 if prefix else block}."
+                linear_BD = y_BD @ weights[at + "linear.weight"].T + weights[at + "linear.bias"]
+                kept_BD = y_BD if block else y_BD @ weights[at + "res_connection.weight"].T + weights[at + "res_connection.bias"]
+                y_BD = kept_BD + linear_BD * linear_BD.sigmoid()
+            at = f"hydra_lm_head.{k}." + ("1." if prefix else "")
+            expected_BV = y_BD @ weights[at + "weight"].T + weights[at + "bias"]
+            torch.testing.assert_close(drafter.readout(hidden_BTD[:, t], k), expected_BV, **CLOSE)
+
+
+def test_an_untrained_hydra_repeats_the_backbone() -> None:
+    """Exactly without a prefix layer; with one up to the size of the hidden state, which its norm makes the same at all positions."""
+    on = backbone("llama")
+    features = on.read(texts(1, 9))
+    for arguments, exact in ((PLAIN, True), ({}, False)):
+        drafter = build_drafter("hydra", on, arguments)
+        for k, hidden_BTD in enumerate(drafter(features)):
+            expected_BTD = features.hidden_BTD[:, : hidden_BTD.shape[1]]
+            ratio = hidden_BTD.norm(dim=-1, keepdim=True) / expected_BTD.norm(dim=-1, keepdim=True)
+            assert (ratio == 1).all() if exact else (0.7 < ratio).all() and (ratio < 1.4).all()
+            torch.testing.assert_close(drafter.readout(hidden_BTD / ratio, k), on.readout(expected_BTD), **CLOSE)
+
+
+def test_each_head_reads_every_token_drafted_so_far() -> None:
+    on = backbone("llama")
+    drafter = random_drafter("hydra", on, depth=4)
+    state, tokens_BK = drafter.begin(read(on, texts(1, 9), drafter)), texts(1, 4, seed=5)
+    before = chain(drafter, state, tokens_BK)
+    for changed in range(4):
+        other_BK = tokens_BK.clone()
+        other_BK[0, changed] = (other_BK[0, changed] + 1) % VOCAB
+        same = [torch.equal(a, b) for a, b in zip(before, chain(drafter, state, other_BK), strict=True)]
+        assert same == [k < changed for k in range(4)]
+
+
+def test_the_folder_has_the_names_of_the_papers_code(tmp_path: Path) -> None:
+    D = backbone("llama").dim
+    for prefix, arch in ((False, "mlp"), (True, "prefix-mlp")):
+        folder = tmp_path / arch
+        random_drafter("hydra", backbone("llama"), depth=2, layers=2, prefix_attention=prefix).save_pretrained(folder)
+        shapes = {name: list(x.shape) for name, x in load_file(folder / "hydra_lm_head.safetensors").items()}
+        layer = [name for name in shapes if name.startswith("prefix_embeding_layer.")]
+        assert len(layer) == (10 if prefix else 0) and all(name.split(".")[1] in ("layers", "norm") for name in layer)
+        blocks, out = ([1, 3], "1.") if prefix else ([0, 1], "")
+        expected = {f"hydra_lm_head.{k}.{out}weight": [VOCAB, D] for k in range(2)}
+        expected |= {f"hydra_lm_head.{k}.{out}bias": [VOCAB] for k in range(2)}
+        for k in range(2):
+            for block, width in zip(blocks, ((k + 2) * D, D), strict=True):
+                expected |= {f"hydra_mlp.{k}.{block}.linear.weight": [D, width], f"hydra_mlp.{k}.{block}.linear.bias": [D]}
+            first = f"hydra_mlp.{k}.{blocks[0]}.res_connection"
+            expected |= {f"{first}.weight": [D, (k + 2) * D], f"{first}.bias": [D]}
+        assert {name: shape for name, shape in shapes.items() if name not in layer} == expected
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["hydra_num_heads"], config["hydra_num_layers"], config["hydra_head_arch"]) == (2, 2, arch)
+        assert config["grounded_heads"] is True and config["hidden_state_offset"] == 0
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    on = backbone("llama")
+    drafter = random_drafter("hydra", on, depth=2).requires_grad_(True)
+    features, gradients = read(on, texts(2, 9), drafter), []
+    for _ in range(2):
+        drafter.zero_grad()
+        sum(x.square().sum() for x in drafter(features)).backward()
+        gradients.append({name: weight.grad for name, weight in drafter.named_parameters()})
+        drafter.recompute()
+    for name, gradient in gradients[0].items():
+        assert gradient is None if name.startswith("lm_heads") else torch.equal(gradient, gradients[1][name]), name
+
+
+def test_a_window_bounds_the_prefix_layer_alone() -> None:
+    """Positions outside the window have no effect; without a prefix layer there is nothing to bound."""
+    on = backbone("llama")
+    drafter, tokens = random_drafter("hydra", on), texts(1, 4, seed=5)
+    features = read(on, texts(1, 30), drafter)
+    drafter.limit(6, sink=2)
+    whole = chain(drafter, drafter.begin(features), tokens)
+    state = None
+    for start, end in ((0, 13), (13, 14), (14, 30)):
+        state = drafter.begin(part(features, start, end), drafter.reserve(state, 64) if state is not None else None)
+    spoiled = read(on, features.tokens_BT, drafter)
+    spoiled.hidden_BTD[:, 2:24] = 5.0
+    for other in (chain(drafter, state, tokens), chain(drafter, drafter.begin(spoiled), tokens)):
+        for one, two in zip(whole, other, strict=True):
+            torch.testing.assert_close(one, two, **CLOSE)
+    drafter.limit(None)
+    assert not torch.allclose(chain(drafter, drafter.begin(features), tokens)[0], whole[0])
+    with pytest.raises(UserError, match="Hydra has no KV cache of its own"):
+        random_drafter("hydra", on, **PLAIN).limit(8)
+
+
+@pytest.mark.parametrize(
+    "arguments,named",
+    [
+        ({"layers": 0}, "drafter.layers is a whole number of at least 1; got 0"),
+        ({"depth": 0}, "drafter.depth"),
+        ({"prefix_attention": "yes"}, "drafter.prefix_attention"),
+        ({"prefix_atention": True}, "did you mean drafter.prefix_attention"),
+        ({"depth": 2, "draft_depth": 3}, "Hydra cannot draft deeper than the 2 tokens"),
+        ({"draft_vocab_size": VOCAB + 1}, "drafter.draft_vocab_size is at most"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        build_drafter("hydra", backbone("llama"), arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_hydra_plus_plus_is_the_default() -> None:
+    drafter = build_drafter("hydra", backbone("llama"), {})
+    assert isinstance(drafter, Hydra) and drafter.prefix is not None and drafter.config.layers == 4
