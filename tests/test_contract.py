@@ -31,6 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("block", {"depth": 3, "layers": 1, "correction": "recurrent", "correction_rank": 6, "anchor_share": 1.0}),
     ("hydra", {"prefix_attention": False, "layers": 1, "draft_vocab_size": 23}),
     ("medusa", {"layers": 3, "depth": 2}),
+    ("mtp", {"shared": False}),
     ("medusa", {"draft_vocab_size": 23}),
     ("mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
 ]

@@ -24,7 +24,8 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     not Llama's.
 
     Query and key projections followed by norms (Qwen3) are left out, since their scale differs, unless ``query_norms`` asks for the norms
-    too. With a sharded backbone all processes must call this.
+    too. Weights of norms are the factors they multiply by, also where the backbone stores them less one (Qwen3.5). With a sharded backbone
+    all processes must call this.
     """
     parameters = base_parameters(backbone.layers[index], backbone.adapter)
     weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
@@ -33,7 +34,9 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
-    return {name: _plain(weight) for name, weight in weights.items() if name not in left_out}, final
+    stored_less = 0.0 if type(backbone.base.get_submodule("norm"))(1).weight.any() else 1.0   # 1: a new norm has a weight of zero
+    plain = {name: _plain(weight) for name, weight in weights.items() if name not in left_out}
+    return {name: weight + stored_less if weight.dim() == 1 else weight for name, weight in plain.items()}, _plain(final) + stored_less
 
 
 def _plain(weight: Tensor) -> Tensor:

@@ -127,15 +127,15 @@ def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over inputs of any width."""
+    """Grouped-query attention over inputs of any width; with ``attention_bias``, projections to queries, keys and values have a bias."""
 
     def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
-        C, D = config.head_dim, config.hidden_size
+        C, D, bias = config.head_dim, config.hidden_size, config.attention_bias
         self.num_heads, self.num_kv, self.head_dim = config.num_attention_heads, config.num_key_value_heads, C
-        self.q_proj = nn.Linear(width, self.num_heads * C, bias=False)
-        self.k_proj = nn.Linear(width, self.num_kv * C, bias=False)
-        self.v_proj = nn.Linear(width, self.num_kv * C, bias=False)
+        self.q_proj = nn.Linear(width, self.num_heads * C, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_kv * C, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_kv * C, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * C, D, bias=False)
 
     def split(self, x: Tensor, heads: int) -> Tensor:
@@ -146,6 +146,10 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return rotate(self.split(self.k_proj(x), self.num_kv), rotation), self.split(self.v_proj(x), self.num_kv)
+
+    def output(self, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
+        """Project the mixed values; ``x`` is the attention's input, for kinds that gate them by it."""
+        return self.o_proj(mixed_BHTC.transpose(1, 2).flatten(2))
 
 
 class NormedAttention(Attention):
@@ -207,18 +211,16 @@ class DecoderLayer(nn.Module):
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return self.self_attn.keys_values(x, rotation)
 
-    def finish(self, state: Tensor, mixed_BHTC: Tensor) -> Tensor:
+    def finish(self, state: Tensor, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
         """Return the residual stream after the attention output and the feed-forward part are added."""
-        state = state + self.self_attn.o_proj(mixed_BHTC.transpose(1, 2).flatten(2))
+        state = state + self.self_attn.output(mixed_BHTC, x)
         return state + self.mlp(self.post_attention_layernorm(state))
 
     def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
         """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
-        attn = self.self_attn
-        query = attn.queries(x, rotation)
-        grouped = attn.num_kv != attn.num_heads
+        query, grouped = self.self_attn.queries(x, rotation), self.self_attn.num_kv != self.self_attn.num_heads
         mixed = nn.functional.scaled_dot_product_attention(query, past[0], past[1], attn_mask=mask_BNS[:, None], enable_gqa=grouped)
-        return self.finish(state, mixed)
+        return self.finish(state, mixed, x)
 
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks
@@ -227,15 +229,14 @@ class DecoderLayer(nn.Module):
 
         Pass 0 is causal attention. In pass k, position t is rotated as t + k and attends to pass 0 up to t and to passes 1 to k at t.
         """
-        attn, k, state = self.self_attn, len(passes), streams[-1]
+        k, state = len(passes), streams[-1]
         T = state.shape[1]
         rotation = rotary(k, T, state.device)
         x = self.inputs(*streams)
-        query = attn.queries(x, rotation)
-        keys_values = self.keys_values(x, rotation)
+        query, keys_values = self.self_attn.queries(x, rotation), self.keys_values(x, rotation)
         first, *later = ((keys[:, :, :T], values[:, :, :T]) for keys, values in (*passes, keys_values))
         mixed, logsum = attend_past(query, *first, blocks)
-        return self.finish(state, join(query, mixed, logsum, later) if later else mixed), keys_values
+        return self.finish(state, join(query, mixed, logsum, later) if later else mixed, x), keys_values
 
 
 class NormedLayer(DecoderLayer):

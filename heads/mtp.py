@@ -1,0 +1,230 @@
+"""Multi-token prediction modules (DeepSeek-V3, 2412.19437; the objective: 2404.19737).
+
+At depth k, module k takes at position t the hidden state of depth k - 1 (at first the backbone's final one, after its norm) and the
+embedding of ``x_{t+1+k}``. Its output, after a norm of its own, drafts ``x_{t+2+k}`` through the backbone's output layer and goes to
+depth k + 1.
+
+With ``shared`` one module serves all depths and is trained on its own outputs, as in EAGLE-3: pass k attends to the keys of pass 0 up
+to t and to those of later passes at t. Otherwise each depth has a module with causal attention over its own inputs, and decoding is
+exact: ordered by the token that it takes, module k continues its keys as soon as a token is known. It takes the token ``x_p`` with the
+output of module k - 1 at ``x_{p-1}``, and begins at p = k + 1. So a drafted node of depth i passes through the modules i and deeper.
+
+Shape suffixes: B batch, T positions, D width, K modules, N tree nodes, M drafted nodes so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.layer_weights import layer_weights
+from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
+from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.layers.causal_attention import divide
+from headstart.heads.layers.decoder_layer import engine_fields, llama_like
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.mtp_module import MtpModule
+from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.layers.tree_mask import extend_ancestors
+from headstart.support.errors import UserError
+
+
+@dataclass(frozen=True)
+class State(RowState):
+    """KV cache of each module, what each awaits its next token with, the number of tokens read, and the last drafted nodes."""
+
+    caches: tuple[DraftCache, ...]
+    pending_BKD: Tensor
+    """The hidden state that module k takes together with the next token."""
+    lengths_B: Tensor
+    hidden_BND: tuple[Tensor, ...] | None = drafted()
+    """Outputs at the last drafted nodes, of the modules that they passed through."""
+    ancestors_BNM: Tensor | None = drafted()
+    depths_BM: Tensor | None = drafted()
+    """Depth of every drafted node."""
+
+
+class Mtp(Drafter):
+    """One module for all depths, or one for each."""
+
+    class Config(DrafterConfig):
+        depth: Annotated[int, Ge(1)] = 3
+        """Tokens beyond the root that it is trained to draft; with ``shared: false`` the number of modules."""
+        shared: bool = True
+        """One module for all depths, applied to its own output; false: one module for each depth."""
+        native: bool = False
+        """Start from the MTP weights in the backbone's checkpoint; an error if it has none."""
+        layout: Literal["deepseek", "mimo", "qwen3_5"] | None = None
+        """Names, kind of layer and order of inputs (null: those of the checkpoint's MTP weights if native, otherwise deepseek)."""
+
+    config: Config
+    own_readout = False
+    capturable = True
+    recomputing = False
+
+    def __init__(self, backbone: Backbone, config: Config) -> None:
+        name = config.layout or (find_native(backbone) if config.native else "deepseek")
+        super().__init__(backbone, config.model_copy(update={"layout": name}))
+        self.layout, count = LAYOUTS[name], 1 if config.shared else config.depth
+        if count > 1 and self.layout.single:
+            raise UserError(f"drafter.layout {name} holds one module; set drafter.shared=true, or drafter.depth=1")
+        self.layer_config = llama_like(backbone, None)
+        self.layer_config.attention_bias = self.layout.attention_bias
+        modules = [MtpModule(self.layer_config, self.layout.gated, self.layout.hidden_first) for _ in range(count)]
+        self.mtp = nn.ModuleList(modules)
+        self.mtps = modules
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.config.shared else self.trained_depth
+
+    def init_from(self, backbone: Backbone) -> None:
+        """Initialise the modules from the backbone's checkpoint if ``native``; otherwise each layer as the backbone's last one where
+        that is shaped alike, the last norm as the backbone's, and the projection as the identity of the hidden state plus small random
+        parts of the embedding.
+        """
+        super().init_from(backbone)
+        if self.config.native:
+            self.load_state_dict(read_native(backbone, self.layout.name, {name: w.shape for name, w in self.state_dict().items()}))
+            return
+        last = layer_weights(backbone)
+        for module in self.mtps:
+            module.start(last)
+
+    # Training.
+
+    def forward_dense(self, features: Features) -> list[Tensor]:
+        (B, T), hidden_BTD = features.tokens_BT.shape, features.hidden_BTD.to(self.mtps[0].layer.dtype)
+        if T < 3:
+            return [hidden_BTD[:, :0] for _ in range(self.trained_depth)]
+        embedded_BTD = self.backbone.embed(features.tokens_BT)
+        blocks = divide(features.document_BT, (B, self.layer_config.num_attention_heads, T - 2), hidden_BTD.device)
+        first_BT = _first_positions(features) if self.layout.zero_first else None
+        passes: list[tuple[Tensor, Tensor]] = []
+        states = []
+        for k in range(self.trained_depth):
+            module, Tk = self.mtps[0 if self.config.shared else k], max(T - 2 - k, 0)
+            zero_BT = first_BT[:, :Tk] if first_BT is not None and k == 0 else None
+            mixed_BTD = module.mix(embedded_BTD[:, k + 1 : k + 1 + Tk], hidden_BTD[:, :Tk], zero_BT)
+            inputs = ((mixed_BTD,), tuple(passes), module.cached.rotary, blocks)
+            if self.recomputing and torch.is_grad_enabled():
+                output_BTD, keys_values = checkpoint(module.layer.forward_train, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                output_BTD, keys_values = module.layer.forward_train(*inputs)
+            passes += [keys_values] if self.config.shared else []
+            hidden_BTD = module.norm(output_BTD)
+            states.append(hidden_BTD)
+        return states
+
+    def recompute(self) -> None:
+        self.recomputing = True
+
+    def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
+        return self.backbone.readout(hidden.to(self.backbone.dtype))
+
+    # Decoding.
+
+    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
+        for module in self.mtps:
+            module.cached.limit(window, sink, offload)
+
+    def begin(self, features: Features, state: State | None = None) -> State:
+        """Extend each module's keys by the new tokens, each with the module's input at the token before it."""
+        counts_B, T = features.lengths_B, features.tokens_BT.shape[1]
+        place_BT = torch.arange(T, device=counts_B.device).expand(len(counts_B), -1)
+        last_B = (counts_B - 1).clamp(min=0)
+        hidden_BTD = features.hidden_BTD.to(self.mtps[0].layer.dtype)
+        state = self._empty(features, hidden_BTD) if state is None else state
+        caches, pending = [], []
+        for k, (module, cache) in enumerate(zip(self.mtps, state.caches, strict=True)):
+            before_BD = state.pending_BKD[:, k]
+            skipped_B = (k + 1 - state.lengths_B).clamp(min=0).minimum(counts_B)
+            new_B = counts_B - skipped_B
+            # With several modules a deeper one needs the outputs at all new positions, also at those that a window drops.
+            offsets_BT = module.cached.kept_offsets(cache, T, new_B) if len(self.mtps) == 1 else place_BT
+            index_BT = (offsets_BT + skipped_B[:, None]).clamp(max=T - 1)
+            inputs_BTD = _at(torch.cat([before_BD[:, None], hidden_BTD[:, :-1]], 1), index_BT)
+            zero_BT = state.lengths_B[:, None] + index_BT == 1 if self.layout.zero_first and k == 0 else None
+            mixed_BTD = module.mix(self.backbone.embed(features.tokens_BT.gather(1, index_BT)), inputs_BTD, zero_BT)
+            x_BTX = module.layer.inputs(mixed_BTD)
+            caches.append(module.cached.extend(cache, x_BTX, offsets_BT, new_B))
+            pending.append(torch.where((counts_B > 0)[:, None], _at(hidden_BTD, last_B[:, None])[:, 0], before_BD))
+            if k + 1 < len(self.mtps):
+                output_BTD = module.norm(module.cached.attend_new(caches[-1], x_BTX, mixed_BTD, offsets_BT, new_B))
+                hidden_BTD = _at(output_BTD, (place_BT - skipped_B[:, None]).clamp(min=0))
+        return State(tuple(caches), torch.stack(pending, 1), state.lengths_B + counts_B)
+
+    def _empty(self, features: Features, hidden_BTD: Tensor) -> State:
+        """The state of rows without tokens, with capacity for these."""
+        B, D = len(features.tokens_BT), hidden_BTD.shape[-1]
+        caches = tuple(module.cached.empty(features.tokens_BT) for module in self.mtps)
+        return State(caches, hidden_BTD.new_zeros(B, len(self.mtps), D), torch.zeros_like(features.lengths_B))
+
+    def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
+        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
+        depths_BM = torch.full_like(tokens_BN, depth)
+        if depth and state.depths_BM is not None:
+            depths_BM = torch.cat([state.depths_BM, depths_BM], 1)
+        embedded_BND = self.backbone.embed(tokens_BN)
+        zero_BN = (state.lengths_B == 1)[:, None].expand(tokens_BN.shape) if self.layout.zero_first and depth == 0 else None
+        caches, outputs = list(state.caches), []
+        for j, k in enumerate(range(1) if self.config.shared else range(depth, len(self.mtps))):
+            module = self.mtps[k]
+            if depth == 0:
+                before_BND = state.pending_BKD[:, k, None].expand(-1, tokens_BN.shape[1], -1)
+            else:
+                assert state.hidden_BND is not None
+                before_BND = _at(state.hidden_BND[j], parents_BN)
+            mixed_BND = module.mix(embedded_BND, before_BND, zero_BN if k == 0 else None)
+            seen_BNM = ancestors_BNM if k == 0 else _begun(ancestors_BNM, state.lengths_B[:, None] + depths_BM > k)
+            output_BND, caches[k] = module.cached.attend_nodes(state.caches[k], module.layer.inputs(mixed_BND), mixed_BND, seen_BNM, depth)
+            outputs.append(module.norm(output_BND))
+        state = replace(state, caches=tuple(caches), hidden_BND=tuple(outputs), ancestors_BNM=ancestors_BNM, depths_BM=depths_BM)
+        return outputs[0], state
+
+    # On disk.
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the configuration of a checkpoint that holds the modules alone; engines load them from the backbone's checkpoint."""
+        return engine_fields(self.layer_config, self.mtps[0].layer.dtype) | {
+            "architectures": [self.layout.architecture],
+            "num_hidden_layers": self.backbone.num_layers,
+            self.layout.count_key: len(self.mtps),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names that they have in a backbone's checkpoint."""
+        return {self.layout.native(name, self.backbone.num_layers): weight for name, weight in self.state_dict().items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        ours = {self.layout.native(name, self.backbone.num_layers): name for name in self.state_dict()}
+        super().load_tensors({ours.get(name, name): weight for name, weight in tensors.items()})
+
+
+def _at(x_BTD: Tensor, index_BN: Tensor) -> Tensor:
+    """Gather the positions ``index_BN`` of each row: ``[B, N, D]``."""
+    return x_BTD.gather(1, index_BN[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+
+def _first_positions(features: Features) -> Tensor:
+    """``[B, T]``, True at the first position of each document."""
+    first_BT = torch.zeros_like(features.tokens_BT, dtype=torch.bool)
+    first_BT[:, 0] = True
+    if (document_BT := features.document_BT) is not None:
+        first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    return first_BT
+
+
+def _begun(ancestors_BNM: Tensor, begun_BM: Tensor) -> Tensor:
+    """The ancestors at which a module has begun; a node always attends to itself, so that none attends to nothing."""
+    N, M = ancestors_BNM.shape[1:]
+    eye_NN = torch.eye(N, dtype=torch.bool, device=ancestors_BNM.device)
+    return ancestors_BNM & (begun_BM[:, None] | torch.cat([eye_NN.new_zeros(N, M - N), eye_NN], 1))
