@@ -1,6 +1,6 @@
 """Anchors: the positions that a drafter drafts from in training, if not from all.
 
-Shape suffixes: B batch, T positions, D width, K depth, M anchors.
+Shape suffixes: B batch, T positions, R anchors of a row, D width, K depth, M anchors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,22 @@ def at_all_positions(tokens_BT: Tensor) -> Anchors:
     B, T = tokens_BT.shape
     device = tokens_BT.device
     return Anchors(torch.arange(B, device=device).repeat_interleave(T), torch.arange(T, device=device).repeat(B))
+
+
+def number_within(group_M: Tensor) -> Tensor:
+    """Return each entry's index within its group; a group's entries must be adjacent."""
+    _, inverse_M, counts = torch.unique_consecutive(group_M, return_inverse=True, return_counts=True)
+    return torch.arange(len(group_M), device=group_M.device) - (counts.cumsum(0) - counts)[inverse_M]
+
+
+def anchors_by_row(at: Anchors, rows: int) -> tuple[Tensor, Tensor]:
+    """Return each anchor's index among those of its row, ``[M]``, and the anchors of each row, ``[B, R]``; -2 where a row has fewer."""
+    rank_M = torch.zeros_like(at.row_M)
+    by_row_M = at.row_M.argsort(stable=True)
+    rank_M[by_row_M] = number_within(at.row_M[by_row_M])
+    anchor_BR = rank_M.new_full((rows, int(rank_M.max()) + 1), -2)
+    anchor_BR[at.row_M, rank_M] = at.position_M
+    return rank_M, anchor_BR
 
 
 def gather_anchors(dense: list[Tensor], at: Anchors) -> list[Tensor]:

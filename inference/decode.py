@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.prompts import Prompts

@@ -12,9 +12,9 @@ from test_tree import random_tree
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.ragged import STEP, grown, put
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.heads.layers.tree_mask import masks_by_kind, visible_slots
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.heads.layers.document_mask import document_masks, document_positions
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler, samples_hash
 from headstart.training.data.data import Sample
-from headstart.training.data.packing import Batch, collate, document_masks, document_positions, pack
+from headstart.training.data.packing import Batch, collate, pack
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
 from headstart.inference.beam.search import Beam, Search
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.beam_rules import BeamRules
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.processing import History
 from headstart.inference.engine.prompts import Prompts
 from headstart.inference.engine.reader import Reader

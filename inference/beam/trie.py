@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.heads.layers.tree_mask import ancestors_from_parents
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.sizes import padded_size
 

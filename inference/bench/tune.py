@@ -17,8 +17,8 @@ from torch import Tensor
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.sizes import BEAM_WIDTH, TUNED_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.engine.cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 

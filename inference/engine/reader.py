@@ -12,9 +12,9 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
+from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.cache import RaggedCache, Stores, TreeCache
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree
 from headstart.support.pytree import list_tensors, map_tensors

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headstart.inference.engine.cache import RaggedCache
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.cost_model import Costs
 from headstart.inference.engine.processing import Filters, Processing
 from headstart.inference.engine.sizes import BEAM_WIDTH

@@ -18,9 +18,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
+from headstart.heads.layers.levels import Rows, read_chain, read_level
+from headstart.heads.layers.ragged_cache import RaggedCache, TreeCache
 from headstart.heads.layers.row_state import RowState
-from headstart.inference.engine.cache import RaggedCache, TreeCache
-from headstart.inference.sources.levels import Rows, read_chain, read_level
 from headstart.support.errors import UserError
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]

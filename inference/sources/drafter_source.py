@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.cache import RaggedCache
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted, Source

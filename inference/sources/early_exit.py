@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
-from headstart.inference.engine.cache import TreeCache
-from headstart.inference.sources.levels import Rows, read_level
+from headstart.heads.layers.levels import Rows, read_level
+from headstart.heads.layers.ragged_cache import TreeCache
 from headstart.support.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Batches: rows of one or several samples, and their attention masks.
+"""Batches: rows of one or several samples.
 
 A sample is a document. A row holds one document or, packed, as many as fit; documents are never split here. Documents of a packed row
 are independent: positions restart at 0, and no position attends to another document.
@@ -84,20 +84,3 @@ def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[
         by_room[room - length].append(row)
         rooms |= 1 << (room - length)
     return rows
-
-
-def document_positions(document_BT: Tensor) -> Tensor:
-    """Return each token's position within its document, ``[B, T]``."""
-    position_T = torch.arange(document_BT.shape[1], device=document_BT.device)
-    first_BT = torch.ones_like(document_BT, dtype=torch.bool)
-    first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    return position_T - torch.where(first_BT, position_T, 0).cummax(1).values
-
-
-def document_masks(document_BT: Tensor, windows: dict[str, int | None]) -> dict[str, Tensor]:
-    """Return the attention mask ``[B, T, T]`` of each kind of layer: causal, within the document and the layer's window."""
-    T = document_BT.shape[1]
-    position_T = torch.arange(T, device=document_BT.device)
-    distance_TT = position_T[:, None] - position_T
-    allowed_BTT = (document_BT[:, :, None] == document_BT[:, None, :]) & (distance_TT >= 0)
-    return {kind: allowed_BTT if window is None else allowed_BTT & (distance_TT < window) for kind, window in windows.items()}

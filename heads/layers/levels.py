@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.ragged import grown, join_rows, select_rows
+from headstart.heads.layers.ragged_cache import Stores, TreeCache
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors, masks_by_kind
-from headstart.inference.engine.cache import Stores, TreeCache
 
 
 @dataclass(frozen=True)
