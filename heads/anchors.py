@@ -27,18 +27,14 @@ def at_all_positions(tokens_BT: Tensor) -> Anchors:
     return Anchors(torch.arange(B, device=device).repeat_interleave(T), torch.arange(T, device=device).repeat(B))
 
 
-def number_within(group_M: Tensor) -> Tensor:
-    """Return each entry's index within its group; a group's entries must be adjacent."""
-    _, inverse_M, counts = torch.unique_consecutive(group_M, return_inverse=True, return_counts=True)
-    return torch.arange(len(group_M), device=group_M.device) - (counts.cumsum(0) - counts)[inverse_M]
-
-
 def anchors_by_row(at: Anchors, rows: int) -> tuple[Tensor, Tensor]:
     """Return each anchor's index among those of its row, ``[M]``, and the anchors of each row, ``[B, R]``; -2 where a row has fewer."""
-    rank_M = torch.zeros_like(at.row_M)
-    by_row_M = at.row_M.argsort(stable=True)
-    rank_M[by_row_M] = number_within(at.row_M[by_row_M])
-    anchor_BR = rank_M.new_full((rows, int(rank_M.max()) + 1), -2)
+    order_M = at.row_M.argsort(stable=True)
+    row_M, rank_M = at.row_M[order_M], torch.empty_like(order_M)
+    rank_M[order_M] = torch.arange(len(row_M), device=row_M.device) - torch.searchsorted(row_M, row_M)
+    average = -(-len(row_M) // rows)   # memory planning knows no values, only shapes
+    most = int(rank_M.max().item()) + 1 if len(row_M) else 1
+    anchor_BR = rank_M.new_full((rows, max(most, average)), -2)
     anchor_BR[at.row_M, rank_M] = at.position_M
     return rank_M, anchor_BR
 

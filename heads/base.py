@@ -124,7 +124,7 @@ class Drafter(nn.Module, ABC):
         return dense if at is None else gather_anchors(dense, at)
 
     def forward_dense(self, features: Features) -> list[Tensor]:
-        """Compute `forward` at all positions. Raises UserError for a drafter that needs no training, such as a draft model."""
+        """Compute `forward` at all positions. Raises UserError for a drafter that needs no training, such as early exit."""
         from headstart.heads.methods import methods
 
         raise UserError(f"{type(self).__name__} drafts without training; train one of {', '.join(methods())}")
@@ -193,6 +193,10 @@ class Drafter(nn.Module, ABC):
     def engine_config(self) -> dict[str, Any]:
         """Return the ``config.json`` for serving engines. Raises UserError for a drafter without a checkpoint format."""
         raise UserError(f"{type(self).__name__} drafts without training: it has nothing to save")
+
+    def engine_files(self) -> dict[str, bytes]:
+        """Return the contents of further files that serving engines expect, by name."""
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names that serving engines expect."""

@@ -2,6 +2,7 @@
 
     config.json             for serving engines (`Drafter.engine_config`)
     <file_name>             safetensors weights under the engines' names (`Drafter.tensors`)
+    ...                     further files that engines expect (`Drafter.engine_files`)
     headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
     adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
 """
@@ -46,7 +47,7 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; each file is renamed into place when complete, the metadata last."""
-    config, tensors = drafter.engine_config(), drafter.tensors()   # may raise, so before anything is written
+    config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
     backbone = drafter.backbone
     module = type(drafter).__module__
     # Files are renamed as the blocks end, the innermost first.
@@ -54,6 +55,9 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     if adapter is not None:
         with atomic(folder / ADAPTER, folder=True) as adapter_folder:
             adapter.save(adapter_folder)
+    for name, content in files.items():
+        with atomic(folder / name) as further_file:
+            further_file.write_bytes(content)
     with (
         atomic(folder / METADATA) as metadata_file,
         atomic(folder / "config.json") as config_file,

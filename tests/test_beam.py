@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.draft_model import DraftModel
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.draft_model import DraftModel
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
@@ -241,7 +241,7 @@ def test_proposers() -> None:
 def test_draft_models_and_early_exits() -> None:
     """A draft model that is always right, and an early exit that drafts on the backbone's own cache, which beams share."""
     on = backbone("llama")
-    for drafter, drafts in ((DraftModel(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
+    for drafter, drafts in ((DraftModel.of(on, tiny("llama"), depth=3), True), (EarlyExit(on, layers=3), False)):
         for rows, new in ((row(), 14), (left_padded(prompts((62, 9))), 8)):
             out = same(SpeculativeModel(on, drafter), rows, {"tree": TreeShape(40, 8)}, num_beams=3, max_new_tokens=new)
             assert out.passes < new - 3 if drafts else out.nodes == [3] * (new - 1)

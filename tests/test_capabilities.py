@@ -22,7 +22,6 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.draft_model import DraftModel
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.support.errors import UserError
 
@@ -194,13 +193,15 @@ def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPa
         build_drafter("medusa", backbone("llama"), {})
 
 
-def test_drafters_without_training_declare_the_same() -> None:
+def test_early_exit_declares_the_same() -> None:
     on = backbone("llama")
-    model, early = DraftModel(on, on.model, depth=3), EarlyExit(on, layers=2, depth=3)
-    for drafter in (model, early):
-        assert drafter.sequential and not drafter.reads_hidden and drafter.max_depth is None
-        drafter.set_depth(7)
-        assert drafter.depth == 7
-        with pytest.raises(UserError, match="drafts without training; train one of .*eagle3, .*medusa"):
-            drafter(read(on, texts(1, 5), drafter))
-    assert early.uses_backbone_cache and not model.uses_backbone_cache
+
+
+def test_early_exit_declares_the_same() -> None:
+    on = backbone("llama")
+    early = EarlyExit(on, layers=2, depth=3)
+    assert early.sequential and not early.reads_hidden and early.max_depth is None and early.uses_backbone_cache
+    early.set_depth(7)
+    assert early.depth == 7
+    with pytest.raises(UserError, match="drafts without training; train one of .*eagle3, .*medusa"):
+        early(read(on, texts(1, 5), early))

@@ -34,6 +34,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("mtp", {"shared": False}),
     ("medusa", {"draft_vocab_size": 23}),
     ("mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
+    ("draft_model", {"parallel": True, "depth": 4}),
 ]
 NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
+from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.draft_model import DraftModel, load_draft_model
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.suffix import SuffixProposer
@@ -46,7 +46,7 @@ def near(family: str) -> PreTrainedModel:
 
 def drafters(family: str) -> list[Drafter]:
     on = backbone(family)
-    return [DraftModel(on, near(family), depth=3), EarlyExit(on, layers=LAYERS - 1, depth=3)]
+    return [DraftModel.of(on, near(family), depth=3), EarlyExit(on, layers=LAYERS - 1, depth=3)]
 
 
 @each_family
@@ -72,7 +72,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
 def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     """Chains of its drafts are accepted whole, and its trees are the same whichever cache it drafts on."""
     on, rows = backbone(family), left_padded(prompts((59, 3, 20)))
-    model, early = DraftModel(on, on.model, depth=4), EarlyExit(on, layers=LAYERS)
+    model, early = DraftModel.of(on, on.model, depth=4), EarlyExit(on, layers=LAYERS)
     options: dict[str, Any] = {"do_sample": sample, "seed": 8, "top_k": 0, "max_new_tokens": 26, "return_dict_in_generate": True}
     truth = say(SpeculativeModel(on), rows, **options).sequences
     counts = []
@@ -113,7 +113,7 @@ def said_after(model: PreTrainedModel, text_T: Tensor) -> Tensor:
 @each_family
 def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> None:
     """Deeper than the sliding window; some rows add no token; one row leaves and one joins."""
-    drafter, all_BT, N = DraftModel(backbone(family), near(family), depth=7), texts(4, 90, seed=4), 4
+    drafter, all_BT, N = DraftModel.of(backbone(family), near(family), depth=7), texts(4, 90, seed=4), 4
     state = drafter.begin(news(all_BT, [0] * 3, [60, 9, 1]))
     state = drafter.begin(news(all_BT, [60, 9, 1], [4, 0, 2]), drafter.reserve(state, 70))
     state = drafter.begin(news(all_BT, [64, 9, 3], [1, 5, 0]), drafter.reserve(state, 70))
@@ -138,7 +138,7 @@ def test_a_tree_is_its_paths_behind_ragged_rows_read_in_pieces(family: str) -> N
 def test_a_paused_draft_model_reads_all_it_missed() -> None:
     """Rows that accepted alternately: padding reaches far past the slots."""
     on, all_BT, ends = backbone("llama"), texts(2, 220), [10, 10]
-    drafter = DraftModel(on, on.model)
+    drafter = DraftModel.of(on, on.model)
     state, missed = drafter.begin(news(all_BT, [0, 0], ends)), []
     for i in range(66):
         counts = [5, 1] if i % 2 else [1, 5]
@@ -179,7 +179,7 @@ def test_a_draft_model_may_know_fewer_positions() -> None:
     on, rows = backbone("llama"), left_padded(prompts((30, 3)))
     small = tiny("gpt2", n_positions=24, n_layer=2)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    out = say(SpeculativeModel(on, proposers=[DraftModel(on, small)]), rows, tree=TreeShape(12, 3), **options)
+    out = say(SpeculativeModel(on, proposers=[DraftModel.of(on, small)]), rows, tree=TreeShape(12, 3), **options)
     assert torch.equal(out, say(SpeculativeModel(on), rows, **options))
 
 
@@ -194,8 +194,8 @@ def test_sizes_may_differ_where_tokenizers_show_that_it_is_padding(size: int) ->
     on, rows = backbone("qwen3"), left_padded(prompts())
     small = tiny("llama", vocab_size=size)
     with pytest.raises(UserError, match=f"vocabulary of {size} and backbone .* of {VOCAB}.*padded"):
-        DraftModel(on, small)
-    drafter = DraftModel(on, small, tokenizers=(words(), words()))
+        DraftModel.of(on, small)
+    drafter = DraftModel.of(on, small, tokenizers=(words(), words()))
     for sample in (False, True):
         options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample, "seed": 1}
         out = say(SpeculativeModel(on, proposers=[drafter]), rows, tree=TreeShape(12, 3), **options)
@@ -237,17 +237,17 @@ def test_what_does_not_work_is_refused() -> None:
     wrapped.base_model.forward = wrapped.base_model.forward   # bound to the whole model, as libraries that place layers on devices do
     with pytest.raises(UserError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
         EarlyExit(Backbone(wrapped), layers=2)
-    for make in (lambda: DraftModel(on, near("llama"), depth=0), lambda: EarlyExit(on, layers=2, depth=0)):
+    for make in (lambda: DraftModel.of(on, near("llama"), depth=0), lambda: EarlyExit(on, layers=2, depth=0)):
         with pytest.raises(UserError, match="depth is a whole number of at least 1; got 0"):
             make()
     elsewhere = copy.copy(backbone("gpt2"))
     elsewhere.embed = torch.nn.Embedding(VOCAB, 2, device="meta")
     with pytest.raises(UserError, match="is on meta and backbone .* on cpu; move one"):
-        DraftModel(on, elsewhere)
+        DraftModel.of(on, elsewhere)
     hybrid: Any = copy.copy(on)
     hybrid.recurrent = "layers"
     with pytest.raises(UserError, match="draft model .* has recurrent layers"):
-        DraftModel(on, hybrid)
+        DraftModel.of(on, hybrid)
     with pytest.raises(UserError, match="has recurrent layers.*without early exit"):
         EarlyExit(hybrid, layers=2)
 

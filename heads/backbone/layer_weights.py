@@ -35,11 +35,11 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
     stored_less = 0.0 if type(backbone.base.get_submodule("norm"))(1).weight.any() else 1.0   # 1: a new norm has a weight of zero
-    plain = {name: _plain(weight) for name, weight in weights.items() if name not in left_out}
-    return {name: weight + stored_less if weight.dim() == 1 else weight for name, weight in plain.items()}, _plain(final) + stored_less
+    plain = {name: plain_weight(weight) for name, weight in weights.items() if name not in left_out}
+    return {name: weight + stored_less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + stored_less
 
 
-def _plain(weight: Tensor) -> Tensor:
+def plain_weight(weight: Tensor) -> Tensor:
     """Return a weight as a plain tensor: gathered if sharded, dequantized if quantized."""
     weight = weight.detach()
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -34,7 +34,7 @@ def require_masks(backbone: Backbone) -> None:
             beside = backbone.read(tokens, None, place, dict.fromkeys(backbone.windows, seen[None])).hidden_BTD[:, -1]
     except (TypeError, ValueError, RuntimeError):
         beside = None
-    if beside is None or (beside - alone).abs().max() > 0.05 * alone.abs().max():
+    if beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item():
         name = type(backbone.model).__name__
         raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
 

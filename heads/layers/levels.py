@@ -53,16 +53,20 @@ def read_level(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor, 
     return read_behind(model, view, Rows(rows.stores, rows.lengths_B, ancestors_BNM, levels_M), tokens_BN)
 
 
-def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) -> Tensor:
-    """Hidden states ``[B, T, D]`` of tokens that continue the rows; the slots of padding after a row's new tokens are overwritten later."""
+def read_chain(model: Backbone, view: TreeCache, rows: Rows, tokens_BT: Tensor) -> tuple[Tensor, Rows]:
+    """Hidden states ``[B, T, D]`` of tokens that continue the rows, and the rows with their keys; ``lengths_B`` is unchanged.
+
+    The slots of padding after a row's new tokens are overwritten later.
+    """
     B, T = tokens_BT.shape
     before_BTT = torch.ones(T, T, dtype=torch.bool, device=tokens_BT.device).tril().expand(B, T, T)
     chain = Rows(rows.stores, rows.lengths_B, before_BTT, torch.arange(T, device=tokens_BT.device))
-    return read_behind(model, view, chain, tokens_BT)[0]
+    hidden_BTD, chain = read_behind(model, view, chain, tokens_BT)
+    return hidden_BTD, Rows(chain.stores, rows.lengths_B)
 
 
 def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor) -> tuple[Tensor, Rows]:
-    """Hidden states of the last N of the rows' M nodes, whose keys are stored after those of the others; and the rows."""
+    """Hidden states of the last N of the rows' M nodes, whose keys are stored after those of the others; and the rows with these keys."""
     ancestors_BNM, levels_M, lengths_B = rows.ancestors_BNM, rows.levels_M, rows.lengths_B
     assert ancestors_BNM is not None and levels_M is not None
     N, M = ancestors_BNM.shape[1:]
@@ -74,5 +78,5 @@ def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor)
     attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, model.windows)
     if model.max_positions is not None:
         positions_BN = positions_BN.clamp(max=model.max_positions - 1)
-    tokens_BN = tokens_BN.clamp(max=model.vocab - 1)
-    return model.read(tokens_BN, view.over(rows.stores, index_BN), positions_BN, attention_mask).hidden_BTD, rows
+    hidden_BND = model.read(tokens_BN, view.over(rows.stores, index_BN), positions_BN, attention_mask).hidden_BTD
+    return hidden_BND, replace(rows, stores=view.written())

@@ -115,6 +115,9 @@ class TreeLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = (stores[self.group][self.place] for stores in self.cache.stores)
+        if key_states.requires_grad:   # gradients need what the stores held before
+            keys, values = keys.clone(), values.clone()
+            self.cache.copies[self.group, self.place] = keys, values
         put(keys, key_states, self.cache.index_BN)
         put(values, value_states, self.cache.index_BN)
         return keys, values
@@ -139,8 +142,19 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeLayer(self, *where[i]) if i in where else DynamicLayer() for i in range(max(where) + 1)])
         self.stores: Stores
         self.index_BN: Tensor
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Keys and values of layers whose pass was differentiable, by group and place in it."""
 
     def over(self, stores: Stores, index_BN: Tensor) -> TreeCache:
         """Set the stores and slots of the next pass; returns itself."""
-        self.stores, self.index_BN = stores, index_BN
+        self.stores, self.index_BN, self.copies = stores, index_BN, {}
         return self
+
+    def written(self) -> Stores:
+        """Return the stores after the pass: the same, written in place, or new ones if it was differentiable."""
+        if not self.copies:
+            return self.stores
+        groups = [[self.copies[g, place] for place in range(len(group))] for g, group in enumerate(self.groups)]
+        keys, values = (tuple(torch.stack([layer[side] for layer in group]) for group in groups) for side in (0, 1))
+        self.copies = {}
+        return keys, values

@@ -11,9 +11,9 @@ from transformers.utils import logging
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata, recipe_template
+from headstart.heads.draft_model import load_draft_model
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.sources.draft_model import load_draft_model
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.history import HistoryProposer
 from headstart.inference.sources.proposer import Proposer

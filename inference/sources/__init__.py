@@ -1,1 +1,1 @@
-"""Sources of drafts: trained heads, n-grams, token recycling, a draft model, early exit."""
+"""Sources of drafts: trained heads, n-grams, token recycling, early exit."""

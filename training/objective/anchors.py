@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.anchors import Anchors, number_within
+from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.document_mask import document_positions
 from headstart.inference.engine.noise import mix, row_seeds
@@ -73,6 +73,12 @@ def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
     before_BT = F.pad(upto_BT, (1, 0)).gather(1, torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - position_BT)
     drawn_1 = mix(mix(row_seeds([step_key.seed], 1, tokens_BT.device)) + step_key.step)
     return mix(mix(upto_BT - before_BT) ^ drawn_1)
+
+
+def number_within(group_M: Tensor) -> Tensor:
+    """Return each entry's index within its group; a group's entries must be adjacent."""
+    _, inverse_M, counts = torch.unique_consecutive(group_M, return_inverse=True, return_counts=True)
+    return torch.arange(len(group_M), device=group_M.device) - (counts.cumsum(0) - counts)[inverse_M]
 
 
 def text_rows(features: Features, anchors: SampledAnchors) -> LossRows:
