@@ -195,10 +195,6 @@ def test_init_from_that_forgets_a_weight_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_early_exit_declares_the_same() -> None:
     on = backbone("llama")
-
-
-def test_early_exit_declares_the_same() -> None:
-    on = backbone("llama")
     early = EarlyExit(on, layers=2, depth=3)
     assert early.sequential and not early.reads_hidden and early.max_depth is None and early.uses_backbone_cache
     early.set_depth(7)
