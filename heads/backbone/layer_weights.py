@@ -34,9 +34,9 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
-    stored_less = 0.0 if type(backbone.base.get_submodule("norm"))(1).weight.any() else 1.0   # 1: a new norm has a weight of zero
+    less = 0.0 if type(backbone.base.get_submodule("norm"))(1).weight.any() else 1.0   # 1: a new norm has a weight of zero
     plain = {name: plain_weight(weight) for name, weight in weights.items() if name not in left_out}
-    return {name: weight + stored_less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + stored_less
+    return {name: weight + less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + less
 
 
 def plain_weight(weight: Tensor) -> Tensor:
