@@ -30,7 +30,6 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
-QWEN2 = ("Qwen2", SIZES | {"max_position_embeddings": 256})
 GATED = SIZES | {
     "head_dim": 16,
     "num_hidden_layers": 2,
@@ -44,7 +43,7 @@ GATED = SIZES | {
 }
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("Llama", SIZES | {"max_position_embeddings": 256}),
-    "mimo": QWEN2,
+    "mimo": ("Qwen2", SIZES | {"max_position_embeddings": 256}),
     "qwen3_5": ("Qwen3_5Text", GATED),
 }
 
@@ -66,8 +65,9 @@ class Naive:
         return x * (x.square().mean() + self.config.rms_norm_eps) ** -0.5 * weight
 
     def project(self, name: str, x: Tensor, heads: int) -> Tensor:
-        layer = self.attn.get_submodule(f"{name}_proj")
-        return (layer.weight @ x + (0 if layer.bias is None else layer.bias)).view(heads, self.C)
+        weights = dict(self.attn.named_parameters())
+        bias = weights.get(f"{name}_proj.bias")
+        return (weights[f"{name}_proj.weight"] @ x + (0 if bias is None else bias)).view(heads, self.C)
 
     def turn(self, x_HC: Tensor, position: int) -> Tensor:
         angle = position * self.config.rope_parameters["rope_theta"] ** (-torch.arange(0, self.C, 2).float() / self.C)
@@ -153,7 +153,7 @@ def test_start_values() -> None:
         assert all(torch.equal(weight, last[name]) for name, weight in module.layer.named_parameters())
         assert torch.equal(module.eh_proj.weight[:, on.dim :], torch.eye(on.dim))
         assert 0 < module.eh_proj.weight[:, : on.dim].abs().max() <= OTHER_STREAM_SCALE * (2 * on.dim) ** -0.5
-        assert torch.equal(module.norm.weight, on.base.norm.weight)   # type: ignore[union-attr, arg-type]
+        assert torch.equal(module.norm.weight, on.base.norm.weight) 
     gated = build_drafter("mtp", on, {"layout": "qwen3_5"})
     assert not any(weight.any() for name, weight in gated.named_parameters() if "q_norm" in name or "enorm" in name)
     for layout, less in (("deepseek", 0), ("qwen3_5", 1)):   # of a family whose norms hold their weights less one
@@ -233,8 +233,7 @@ def test_native_weights_are_read_trained_and_written_back(layout: str, shards: s
     assert all(torch.equal(tensor, weights[name].float()) for name, tensor in drafter.tensors().items())
 
     write_back(drafter, tmp_path / "same")
-    files = {path.name for path in (tmp_path / "model").iterdir()}
-    assert {path.name for path in (tmp_path / "same").iterdir()} == files
+    assert {path.name for path in (tmp_path / "same").iterdir()} == {path.name for path in (tmp_path / "model").iterdir()}
     before, after = all_tensors(tmp_path / "model"), all_tensors(tmp_path / "same")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert all(before[name].dtype == after[name].dtype for name in before)

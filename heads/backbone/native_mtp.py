@@ -7,7 +7,7 @@ these names to those of a family. Engines read MTP weights from the backbone's c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,7 +45,6 @@ class Layout:
     attention_bias: bool = False
     gated: bool = False
     """The decoder layer is a `GatedLayer`."""
-    ignored: tuple[str, ...] = field(default=SHARED)
 
     def native(self, name: str, num_layers: int) -> str:
         """Return the name in the checkpoint of a backbone with ``num_layers`` layers."""
@@ -110,7 +109,7 @@ def checkpoint_folder(backbone: Backbone) -> Path:
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Map the name of every tensor in a folder's safetensors files to its file."""
-    files = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -164,7 +163,7 @@ def _require_modules(layout: Layout, backbone: Backbone, wanted: Mapping[str, st
         advice = f"set drafter.depth={held}, or drafter.shared=true" if held else "set drafter.native=false"
         raise UserError(f"{count} MTP modules wanted of {folder}, which holds {held} (no {name}): {advice}")
     prefixes = tuple(layout.native(f"mtp.{module}.layer.", L) for module in range(count))
-    own = {name for name in files if name.startswith(prefixes) and not name.endswith(layout.ignored)}
+    own = {name for name in files if name.startswith(prefixes) and not name.endswith(SHARED)}
     if odd := sorted({*wanted} - {*files}) or sorted(own - {*wanted}):
         raise UserError(
             f"the MTP layer in {folder} ({layout.name} layout) is not a dense one of a supported kind: {odd[0]} is "

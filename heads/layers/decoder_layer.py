@@ -250,7 +250,7 @@ class NormedLayer(DecoderLayer):
         """
         x_MND, (of_context, of_blocks) = self.inputs(block_MND), rotations
         query, own = self.self_attn.queries(x_MND, of_blocks), self.keys_values(x_MND, of_blocks)
-        return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout))
+        return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout), x_MND)
 
 
 class PairLayer(DecoderLayer):
