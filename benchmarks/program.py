@@ -18,10 +18,11 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Any]) -> None:
-    """Measure and print the results as JSON."""
+    """Measure and print the results as JSON, or as they are if they are text."""
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    report = json.dumps(measure(given), indent=2)
+    found = measure(given)
+    report = found if isinstance(found, str) else json.dumps(found, indent=2)
     print(report)
     if given.json is not None:
         given.json.write_text(report + "\n")

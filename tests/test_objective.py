@@ -6,12 +6,13 @@ Shape suffixes: B batch, T positions, D width, V vocabulary, K depth.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from by_the_book import MIXED_TERMS, WHOLE_TERMS
+from every_head import every_head
 from guess import TinyDrafter, V, batch, chunked, learned, naive, run, small_backbone
 from torch import Tensor, nn
 
@@ -118,11 +119,11 @@ def test_a_batch_without_label_tokens_still_reaches_every_parameter(backbone: Ba
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-SHIPPED = [("medusa", {"depth": 2}), ("eagle3", {"depth": 3}), ("eagle3", {"depth": 2, "draft_vocab_size": 20})]
+SHIPPED = [*every_head(2), ("eagle3", {"depth": 2, "draft_vocab_size": 20})]
 
 
 @pytest.mark.parametrize(("kind", "arguments"), SHIPPED)
-def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: dict[str, int]) -> None:
+def test_shipped_heads_same_as_naive(backbone: Backbone, kind: str, arguments: dict[str, Any]) -> None:
     torch.manual_seed(4)
     drafter = build_drafter(kind, backbone, arguments).double()
     features = batch(backbone)

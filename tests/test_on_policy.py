@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from by_the_book import mixture
+from every_head import following
 from families import FAMILIES, VOCAB, backbone, random_drafter, texts
 from guess import small_backbone
 from torch import Tensor
@@ -35,6 +36,7 @@ LENGTHS, ROWS = (9, 4, 13, 6, 21, 5, 8), [[0, 1, 2], [3, 4], [5, 6]]
 ALONE = [[i] for i in range(len(LENGTHS))]
 KEY = StepKey(seed=3, step=5)
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+FOLLOWING = [*following(3), ("eagle3", {"draft_vocab_size": 23, "depth": 3})]
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS, vocab: int = VOCAB) -> list[Sample]:
@@ -85,13 +87,13 @@ def test_long_sequences_are_prefilled_in_pieces() -> None:
             torch.testing.assert_close(hidden[m], decoded[0, 0], **CLOSE)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"draft_vocab_size": 23, "depth": 3}], ids=str)
+@pytest.mark.parametrize(("kind", "arguments"), FOLLOWING, ids=str)
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_states_are_decoding_states(family: str, rows: list[list[int]], arguments: dict[str, Any]) -> None:
+def test_training_states_are_decoding_states(family: str, rows: list[list[int]], kind: str, arguments: dict[str, Any]) -> None:
     """The hidden states that carry gradients equal those of `begin` and `step` for each draft alone."""
     on = backbone(family)
-    drafter = random_drafter("eagle3", on, **arguments).requires_grad_(True)
+    drafter = random_drafter(kind, on, **arguments).requires_grad_(True)
     features, wanted = with_kv(on, drafter, rows), Objective(on_policy=1.0, on_policy_temperature=0.0)
     anchors = sample_anchors(features, drafter.trained_depth, 0.6, KEY, first_depth=1)
     guesses_MN, hidden = rollout(FusedLoss(wanted, on, drafter), features, anchors)

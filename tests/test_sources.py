@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import backbone, left_padded, prompts, random_drafter, say
+from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
@@ -117,7 +117,7 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
     assert torch.equal(say(SpeculativeModel(on, drafter), rows, tree=TreeShape(10, 3), **options).sequences, truth)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     """Rows are joined, selected and extended between drafts: each drafts as if decoded by itself."""
     on = backbone("llama")

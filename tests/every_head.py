@@ -1,0 +1,24 @@
+"""The arguments with which tests of every head build each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from families import backbone
+
+from headstart.heads.methods import build_drafter, methods
+
+ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}}
+"""Kind -> its arguments beside the depth; noise is drawn anew for every batch, so it depends on how a step is split."""
+VARIANTS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"draft_vocab_size": 2048})]
+"""Further argument sets whose drafts are computed in another way."""
+
+
+def every_head(depth: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every kind of heads/ with its arguments, trained and drafting at that depth."""
+    return [(kind, {"depth": depth, "draft_depth": depth, **ARGUMENTS.get(kind, {})}) for kind in methods()]
+
+
+def following(depth: int) -> list[tuple[str, dict[str, Any]]]:
+    """Of these, the heads whose drafts depend on their own drafts."""
+    return [(kind, arguments) for kind, arguments in every_head(depth) if build_drafter(kind, backbone("llama"), arguments).sequential]
