@@ -1,49 +1,38 @@
-"""EAGLE-3 (2503.01840): one decoder layer over fused hidden states of three backbone layers, trained on its own outputs.
+"""EAGLE-3 (2503.01840): a decoder layer over fused hidden states of some backbone layers, trained on its own outputs.
 
-In the first pass, position t takes the pair (embedding of ``x_{t+1}``, fused taps of t). Its output drafts ``x_{t+2}`` and, before
-the norm, replaces the fused taps at the next depth. The training-time test runs the ``depth`` passes at all positions at once: pass k
-attends to the keys of pass 0 up to t and to those of passes 1 to k at t. Names, norm order and the state fed back are as
-serving engines expect (``norm_before_residual`` false).
+The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output before the final norm is
+the state of the next depth. Options: two layers; a sliding window; EAGLE-3.1 (2605.09992), which norms the taps before they are fused
+(``fc_norm`` each, ``norm_before_fc`` all together) and feeds back the state after the final norm (``norm_output``). Names, norm order and
+the state fed back are as serving engines expect (``norm_before_residual`` false).
 
-Shape suffixes: B batch, T positions, S keys, D width, H heads, N tree nodes, M drafted nodes so far, K depth.
+Shape suffixes: B batch, T positions, D width, X taps concatenated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
+from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
-from headstart.heads.layers.cached_layer import CachedLayer
-from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.decoder_layer import Norm, PairLayer, Rotary, engine_fields, llama_like
-from headstart.heads.layers.draft_cache import DraftCache
-from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.tree_mask import extend_ancestors
+from headstart.heads.layers.cached_stack import CachedStack
+from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, PairLayer, Rotary, engine_fields, llama_like
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.errors import UserError
 
-
-@dataclass(frozen=True)
-class State(RowState):
-    """KV cache of the pairs, the fused state that awaits its next token, and the last drafted nodes."""
-
-    cache: DraftCache
-    pending_BD: Tensor
-    hidden_BND: Tensor | None = drafted()
-    ancestors_BNM: Tensor | None = drafted()
+SECOND_NORM, ITS_COPY = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
+"""The second layer's input norm: vLLM reads the first name, SGLang and TensorRT-LLM the second, so it is stored under both."""
 
 
-class Eagle3(OwnReadoutDrafter):
-    """One layer, applied once per depth to its own output."""
+class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
+    """One or two layers, applied once per depth to their own output."""
 
     class Config(OwnReadoutConfig):
         depth: Annotated[int, Ge(1)] = 5
@@ -52,122 +41,128 @@ class Eagle3(OwnReadoutDrafter):
         """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
         intermediate_size: Annotated[int, Ge(1)] | None = None
         """Width of the feed-forward part (null: the backbone's)."""
+        layers: Annotated[int, Ge(1), Le(2)] = 1
+        """Decoder layers; the second reads the first one's output."""
+        sliding_window: Annotated[int, Ge(1)] | None = None
+        """Positions up to its own that a position attends to, in training and decoding; at least ``depth`` (null: all)."""
+        fc_norm: bool = False
+        """Norm each tap before they are fused (EAGLE-3.1)."""
+        norm_before_fc: bool = False
+        """Norm the concatenated taps before they are fused, with one norm over all of them."""
+        norm_output: bool = False
+        """Feed back the state after the final norm instead of before it (EAGLE-3.1)."""
 
     config: Config
     reads_hidden = False
-    capturable = True
-    recomputing = False
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps = _taps(config.taps, backbone.num_layers)
         super().__init__(backbone, config.model_copy(update={"taps": taps}))
+        _require_consistent(config)
         self.taps = taps
         self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size)
-        D = backbone.dim
-        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        D, eps = backbone.dim, self.layer_config.rms_norm_eps
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(D, eps=eps) for _ in taps)
+        if config.norm_before_fc:
+            self.input_norm = Norm(len(taps) * D, eps=eps)
+        self.fc = nn.Linear(len(taps) * D, D, bias=False)
         self.midlayer = PairLayer(self.layer_config)
-        self.norm = Norm(D, eps=self.layer_config.rms_norm_eps)
+        further = {str(i): DecoderLayer(self.layer_config) for i in range(1, config.layers)}
+        if further:
+            self.layers = nn.ModuleDict(further)
+        self.norm = Norm(D, eps=eps)
         self.lm_head = nn.Linear(D, self.draft_vocab, bias=False)
-        self.cached = CachedLayer(self.midlayer, Rotary(self.layer_config))
+        self.cached = CachedStack([self.midlayer, *further.values()], Rotary(self.layer_config), config.sliding_window)
 
     def output_layers(self) -> list[nn.Linear]:
         return [self.lm_head]
 
     def init_from(self, backbone: Backbone) -> None:
-        """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layer as
-        the backbone's last if the shapes agree; and the output layer as the backbone's.
+        """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layers as
+        the backbone's last ones if the shapes agree; and the output layer as the backbone's.
 
         Without the scaling, residual streams, whose entries are in the tens, would dominate the layer's initial output.
         """
         super().init_from(backbone)
         D = self.fc.out_features
         tokens_1T = torch.linspace(0, backbone.vocab - 1, min(64, backbone.max_positions or 64), device=backbone.device).long()[None]
-        taps = backbone.read(tokens_1T, taps=self.taps).taps or {}
+        taps_1TX = self._normed(self._concatenated(backbone.read(tokens_1T, taps=self.taps)))
         self.fc.weight[:, -D:] += torch.eye(D)
-        for i, tap in enumerate(self.taps):
-            size = taps[tap].float().square().mean(-1).sqrt().median()  # median over positions: the first is often an outlier
+        for i, tap_1TD in enumerate(taps_1TX.split(D, -1)):
+            size = tap_1TD.contiguous().float().square().mean(-1).sqrt().median()  # median over positions: the first is often an outlier
             self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
-        if (last := layer_weights(backbone)) is not None and self.midlayer.start_as(last[0]):
-            self.norm.weight.copy_(last[1])
+        for i, cached in enumerate(self.cached.layers):
+            from_end = i - len(self.cached.layers)
+            start = layer_weights(backbone, from_end) if backbone.num_layers + from_end >= 0 else None
+            if start is not None and cached.layer.start_as(start[0]):
+                self.norm.weight.copy_(start[1])
 
-    def fuse(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
-        """Concatenate and project the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
+    def _concatenated(self, features: Features) -> Tensor:
         assert features.taps is not None
-        taps_BTX = torch.cat([features.taps[tap] for tap in self.taps], -1)
+        return torch.cat([features.taps[tap] for tap in self.taps], -1)
+
+    def _normed(self, taps_BTX: Tensor) -> Tensor:
+        """Norm the concatenated taps as the configuration says."""
+        if self.config.norm_before_fc:
+            taps_BTX = self.input_norm(taps_BTX)
+        if self.config.fc_norm:
+            parts = taps_BTX.split(self.fc.out_features, -1)
+            taps_BTX = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return taps_BTX
+
+    def states(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
+        """Concatenate and project the tapped layers."""
+        taps_BTX = self._concatenated(features)
         if index_BT is not None:
             taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
-        return self.fc(taps_BTX.to(self.fc.weight.dtype))
+        return self.fc(self._normed(taps_BTX).to(self.fc.weight.dtype))
 
-    def forward_dense(self, features: Features) -> list[Tensor]:
-        T = features.tokens_BT.shape[1]
-        if T < 3:
-            return [self.fc.weight.new_zeros(len(features.tokens_BT), 0, self.fc.out_features) for _ in range(self.trained_depth)]
-        embedded_BTD = self.backbone.embed(features.tokens_BT)
-        state_BTD = self.fuse(features)
-        blocks = divide(features.document_BT, (len(state_BTD), self.layer_config.num_attention_heads, T - 2), state_BTD.device)
-        passes: list[tuple[Tensor, Tensor]] = []
-        states = []
-        for k in range(self.trained_depth):
-            Tk = max(T - 2 - k, 0)
-            inputs = ((embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk]), tuple(passes), self.cached.rotary, blocks)
-            if self.recomputing and torch.is_grad_enabled():
-                state_BTD, keys_values = checkpoint(self.midlayer.forward_train, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state_BTD, keys_values = self.midlayer.forward_train(*inputs)
-            passes.append(keys_values)
-            states.append(state_BTD)
-        return states
+    def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return embedded_BTD, state_BTD
 
-    def recompute(self) -> None:
-        self.recomputing = True
+    def next_state(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
-        self.cached.limit(window, sink, offload)
-
-    def begin(self, features: Features, state: State | None = None) -> State:
-        """Extend the KV cache with pairs (token, fused state of the position before it).
-
-        The last fused state is kept until its token is known; a sequence's first token forms no pair.
-        """
-        counts_B = features.lengths_B
-        last_B = (counts_B - 1).clamp(min=0)
-        if state is None:
-            cache, tokens_BT, new_B, shift = self.cached.empty(features.tokens_BT), features.tokens_BT[:, 1:], last_B, 0
-        else:
-            cache, tokens_BT, new_B, shift = state.cache, features.tokens_BT, counts_B, 1
-        offsets_BT = self.cached.kept_offsets(cache, tokens_BT.shape[1], new_B)
-        fused_BTD = self.fuse(features, torch.cat([offsets_BT - shift, last_B[:, None]], 1).clamp(min=0))
-        before_BTD, last_BD = fused_BTD[:, :-1], fused_BTD[:, -1]
-        if state is not None:
-            before_BTD = torch.where((offsets_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
-            last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
-        pairs_BTX = self.midlayer.inputs(self.backbone.embed(tokens_BT.gather(1, offsets_BT)), before_BTD)
-        return State(self.cached.extend(cache, pairs_BTX, offsets_BT, new_B), last_BD)
-
-    def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
-        if depth == 0:
-            before_BND = state.pending_BD[:, None].expand(-1, tokens_BN.shape[1], -1)
-        else:
-            assert state.hidden_BND is not None
-            before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
-        pairs_BNX = self.midlayer.inputs(self.backbone.embed(tokens_BN), before_BND)
-        hidden_BND, cache = self.cached.attend_nodes(state.cache, pairs_BNX, before_BND, ancestors_BNM, depth)
-        return hidden_BND, replace(state, cache=cache, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
-
     def engine_config(self) -> dict[str, Any]:
         """Return a configuration for all engines that load EAGLE-3, with taps counted in both conventions in use."""
+        config, window = self.config, self.config.sliding_window
+        norms = config.model_dump(include={"fc_norm", "norm_before_fc", "norm_output"})
+        sliding = {} if window is None else {"sliding_window": window, "layer_types": ["sliding_attention"] * config.layers}
+        eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
         return engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": config.layers,
             "draft_vocab_size": self.draft_vocab,
             "norm_before_residual": False,
             "num_aux_hidden_states": len(self.taps),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
-            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]},
+            "eagle_config": eagle | ({"norm_before_fc": True} if config.norm_before_fc else {}),
+            **{name: True for name, used in norms.items() if used},
+            **sliding,
         }
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = super().tensors()
+        return tensors | {ITS_COPY: tensors[SECOND_NORM].clone()} if SECOND_NORM in tensors else tensors
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        copy = tensors.get(ITS_COPY)
+        if copy is not None and not torch.equal(copy, tensors.get(SECOND_NORM, copy)):
+            raise UserError(f"{ITS_COPY} and {SECOND_NORM} differ, but engines read either as the same norm: the checkpoint is damaged")
+        super().load_tensors({name: tensor for name, tensor in tensors.items() if name != ITS_COPY or self.config.layers == 1})
+
+
+def _require_consistent(config: Eagle3.Config) -> None:
+    """Raise UserError for arguments that exclude each other."""
+    if config.sliding_window is not None and config.sliding_window < config.depth:
+        window, depth = config.sliding_window, config.depth
+        raise UserError(f"drafter.sliding_window is at least drafter.depth={depth}, the length of a draft; got {window}")
+    if config.fc_norm and config.norm_before_fc:
+        raise UserError("drafter.fc_norm and drafter.norm_before_fc both norm the taps; set either to false")
 
 
 def _taps(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:

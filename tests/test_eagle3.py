@@ -1,92 +1,81 @@
 """EAGLE-3 against a plain reference: training-time test position by position, and properties of its weights.
 
-Shape suffixes: B batch, T positions, D width, H heads, C head width.
+Shape suffixes: B batch, T positions, D width.
 """
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, backbone, random_drafter, read, texts
+from naive_passes import NaiveLayer, norm, part, passes
 from torch import Tensor
+from transformers import AutoConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
 from headstart.heads.eagle3 import Eagle3, _taps
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
 from headstart.heads.methods import build_drafter
+from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
 def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
-    """Training-time test, one position at a time: position t of pass k sees the first pass's keys 0..t and its own later ones."""
-    layer, attn, config = drafter.midlayer, drafter.midlayer.self_attn, drafter.layer_config
-    C, H, KV = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    base = config.rope_parameters["rope_theta"]
+    """Training-time test from the checkpoint's tensors, one position at a time."""
+    weights, config, arguments = drafter.tensors(), drafter.layer_config, drafter.config
+    eps = config.rms_norm_eps
+    first, second = part(weights, "midlayer."), part(weights, "layers.1.")
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean() + config.rms_norm_eps) ** -0.5 * weight
+    def pair(embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([norm(embedded, first["input_layernorm.weight"], eps), norm(state, first["hidden_norm.weight"], eps)]), state
 
-    def turn(x_HC: Tensor, position: int) -> Tensor:
-        angle = position * base ** (-torch.arange(0, C, 2).float() / C)
-        a, b = x_HC[:, : C // 2], x_HC[:, C // 2 :]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    def alone(_: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return norm(state, second["input_layernorm.weight"], eps), state
 
-    assert features.taps is not None
+    def fused(taps: list[Tensor]) -> Tensor:
+        if arguments.fc_norm:
+            taps = [norm(tap, weights[f"fc_norm.{i}.weight"], eps) for i, tap in enumerate(taps)]
+        x = torch.cat(taps)
+        return weights["fc.weight"] @ (norm(x, weights["input_norm.weight"], eps) if arguments.norm_before_fc else x)
+
+    def fed(state: Tensor) -> Tensor:
+        return norm(state, weights["norm.weight"], eps) if arguments.norm_output else state
+
+    layers = [NaiveLayer(config, first, pair), NaiveLayer(config, second, alone)][: arguments.layers]
     out = []
     for row, tokens in enumerate(features.tokens_BT):
-        T = len(tokens)
-        states = [drafter.fc.weight @ torch.cat([features.taps[tap][row, t] for tap in drafter.taps]) for t in range(T)]
-        keys: list[list[Tensor]] = []
-        values: list[list[Tensor]] = []
-        rows: list[list[Tensor]] = []
-        for k in range(drafter.trained_depth):
-            pairs = [
-                torch.cat(
-                    [
-                        norm(features_embed(drafter, tokens[t + 1 + k]), layer.input_layernorm.weight),
-                        norm(states[t], layer.hidden_norm.weight),
-                    ]
-                )
-                for t in range(T - 2 - k)
-            ]
-            keys.append([turn((attn.k_proj.weight @ pair).view(KV, C), t + k) for t, pair in enumerate(pairs)])
-            values.append([(attn.v_proj.weight @ pair).view(KV, C) for pair in pairs])
-            new = []
-            for t, pair in enumerate(pairs):
-                query = turn((attn.q_proj.weight @ pair).view(H, C), t + k)
-                seen = [(0, j) for j in range(t + 1)] + [(j, t) for j in range(1, k + 1)]
-                mixed = []
-                for h in range(H):
-                    g = h // (H // KV)
-                    weights = torch.stack([query[h] @ keys[i][j][g] / C**0.5 for i, j in seen]).softmax(0)
-                    mixed.append(sum(w * values[i][j][g] for w, (i, j) in zip(weights, seen, strict=True)))
-                x = states[t] + attn.o_proj.weight @ torch.cat(mixed)
-                new.append(x + layer.mlp(norm(x, layer.post_attention_layernorm.weight)))
-            states = new
-            rows.append(new)
-        out.append([torch.stack(x) for x in rows])
-    return [torch.stack([row[k] for row in out]) for k in range(drafter.trained_depth)]
+        taps = features.taps or {}
+        states = [fused([taps[tap][row, t] for tap in drafter.taps]) for t in range(len(tokens))]
+        out.append(passes(layers, list(drafter.backbone.embed(tokens)), states, drafter.trained_depth, arguments.sliding_window, fed))
+    return [torch.stack(rows) for rows in zip(*out, strict=True)]
 
 
-def fresh(on: Backbone, **arguments: int) -> Eagle3:
+def fresh(on: Backbone, **arguments: Any) -> Eagle3:
     drafter = build_drafter("eagle3", on, arguments)
     assert isinstance(drafter, Eagle3)
     return drafter
 
 
-def features_embed(drafter: Drafter, token: Tensor) -> Tensor:
-    return drafter.backbone.embed(token[None])[0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eagle3_is_taught_as_the_plain_reference_says(family: str) -> None:
+@pytest.mark.parametrize(
+    "family,arguments",
+    [(family, {}) for family in FAMILIES]
+    + [
+        ("llama", {"layers": 2}),
+        ("llama", {"sliding_window": 4}),
+        ("qwen3", {"layers": 2, "sliding_window": 5, "norm_output": True}),
+        ("llama", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 2, 4, 6]}),
+        ("llama", {"norm_before_fc": True, "taps": [3]}),
+    ],
+)
+def test_eagle3_is_taught_as_the_plain_reference_says(family: str, arguments: dict[str, Any]) -> None:
     on = backbone(family)
-    drafter = random_drafter("eagle3", on, depth=4)
+    drafter = random_drafter("eagle3", on, depth=4, **arguments)
     assert isinstance(drafter, Eagle3)
     features = read(on, texts(2, 11), drafter)
     for k, (one, other) in enumerate(zip(drafter(features), naive_eagle3(drafter, features), strict=True)):
@@ -135,3 +124,30 @@ def test_rotation_is_the_same_in_bf16() -> None:
     other = copy.deepcopy(drafter).to(torch.bfloat16)
     for one, two in zip(drafter.cached.rotary(3, 100, cpu), other.cached.rotary(3, 100, cpu), strict=True):
         assert torch.equal(one, two.float())
+
+
+def test_two_layers_start_as_the_backbones_last_two() -> None:
+    on = backbone("llama")
+    drafter = fresh(on, layers=2)
+    for layer, start in zip((drafter.midlayer, drafter.layers["1"]), on.layers[-2:], strict=True):
+        assert torch.equal(layer.mlp.down_proj.weight, start.mlp.down_proj.weight)
+        assert torch.equal(layer.self_attn.v_proj.weight[:, -on.dim :], start.self_attn.v_proj.weight)
+    assert torch.equal(drafter.norm.weight, on.base.norm.weight)
+
+
+def test_the_second_layers_norm_has_both_engines_names(tmp_path: Path) -> None:
+    on = backbone("llama")
+    drafter = random_drafter("eagle3", on, layers=2, fc_norm=True, norm_output=True, sliding_window=7)
+    tensors = drafter.tensors()
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+    assert {"fc_norm.0.weight", "fc_norm.2.weight", "layers.1.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight"} < tensors.keys()
+    drafter.load_tensors(tensors)
+    with pytest.raises(UserError, match=r"layers\.1\.hidden_norm\.weight and layers\.1\.input_layernorm\.weight differ"):
+        drafter.load_tensors(tensors | {"layers.1.hidden_norm.weight": torch.zeros(on.dim)})
+    drafter.save_pretrained(tmp_path)
+    stored = AutoConfig.from_pretrained(tmp_path).to_dict()
+    wanted = {"num_hidden_layers": 2, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2, "fc_norm": True, "norm_output": True}
+    assert {name: stored[name] for name in wanted} == wanted and "norm_before_fc" not in stored
+    other = random_drafter("eagle3", on, norm_before_fc=True)
+    assert other.tensors()["input_norm.weight"].shape == (3 * on.dim,) and other.engine_config()["eagle_config"]["norm_before_fc"]
+    assert not {"layer_types", "fc_norm", "norm_output"} & fresh(on).engine_config().keys()

@@ -41,7 +41,7 @@ def documents(lengths: list[list[int]] | None) -> Tensor | None:
 def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
     """`Eagle3.forward` with all scores of a pass at once."""
     layer, attn = drafter.midlayer, drafter.midlayer.self_attn
-    embedded, state = drafter.backbone.embed(features.tokens_BT), drafter.fuse(features)
+    embedded, state = drafter.backbone.embed(features.tokens_BT), drafter.states(features)
     length = state.shape[1]
     apart = torch.zeros(1, length, length, dtype=torch.bool)
     if features.document_BT is not None and bool((features.document_BT > 0).any()):
@@ -59,7 +59,7 @@ def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
         alone = [(query * key).sum(-1, keepdim=True) for key, _ in later]
         weights = (torch.cat([scores, *alone], -1) * attn.head_dim**-0.5).softmax(-1)
         mixed = weights[..., :n] @ values + sum(weights[..., n + j : n + j + 1] * value for j, (_, value) in enumerate(later))
-        state = layer.finish(state, mixed)
+        state = layer.finish(state, mixed, pair)
         out.append(state)
     return out
 
@@ -126,6 +126,30 @@ def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch)
         return join(q, *attend_past(q, k, v, blocks), [(k[:, :, 1:], v[:, :, 1:]), (k[:, :, :7] * 2, v[:, :, :7] + 1)])
 
     assert torch.autograd.gradcheck(joined, (query, keys, values))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_blocks_with_a_window(lengths: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query attends to the last few positions of its document; in pass 2 it stands two further on, so to two fewer. Gradients too."""
+    monkeypatch.setattr(causal, "LEAST", rows)
+    monkeypatch.setattr(causal, "MOST", rows)
+    document_BT, window, n = documents(lengths), 7, T - 3
+    blocks = divide(document_BT, (2, 4, T), torch.device("cpu"), window)
+    assert all(end - low < rows + window for _, end, low in blocks.upto(n))
+    make = torch.Generator().manual_seed(0)
+    query, by_mixed = (torch.randn(2, 4, n, 3, generator=make).requires_grad_() for _ in range(2))
+    keys, values = (torch.randn(2, 2, n, 3, generator=make).requires_grad_() for _ in range(2))
+    barred = torch.ones(n, n, dtype=torch.bool).triu(1) | torch.ones(n, n, dtype=torch.bool).tril(2 - window)
+    if document_BT is not None and bool((document_BT > 0).any()):
+        barred = barred | (document_BT[:, :n, None] != document_BT[:, None, :n])[:, None]
+    scores = (query @ keys.repeat_interleave(2, 1).mT * 3**-0.5).masked_fill(barred, float("-inf"))
+    expected = scores.softmax(-1) @ values.repeat_interleave(2, 1), scores.logsumexp(-1)
+    actual = attend_past(query, keys, values, blocks.at_pass(2))
+    losses = [(mixed * by_mixed).sum() + logsum.sum() for mixed, logsum in (actual, expected)]
+    gradients = [torch.autograd.grad(loss, (query, keys, values)) for loss in losses]
+    for one, other in zip((*actual, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,24 @@ def test_trees_rows_that_leave_and_rows_that_join(window: int, sink: int, monkey
     both(monkeypatch, window, sink, drafting)
 
 
+def test_a_sliding_window_of_the_heads_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt, a window per layer is computed and one kept; `limit` narrows it, and is undone by None."""
+    pairs, pair = [], PairLayer.inputs
+    monkeypatch.setattr(PairLayer, "inputs", lambda layer, *streams: pairs.append(streams[-1].shape[1]) or pair(layer, *streams))
+    drafter = made(layers=2, sliding_window=10)
+    features = read(backbone("llama"), texts(2, 200), drafter)
+    next_BK, drafts = texts(2, drafter.depth, seed=5), []
+    for window in (None, 20, 6, None):
+        drafter.limit(window)
+        state = drafter.begin(features)
+        slots = [cache.ring.slots for cache in state.caches if cache.ring is not None]
+        assert slots == [min(window or 10, 10)] * 2 and {cache.keys_BGSC.shape[2] for cache in state.caches} == {STEP}
+        drafts.append(chain(drafter, state, next_BK))
+    assert pairs[0] == 20
+    assert all(map(torch.equal, drafts[0], drafts[1])) and all(map(torch.equal, drafts[0], drafts[3]))
+    assert not any(map(torch.equal, drafts[0], drafts[2]))
+
+
 def test_a_text_within_the_window_is_as_without() -> None:
     for length in (1, 2, 9, 20):
         states = []
@@ -137,14 +155,17 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
     drafter = made(10, 4)
     features = read(backbone("llama"), texts(2, 200), drafter)
     state = drafter.begin(features)
-    assert pairs == [14] and state.cache.keys_BGSC.shape[2] == STEP and state.cache.lengths_B.tolist() == [199, 199]
+    assert pairs == [14] and state.caches[0].keys_BGSC.shape[2] == STEP and state.caches[0].lengths_B.tolist() == [199, 199]
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("window,sink,capture", [(8, 4, "off"), (1, 2, "off"), (3, 1, "trace")])
-def test_the_text_is_that_of_autoregressive_decoding(window: int, sink: int, capture: Any, sample: bool) -> None:
+@pytest.mark.parametrize(
+    "window,sink,capture,arguments",
+    [(8, 4, "off", {}), (1, 2, "off", {}), (3, 1, "trace", {}), (None, 4, "trace", {"layers": 2, "sliding_window": 6})],
+)
+def test_the_text_is_that_of_autoregressive_decoding(window: int, sink: int, capture: Any, arguments: Any, sample: bool) -> None:
     """One row, and five of which four at a time: rows leave and join; fixed and adaptive trees."""
-    of = SpeculativeModel(backbone("llama"), made(), capture=capture)
+    of = SpeculativeModel(backbone("llama"), made(**arguments), capture=capture)
     of.limit(window=window, sink=sink)
     for rows, batch in ((left_padded(prompts((19,))), None), (left_padded(prompts((9, 1, 34, 4, 7))), 4)):
         options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sample, "seed": 3}
@@ -167,7 +188,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
     step = Eagle3.step
 
     def noted(drafter: Eagle3, state: Any, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> Any:
-        slots[int(state.cache.lengths_B.max())] = state.cache.keys_BGSC.shape[2]
+        slots[int(state.caches[0].lengths_B.max())] = state.caches[0].keys_BGSC.shape[2]
         return step(drafter, state, tokens_BN, parents_BN, depth)
 
     monkeypatch.setattr(Eagle3, "step", noted)
@@ -186,7 +207,7 @@ def test_slots_of_a_long_pause_are_freed() -> None:
     features = read(backbone("llama"), texts(1, 250), drafter)
     state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, unknown to the store
     state = drafter.begin(part(features, 5, 250), state)
-    assert drafter.reserve(state, 260).cache.keys_BGSC.shape[2] == STEP
+    assert drafter.reserve(state, 260).caches[0].keys_BGSC.shape[2] == STEP
 
 
 def test_rotation_by_frequencies_is_the_tables() -> None:
@@ -217,7 +238,7 @@ def test_an_offloaded_store_drafts_on_a_copy() -> None:
     """The meta device stands for the device that drafts."""
     drafter = made(5)
     features = read(backbone("llama"), texts(2, 9), drafter)
-    store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).cache
+    store = drafter.begin(Features(features.tokens_BT, features.hidden_BTD, features.taps)).caches[0]
     elsewhere = replace(store, lengths_B=store.lengths_B.to("meta"))
     copy = elsewhere.on_device()
     assert copy.keys_BGSC.device.type == copy.values_BGSC.device.type == "meta" and copy.on_device() is copy

@@ -1,4 +1,4 @@
-"""A decoder layer with its own KV cache, optionally bounded or offloaded.
+"""A decoder layer with its own KV cache, optionally with a sliding window, bounded or offloaded.
 
 Accepted positions extend the cache; drafted nodes are stored after them and overwritten by the next accepted ones. A drafter has
 one `CachedLayer` per layer and keeps their `DraftCache`s in its state.
@@ -20,13 +20,15 @@ from headstart.heads.layers.tree_mask import visible_slots
 class CachedLayer:
     """A layer used with a KV cache. Not a module: the drafter registers the layer under the name that serving engines expect."""
 
-    def __init__(self, layer: DecoderLayer, rotary: Rotary) -> None:
-        self.layer, self.rotary = layer, rotary
-        self.ring: Ring | None = None
-        self.offload = False
+    def __init__(self, layer: DecoderLayer, rotary: Rotary, window: int | None = None) -> None:
+        """``window``: the layer is trained to attend to this many positions up to its own (None: all), and no more are kept."""
+        self.layer, self.rotary, self.window = layer, rotary, window
+        self.limit(None)
 
     def limit(self, window: int | None, sink: int = 4, offload: bool = False) -> None:
-        """See `Drafter.limit`; applies to caches made later."""
+        """See `Drafter.limit`; applies to caches made later. A layer with a window of its own has no sinks, and keeps no more than that."""
+        if self.window is not None:
+            window, sink = min(window or self.window, self.window), 0
         self.ring, self.offload = None if window is None else Ring(window, sink), offload
 
     def empty(self, tokens_BT: Tensor) -> DraftCache:
@@ -57,6 +59,28 @@ class CachedLayer:
         mask_BTS[..., 0] = True   # a row without positions would have no key
         return self.layer.attend(x_BTX, state_BTD, cache.rotation_at(offsets_BT), cache.past, mask_BTS)
 
+    def extend_and_attend(
+        self, cache: DraftCache, x_BTX: Tensor, state_BTD: Tensor, offsets_BT: Tensor, counts_B: Tensor
+    ) -> tuple[Tensor, DraftCache]:
+        """Return the layer's output ``[B, T, D]`` at the new positions, which is the next layer's input, and the extended cache.
+
+        In a layer with a window of its own, a position attends to that many positions up to its own, in whatever pieces they come.
+        """
+        if self.window is None:
+            cache = self.extend(cache, x_BTX, offsets_BT, counts_B)
+            return self.attend_new(cache, x_BTX, state_BTD, offsets_BT, counts_B), cache
+        cache = cache.on_device()
+        rotation, lengths_B1 = cache.rotation_at(offsets_BT), cache.lengths_B[:, None]
+        new = self.layer.keys_values(x_BTX, rotation)   # the extended cache lacks what the first of them attend to
+        keys, values = (torch.cat(pair, 2) for pair in zip(cache.past, new, strict=True))
+        position_BT = lengths_B1 + offsets_BT
+        repeated_BT = torch.cat([torch.zeros_like(offsets_BT[:, :1]), offsets_BT.diff(dim=1) == 0], 1).bool()
+        there_BX = torch.cat([cache.positions_BS < lengths_B1, ~repeated_BT], 1)
+        distance_BTX = position_BT[..., None] - torch.cat([cache.positions_BS, position_BT], 1)[:, None]
+        mask_BTX = there_BX[:, None] & (distance_BTX >= 0) & (distance_BTX < self.window)
+        output_BTD = self.layer.attend(x_BTX, state_BTD, rotation, (keys, values), mask_BTX)
+        return output_BTD, cache.extend(*new, offsets_BT, counts_B)
+
     def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
         """Return the layer's output ``[B, 1, D]`` at each row's last position, which is in the cache already."""
         cache = cache.on_device()
@@ -77,5 +101,11 @@ class CachedLayer:
         rotation = cache.rotation_at(offsets)
         for store, new in zip(cache.past, self.layer.keys_values(x_BNX, rotation), strict=True):
             put(store, new, index_BN)
+        if self.window is not None:   # ancestors are one position apart
+            above_BNM = ancestors_BNM.sum(-1, keepdim=True) - ancestors_BNM.cumsum(-1)
+            ancestors_BNM = ancestors_BNM & (above_BNM < self.window)
         mask_BNS = visible_slots(cache.ends_B, ancestors_BNM, cache.slots)
+        if self.window is not None:
+            position_BN = (cache.lengths_B[:, None] + offsets).expand(-1, N)
+            mask_BNS = mask_BNS & (cache.positions_BS[:, None] > position_BN[..., None] - self.window)
         return self.layer.attend(x_BNX, state_BND, rotation, cache.past, mask_BNS), cache

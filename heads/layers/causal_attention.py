@@ -1,4 +1,4 @@
-"""Causal attention within documents, computed in blocks so that memory grows linearly with the length.
+"""Causal attention within documents, optionally within a sliding window, in blocks so that memory grows linearly with the length.
 
 A block is a range of consecutive queries; its keys range from the start of their earliest document to the last query, and other keys
 are not computed with. Scores exist for one block at a time and are recomputed for the gradients (as in 2205.14135). The log-sum-exp
@@ -10,7 +10,7 @@ Shape suffixes: B batch, T positions, S keys, H query heads, G key heads, R quer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,23 +33,39 @@ class Blocks:
     """(first query, last query + 1, first key) of each block."""
     starts_BT: Tensor | None
     """Start of each position's document; None: 0."""
+    window: int | None = None
+    """A query attends to this many positions up to its own (None: all)."""
     policy: ChunkPolicy = field(default_factory=chunk_policy)
 
     def upto(self, positions: int) -> Iterator[tuple[int, int, int]]:
         """Yield the bounds clipped to ``positions``, as selected by the chunk policy."""
-        yield from self.policy.select([(first, min(end, positions), low) for first, end, low in self.bounds if first < positions])
+        inside = [(first, min(end, positions), max(low, self._earliest(first))) for first, end, low in self.bounds if first < positions]
+        yield from self.policy.select(inside)
+
+    def at_pass(self, k: int) -> Blocks:
+        """Return the blocks for queries that stand ``k`` positions further than their index: their window ends earlier."""
+        return self if self.window is None else replace(self, window=self.window - k)
+
+    def _earliest(self, query: int) -> int:
+        return 0 if self.window is None else query - self.window + 1
 
     def barred(self, first: int, end: int, low: int, device: torch.device) -> Tensor:
         """Return the mask ``[1 or B, 1, 1, end - first, end - low]``, True where a query does not attend to a key."""
         key_S = torch.arange(low, end, device=device)
-        barred_TS = key_S > torch.arange(first, end, device=device)[:, None]
+        query_T1 = torch.arange(first, end, device=device)[:, None]
+        barred_TS = key_S > query_T1
+        if self.window is not None:
+            barred_TS = barred_TS | (key_S <= query_T1 - self.window)
         if self.starts_BT is None:
             return barred_TS[None, None, None]
         return (barred_TS | (key_S < self.starts_BT[:, first:end, None]))[:, None, None]
 
 
-def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> Blocks:
-    """Divide rows of ``shape`` (B, H, T) into blocks. A document is a run of equal numbers; copies ``document_BT`` to the host."""
+def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torch.device, window: int | None = None) -> Blocks:
+    """Divide rows of ``shape`` (B, H, T) into blocks. A document is a run of equal numbers; copies ``document_BT`` to the host.
+
+    ``window``: a query attends to this many positions up to its own (None: all).
+    """
     B, H, T = shape
     starts_BT, span = None, T
     if document_BT is not None and bool((documents := document_BT[:, :T].cpu()).gt(0).any()):
@@ -57,12 +73,13 @@ def divide(document_BT: Tensor | None, shape: tuple[int, int, int], device: torc
         new_BT[:, 1:] = documents[:, 1:] != documents[:, :-1]
         starts_BT = torch.where(new_BT, place_T, 0).cummax(1).values
         span = int((place_T - starts_BT).max()) + 1
+    span = span if window is None else min(span, window)
     on_cpu = (chunk_policy().device_type or device.type) == "cpu"
     rows = max(LEAST, min(MOST, span, (CACHED if on_cpu else HELD) // (B * H * span)))
     firsts = range(0, T, rows)
     lows = [0 for _ in firsts] if starts_BT is None else starts_BT[:, ::rows].amin(0).tolist()
     bounds = tuple((first, min(first + rows, T), low) for first, low in zip(firsts, lows, strict=True))
-    return Blocks(bounds, None if starts_BT is None else starts_BT.to(device))
+    return Blocks(bounds, None if starts_BT is None else starts_BT.to(device), window)
 
 
 def attend_past(query_BHTC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -148,7 +165,7 @@ def _scores(scaled_BGRTC: Tensor, keys_BGSC: Tensor, blocks: Blocks, bounds: tup
     first, end, low = bounds
     scores = _times(scaled_BGRTC[:, :, :, first:end], keys_BGSC[:, :, low:end].mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if blocks.starts_BT is None:   # keys before the block need no mask
+    if blocks.starts_BT is None and blocks.window is None:   # keys before the block need no mask
         scores[..., first - low :].masked_fill_(blocks.barred(first, end, first, scores.device), float("-inf"))
         return scores
     return scores.masked_fill_(blocks.barred(first, end, low, scores.device), float("-inf"))

@@ -228,6 +228,7 @@ class DecoderLayer(nn.Module):
         """Compute pass ``len(passes)`` at all positions, for training; returns the output and this pass's keys and values.
 
         Pass 0 is causal attention. In pass k, position t is rotated as t + k and attends to pass 0 up to t and to passes 1 to k at t.
+        A window of ``blocks`` counts positions as rotated, and has to reach back to pass 0: it is larger than k.
         """
         k, state = len(passes), streams[-1]
         T = state.shape[1]
@@ -235,7 +236,7 @@ class DecoderLayer(nn.Module):
         x = self.inputs(*streams)
         query, keys_values = self.self_attn.queries(x, rotation), self.keys_values(x, rotation)
         first, *later = ((keys[:, :, :T], values[:, :, :T]) for keys, values in (*passes, keys_values))
-        mixed, logsum = attend_past(query, *first, blocks)
+        mixed, logsum = attend_past(query, *first, blocks.at_pass(k))
         return self.finish(state, join(query, mixed, logsum, later) if later else mixed, x), keys_values
 
 
@@ -251,6 +252,22 @@ class NormedLayer(DecoderLayer):
         x_MND, (of_context, of_blocks) = self.inputs(block_MND), rotations
         query, own = self.self_attn.queries(x_MND, of_blocks), self.keys_values(x_MND, of_blocks)
         return self.finish(block_MND, attend_blocks(query, own, self.keys_values(context_BTD, of_context), layout), x_MND)
+
+
+class NoInputNormLayer(DecoderLayer):
+    """A layer without a norm before attention, as EAGLE's (2401.15077): attention reads the residual stream as it is."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.input_layernorm = nn.Identity()
+
+    @torch.no_grad()
+    def start_as(self, layer: Mapping[str, Tensor]) -> bool:
+        """Copy the weights of a decoder layer; that of its input norm is multiplied into the projections that read the normed stream."""
+        scale_D = layer["input_layernorm.weight"]
+        reading = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+        weights = {name: weight * scale_D if name in reading else weight for name, weight in layer.items()}
+        return super().start_as({name: weight for name, weight in weights.items() if name != "input_layernorm.weight"})
 
 
 class PairLayer(DecoderLayer):

@@ -67,8 +67,8 @@ def rollout(loss: FusedLoss, features: Features, anchors: SampledAnchors) -> tup
     root_M1, drafted, hidden = torch.zeros_like(parents_M[:, None]), [], []
     for k in range(drafter.trained_depth):
         if k == 0 or not drafter.all_depths_at_once:
-            # A step writes in place to tensors that the gradients of the previous step need.
-            before = state if k == 0 else map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
+            # A step writes in place to tensors that the gradients of `begin` or of the previous step need.
+            before = map_tensors(lambda x: x.clone() if x.requires_grad else x, state)
             stepped_MND, state = drafter.step(before, parents_M[:, None], root_M1, k)
         hidden.append(stepped_MND[:, k if drafter.all_depths_at_once else 0])
         if k + 1 < drafter.trained_depth:
