@@ -6,13 +6,16 @@ output layer of its own. With ``prefix_attention``, as in Hydra++, the hidden st
 its own KV cache that reads the hidden states of all positions up to t.
 
 All blocks and the decoder layer start as the identity on the hidden state, and the output layers as the backbone's, so an untrained
-head gives the backbone's next-token distribution, as an untrained Medusa head does.
+head gives the backbone's next-token distribution, as an untrained Medusa head does. Entries of an embedding are often a tenth to a
+hundredth of a hidden state's, and steps of one learning rate would leave the columns that read them far behind; so heads read
+embeddings scaled to unit size. In a checkpoint the scale is part of the weights, and heads read plain embeddings, as in the paper.
 
 Shape suffixes: B batch, T positions, D width, X width of a head's input, N tree nodes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -108,11 +111,15 @@ class Hydra(OwnReadoutDrafter):
         )
         self.lm_heads = nn.ModuleList(nn.Linear(D, self.draft_vocab) for _ in range(config.depth))
 
+        self.embedding_scale = 1.0
+        """A power of two, so that weights are scaled without rounding; set with the weights, since it depends on the backbone's."""
+
     def output_layers(self) -> list[nn.Linear]:
         return [head for head in self.lm_heads if isinstance(head, nn.Linear)]
 
     def init_from(self, backbone: Backbone) -> None:
         super().init_from(backbone)
+        self.embedding_scale = _embedding_scale(backbone)
         for module in self.modules():
             if isinstance(module, ResBlock):
                 module.start_as_identity()
@@ -132,7 +139,7 @@ class Hydra(OwnReadoutDrafter):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.backbone.embed(tokens)
-        return embedded.to(self._dtype)
+        return embedded.to(self._dtype) * self.embedding_scale
 
     # Training.
 
@@ -207,11 +214,19 @@ class Hydra(OwnReadoutDrafter):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        return {self._stored_name(name): tensor for name, tensor in self.state_dict().items()}
+        return {self._stored_name(name): self._scaled(name, x, self.embedding_scale) for name, x in self.state_dict().items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         names = {self._stored_name(name): name for name in self.state_dict()}
-        super().load_tensors({names.get(name, name): tensor for name, tensor in tensors.items()})
+        self.embedding_scale = _embedding_scale(self.backbone)
+        ours = {names.get(name, name): tensor for name, tensor in tensors.items()}
+        super().load_tensors({name: self._scaled(name, tensor, 1 / self.embedding_scale) for name, tensor in ours.items()})
+
+    def _scaled(self, name: str, weight: Tensor, scale: float) -> Tensor:
+        """Scale the columns of a weight that read embeddings, if it has any."""
+        D = self.backbone.dim
+        reads_embeddings = re.fullmatch(r"mlps\.\d+\.0\.\w+\.weight", name)
+        return torch.cat([weight[:, :D], weight[:, D:] * scale], 1) if reads_embeddings and weight.ndim == 2 else weight
 
     def _stored_name(self, name: str) -> str:
         """Return a weight's name in the paper's own code, in which dropout layers are counted if there is a prefix layer."""
@@ -225,6 +240,13 @@ class Hydra(OwnReadoutDrafter):
             head, weight = rest.split(".")
             return f"hydra_lm_head.{head}.{weight}" if self.prefix is None else f"hydra_lm_head.{head}.1.{weight}"
         return name
+
+
+def _embedding_scale(backbone: Backbone) -> float:
+    """Return the power of two that makes embeddings nearest to unit size."""
+    tokens_N = torch.linspace(0, backbone.vocab - 1, min(1024, backbone.vocab), device=backbone.device).long()
+    size = backbone.embed(tokens_N).float().square().mean().sqrt().clamp(min=2.0**-20)
+    return float(2.0 ** -size.log2().round().item())
 
 
 class _Joined:
