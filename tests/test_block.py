@@ -113,7 +113,8 @@ def test_long_rows_are_computed_in_chunks_with_the_same_gradients(monkeypatch: p
     document_BT = torch.tensor([[0] * 30, [0] * 9 + [1] * 14 + [2] * 5 + [-1] * 2])
     results = []
     for elements, recompute in ((10**6, False), (8, False), (8, True)):
-        monkeypatch.setattr("headstart.heads.layers.block_attention.ELEMENTS", elements)
+        monkeypatch.setattr("headstart.heads.layers.block_attention.LEAST", elements)
+        monkeypatch.setattr("headstart.heads.layers.block_attention.MOST", elements)
         drafter = made(on, "markov", depth=4, layers=2).requires_grad_(True)
         if recompute:
             drafter.recompute()

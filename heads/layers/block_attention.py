@@ -1,6 +1,6 @@
 """Attention of drafted blocks in training: the elements of a block attend to its row up to an anchor, and to all of the block.
 
-Blocks of one row share the row's keys, so they are computed together, some hundred elements at a time: their keys are the part of the
+Blocks of one row share the row's keys, so they are computed together, a few hundred elements at a time: their keys are the part of the
 row that they need and all their own, of which a mask leaves each block its own. Fused attention keeps no scores, so memory is linear.
 
 Shape suffixes: B rows, T positions, M blocks, A blocks per row (padded), N elements of a block, H query heads, G key heads, C head width,
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headstart.heads.anchors import Anchors
 
-ELEMENTS = 256
-"""Elements of each row computed together; about as many of their keys are masked, which is few beside a row's."""
+LEAST, MOST = 64, 256
+"""Bounds of the elements of each row computed together. As many keys are their own, mostly masked, so a quarter of the row's is aimed at."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements
     anchor_BA = torch.full((B * A,), -1, device=device).index_copy(0, place_M, position_M).view(B, A)
     start_BA = torch.full((B * A,), T, device=device).index_copy(0, place_M, starts_BT[row_M, position_M]).view(B, A)
     last_A, first_A = anchor_BA.amax(0).cpu(), start_BA.amin(0).cpu()
-    step, chunks = max(1, ELEMENTS // elements), []
+    step, chunks = max(1, min(max(T // 4, LEAST), MOST) // elements), []
     for first in range(0, A, step):
         end = min(first + step, A)
         low = int(first_A[first:end].amin().item()) if packed else 0
@@ -71,15 +71,14 @@ def attend_blocks(query_MHNC: Tensor, own: tuple[Tensor, Tensor], context: tuple
     """Return the attention output ``[M, H, N, C]`` over the rows' keys and values ``context`` (``[B, G, T, C]``) and the blocks' ``own``
     (``[M, G, N, C]``). Scores are divided by the square root of C.
     """
-    query_BAHNC, keys_BAGNC, values_BAGNC = (layout.pad(x) for x in (query_MHNC, *own))
-    mixed = []
-    for first, end, low, high in layout.chunks:
-        part, past = slice(first, end), slice(low, high)
+    mixed, sizes = [], [end - first for first, end, _, _ in layout.chunks]
+    parts = (layout.pad(x).split(sizes, 1) for x in (query_MHNC, *own))   # slices would each have a gradient of full size
+    for (first, end, low, high), query_BKHNC, *blocks in zip(layout.chunks, *parts, strict=True):
         keys, values = (
-            torch.cat([text[:, :, past], blocks[:, part].transpose(1, 2).flatten(2, 3)], 2)
-            for text, blocks in zip(context, (keys_BAGNC, values_BAGNC), strict=True)
+            torch.cat([text[:, :, low:high], block_BKGNC.transpose(1, 2).flatten(2, 3)], 2)
+            for text, block_BKGNC in zip(context, blocks, strict=True)
         )
-        mixed.append(_attend(query_BAHNC[:, part], keys, values, _allowed(layout, part, past, query_MHNC.shape[2])))
+        mixed.append(_attend(query_BKHNC, keys, values, _allowed(layout, slice(first, end), slice(low, high), query_BKHNC.shape[3])))
     return torch.cat(mixed, 1).flatten(0, 1)[layout.place_M]
 
 
