@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads.anchors import Anchors
 
 LEAST, MOST = 64, 256
-"""Bounds of the elements of each row computed together. As many keys are their own, mostly masked, so a quarter of the row's is aimed at."""
+"""Bounds of the elements of each row computed together, about a quarter of its length: their own keys are added to the row's."""
 
 
 @dataclass(frozen=True)
