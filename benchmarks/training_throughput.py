@@ -27,7 +27,8 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, vocabulary_by_frequency
+from headstart.training.data.data import Splits, load_data
+from headstart.training.data.vocabulary import vocabulary_by_frequency
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import Manifest, contents_of, format_of, plan_shards
 from headstart.training.features.source import FeatureSource, LiveFeatures
@@ -35,6 +36,7 @@ from headstart.training.features.writer import measured_errors, write_missing
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import objective
+from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.optimizer import build_optimizer
 
@@ -126,7 +128,8 @@ def report(way: Way, warm: int) -> dict[str, object]:
 def measure(args: argparse.Namespace) -> dict[str, object]:
     recipe = load_recipe(args.recipe, args.overrides)
     backbone = load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype)
-    drafter = build_drafter(recipe.drafter["kind"], backbone, {key: value for key, value in recipe.drafter.items() if key != "kind"})
+    section, arguments = split_drafter(recipe.drafter)
+    drafter = build_drafter(section.kind, backbone, arguments)
     drafter = drafter.to(backbone.device, torch.float32).train()
     with tempfile.TemporaryDirectory() as folder:
         found = dict(ways(recipe, drafter, backbone, Path(folder)))

@@ -27,6 +27,7 @@ from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
+    from headstart.heads.lora import Lora
 
 
 class DrafterConfig(StrictModel):
@@ -69,6 +70,8 @@ class Drafter(nn.Module, ABC):
     """Not a submodule, so that its weights are neither trained nor saved with the drafter."""
     taps: tuple[int, ...] = ()
     """Backbone layers whose residual stream the drafter uses."""
+    lora: Lora | None = None
+    """LoRA adapter on its linear layers, in training (``drafter.lora``)."""
     vocabulary: Tensor | None
     """int64 [DV]: the backbone token of each draft vocabulary entry, ascending; None: the whole vocabulary."""
 

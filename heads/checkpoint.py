@@ -5,6 +5,7 @@
     ...                     further files that engines expect (`Drafter.engine_files`)
     headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
     adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
+    drafter_adapter/        the drafter's own PEFT adapter, if any (drafter.lora), which loading adds to the weights
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
+from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
+from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, file_hash, value_hash
+from headstart.support.files import atomic, discard, file_hash, value_hash
 
 METADATA = "headstart.json"
 FORMAT = 1
@@ -58,6 +62,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     for name, content in files.items():
         with atomic(folder / name) as further_file:
             further_file.write_bytes(content)
+    weights = {"file": drafter.file_name} | _save_lora(drafter, folder)
     with (
         atomic(folder / METADATA) as metadata_file,
         atomic(folder / "config.json") as config_file,
@@ -72,10 +77,20 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "arguments": drafter.arguments,
             "backbone": backbone.name,
             "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": adapter and adapter.digest()},
-            "weights": {"file": drafter.file_name, "sha256": file_hash(file)},
+            "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
         metadata_file.write_text(json.dumps(card, indent=2) + "\n")
+
+
+def _save_lora(drafter: Drafter, folder: Path) -> dict[str, str]:
+    """Write the drafter's own adapter, if any, and return its hash as it stands in the metadata."""
+    if drafter.lora is None:
+        discard(folder / DRAFTER_ADAPTER)   # of an earlier save
+        return {}
+    with atomic(folder / DRAFTER_ADAPTER, folder=True) as adapter_folder:
+        drafter.lora.save(adapter_folder)
+        return {"adapter": file_hash(adapter_folder / ADAPTER_WEIGHTS)}
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
@@ -123,21 +138,38 @@ def load_drafter(
     if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
         found = template_hash(tokenizer)
         raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
-    file = folder / card["weights"]["file"]
-    if not file.is_file():
-        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
-    if file_hash(file) != card["weights"]["sha256"]:
-        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
+    drafter = read_drafter(str(path), folder, card, backbone)
+    backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
+    return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:
+    """Read the drafter of a checkpoint (see `read_metadata`) in fp32, with its adapter added to its weights if it has one.
+
+    Raises UserError if files are missing or damaged.
+    """
+    file = _checked(path, folder / card["weights"]["file"], card["weights"]["sha256"])
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
         raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
-    backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{file} does not hold the tensors of {card['kind']}: {' '.join(str(error).split())[:300]}") from None
     require_weights(drafter, str(file))
-    return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+    if (adapter := card["weights"].get("adapter")) is not None:
+        _checked(path, folder / DRAFTER_ADAPTER / ADAPTER_WEIGHTS, adapter)
+        drafter = merge_saved(drafter, folder / DRAFTER_ADAPTER)
+    return drafter
+
+
+def _checked(path: str, file: Path, sha256: str) -> Path:
+    """Return ``file``. Raises UserError if it is missing or changed."""
+    if not file.is_file():
+        raise UserError(f"{path} lacks its weights {file.name}; train or fetch the heads again")
+    if file_hash(file) != sha256:
+        raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
+    return file
 
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 ROW_KEYS = {
     "head", "temperature", "tau", "acceptance_per_depth", "tokens_per_second", "speedup_vs_ar", "speedup_vs_transformers", "identical",
     "identical_to_transformers", "tokens", "passes", "draft_ms", "verify_ms", "host_ms", "nodes", "width", "depth", "mbu", "capture",
+    "draft_vocabulary",
 }
 
 

@@ -105,7 +105,7 @@ def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.C
     different = set(learned)
     assert report["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
     often = sorted(map(learned.count, different), reverse=True)   # all answers are the same
-    assert drafted["coverage"] == pytest.approx(sum(often[:8]) / len(learned))
+    assert drafted["training"] == pytest.approx(sum(often[:8]) / len(learned))
     assert "8 of" in out
     assert not inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]["drafters"]
 
@@ -133,7 +133,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, out = inspected(tmp_path, trained), capsys.readouterr().out
-    assert (report["kind"], report["arguments"], report["weights_match_hash"]) == ("medusa", {"depth": 2, "layers": 1}, True)
+    assert report["arguments"] == {"depth": 2, "draft_vocab_size": None, "layers": 1}
+    assert (report["kind"], report["weights_match_hash"]) == ("medusa", True)
     drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
     assert {one["name"]: one["shape"] for one in report["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}
     assert {one["dtype"] for one in report["tensors"]} == {"F32"}

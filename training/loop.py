@@ -178,7 +178,7 @@ def save(run: Run) -> None:
     progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
     for trainer in run.trainers:
-        finite = all(all_finite(tensors, f"{trainer.prefix}{part}/") for part in ("drafter", "adapter"))
+        finite = all(all_finite(tensors, f"{trainer.prefix}{part}/") for part in ("drafter", "lora", "adapter"))
         if run.accelerator.is_main_process and not finite:
             raise _diverged(run, trainer, f"the weights{_of(trainer)} are no longer finite after step {run.done}")
     try:
@@ -195,10 +195,11 @@ def save(run: Run) -> None:
 
 
 def _save_heads(run: Run, trainer: DrafterTrainer) -> None:
-    with trainer.eval_weights() as drafter:
+    with trainer.eval_weights(merge=trainer.merges) as drafter:
         if run.accelerator.is_main_process:
             recipe = to_dict(trainer.recipe)
             provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
+            provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
             discard_unfinished(trainer.folder / "*")   # from a killed run
             drafter.save_pretrained(trainer.folder, extra=provenance)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,8 @@ from headstart.heads.base import Drafter
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary, vocabulary_by_frequency
+from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.vocabulary import describe_coverage
 from headstart.training.features.cached import open_source
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
@@ -37,6 +39,7 @@ from headstart.training.run.checkpoint import (
 )
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import fsdp_plugin, require_known, shard_layers
+from headstart.training.run.start import choose_vocabularies, coverage_of, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
@@ -77,18 +80,26 @@ def prepare(recipe: Recipe) -> Run:
     state = _find_state(recipe, accelerator)
     backbone, tokenizer = _load_backbone(recipe, accelerator)
     drafters = _build_drafters(recipe, backbone, fresh=state is None)
+    starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
     if state is None:
-        _choose_vocabularies(drafters, splits, backbone)
+        choose_vocabularies(drafters, starts, splits)
+    started = [start.apply(drafters[name]) for name, start in starts.items()]
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     source = with_cache(recipe, source)
     trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.per_drafter().items()]
+    for trainer in trainers:
+        trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
+        trainer.coverage = coverage_of(trainer.drafter, splits)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     run = Run(recipe, accelerator, backbone, trainers, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
     if state is not None:
         _resume(run, state)
-    log.say(_summary(run, splits, cache_summary))
+    log.say(_summary(run, splits, cache_summary, started))
+    if state is None:
+        for trainer in trainers:
+            log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage}, trainer.name)
     return run
 
 
@@ -155,13 +166,6 @@ def _load_data(
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard)
 
 
-def _choose_vocabularies(drafters: dict[str, Drafter], splits: Splits, backbone: Backbone) -> None:
-    """Set the draft vocabularies to the most frequent tokens of the training data."""
-    for drafter in drafters.values():
-        if drafter.vocabulary is not None:
-            drafter.use_vocabulary(vocabulary_by_frequency(splits.train, len(drafter.vocabulary), backbone.vocab))
-
-
 def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
     """Build a trainer, with the saved state's weights if any. Each has its own `Accelerator` and so its own gradient scaler."""
     if state is not None:
@@ -183,7 +187,7 @@ def _resume(run: Run, state: State) -> None:
     run.log.say(f"resuming from {state.folder}")
 
 
-def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
+def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Sequence[str]) -> str:
     """Summarize the run, for printing before the first step."""
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
@@ -194,6 +198,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None) -> str:
         f"vocabulary {backbone.vocab:,}, {dtype_name(backbone.dtype)}, {_trained_part(backbone)}"
         f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
+        *(f"start     {start}" for start in started),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
         *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
@@ -213,7 +218,9 @@ def _trained_part(backbone: Backbone) -> str:
 def _described(trainer: DrafterTrainer) -> str:
     drafter = trainer.drafter
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    vocabulary = "" if drafter.vocabulary is None else f", draft vocabulary {len(drafter.vocabulary):,}"
+    own = sum(parameter.numel() for parameter in drafter.parameters()) - trained
+    adapted = "" if drafter.lora is None else f" of LoRA on {own:,} ({trained / own:.1%})"
+    vocabulary = "" if trainer.coverage is None else f"; draft vocabulary: {describe_coverage(trainer.coverage)}"
     kind = trainer.recipe.drafter["kind"]
     name = f"{trainer.name} ({kind})" if trainer.name not in ("", kind) else kind
-    return f"{name}: depth {drafter.depth}, {trained:,} trainable parameters{vocabulary}"
+    return f"{name}: depth {drafter.depth}, {trained:,} trainable parameters{adapted}{vocabulary}"

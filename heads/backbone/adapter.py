@@ -1,4 +1,4 @@
-"""Attach, save, load and identify PEFT adapters of a backbone. This is the only module that uses PEFT.
+"""Attach, save, load and identify PEFT adapters of a backbone. Besides heads/lora.py this is the only module that uses PEFT.
 
 PEFT replaces layers of the model in place, so the model's own forward and ``generate`` then use the adapter too.
 """
@@ -92,7 +92,7 @@ def new_adapter(model: PreTrainedModel, rank: int, alpha: float, dropout: float,
     ``target_modules`` as in PEFT: "all-linear" (all but the output layer), a regular expression, or a list of module name suffixes.
     Raises UserError if PEFT is not installed or the model has no such modules.
     """
-    peft = _peft()
+    peft = require_peft()
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
     try:
@@ -106,7 +106,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Adapter:
 
     Raises UserError if PEFT is not installed, or if the weights are missing or do not fit the model.
     """
-    peft = _peft()
+    peft = require_peft()
     if not (folder / WEIGHTS).is_file() or not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder} lacks adapter_config.json or {WEIGHTS}; train or fetch the heads again")
     wrapped: Any = None
@@ -137,9 +137,10 @@ def _adapter_parameters(model: nn.Module, prefix: str) -> dict[str, nn.Parameter
     return {name: weight for name, weight in model.named_parameters() if prefix in name or ".modules_to_save." in name}
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
+    """Import PEFT. Raises UserError if it is not installed."""
     if find_spec("peft") is None:
-        raise UserError("an adapter on the backbone needs peft, which is not installed: pip install 'headstart[peft]'")
+        raise UserError("adapters need peft, which is not installed: pip install 'headstart[peft]'")
     import peft
 
     return peft

@@ -131,7 +131,7 @@ def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, deta
         key = _dotted(where, [*place[:-1], str(place[-1])])
         if kind == "missing":
             return f"missing key {key}"
-        section, _, _ = _resolve(model, place[:-1])
+        section = next(option for option in _options(_resolve(model, place[:-1])[0]) if _is_model(option))
         here = [_dotted(where, [*place[:-1], name]) for name in section.model_fields]
         return f"unknown key {key}; {_instead(str(place[-1]), here, [_dotted(where, [name]) for name in dotted_keys(model)])}"
     cause = details.get("ctx", {}).get("error")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from headstart.heads.base import Drafter
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, SystemResult, TransformersSystem
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.measure import Settings, Tally
@@ -45,6 +48,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
         "kind": "+".join(measured.system.sources),
         **_common(measured, references, sizes),
         "acceptance_per_depth": total.acceptance_per_depth,
+        "draft_vocabulary": _draft_vocabulary(measured, measured.system.heads.drafter),
         "identical": differing == 0,
         "prompts_differing": differing,
         "identical_to_transformers": identical_to_transformers,
@@ -93,6 +97,15 @@ def _common(measured: SystemResult, references: References, sizes: Sizes) -> dic
             for task, tally in measured.tasks.items()
         },
     }
+
+
+def _draft_vocabulary(measured: SystemResult, drafter: Drafter | None) -> dict[str, Any] | None:
+    """The size of the drafter's vocabulary and its share of the generated tokens; None if it drafts every token."""
+    if drafter is None or drafter.vocabulary is None:
+        return None
+    tokens = torch.cat([answer for answers in measured.sequences.values() for answer in answers])
+    covered = torch.isin(tokens, drafter.vocabulary.cpu()).double().mean().item()
+    return {"size": len(drafter.vocabulary), "vocab_size": drafter.backbone.vocab, "coverage": covered}
 
 
 def _speeds(tally: Tally, ar: Tally, ar_transformers: Tally) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def print_report(report: Row, out: TextIO) -> None:
     parts: list[RenderableType] = [_header(report), systems_table(report)]
     if len(report["tasks"]) > 1:
         parts.append(_tasks_table(report))
-    parts.append(Text("\n".join(capture_notes(report))))
+    parts.append(Text("\n".join([*capture_notes(report), *vocabulary_notes(report)])))
     fine, sentence = verdict(report)
     show([*parts, Text(sentence, style="green" if fine else "bold red")], out)
 
@@ -113,6 +113,16 @@ def capture_notes(report: Row) -> list[str]:
     return [
         f"capture: {backend} ({', '.join(names)})" + (f"; fallback: {fallback}" if fallback else "")
         for (backend, fallback), names in systems.items()
+    ]
+
+
+def vocabulary_notes(report: Row) -> list[str]:
+    """A line for each entry with a draft vocabulary: its share of the generated tokens, which bounds the acceptance."""
+    return [
+        f"draft vocabulary: {name(row)} {_setting(row)}, {one['size']:,} of {one['vocab_size']:,} tokens,"
+        f" which are {one['coverage']:.1%} of those generated"
+        for row in report["results"]
+        if (one := row["draft_vocabulary"]) is not None
     ]
 
 

@@ -212,16 +212,6 @@ def _nothing_left(stats: Stats, source: str) -> UserError:
     return UserError(f"no label tokens in {source}: {stats}")
 
 
-def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:
-    """Return the ``size`` most frequent label tokens, ascending; ties go to the lower id."""
-    if not 1 <= size <= vocab:
-        raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
-    counts = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=vocab)
-    if len(counts) > vocab:
-        raise UserError(f"the tokenizer gives token {len(counts) - 1}, but the backbone's vocabulary has {vocab}; use the backbone's own")
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
-
 def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:
     """Return up to ``settings.prompts`` prompts (int64 [T]) that leave room for the answer in the context.
 

@@ -30,6 +30,7 @@ from headstart.training.features.manifest import (
 )  # fmt: skip
 from headstart.training.features.source import taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
+from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
 
@@ -89,8 +90,8 @@ def _plan(recipe: Recipe) -> PlannedCache:
 
 
 def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
-    arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
-    return build_drafter(recipe.drafter["kind"], backbone, arguments)
+    options, arguments = split_drafter(recipe.drafter)
+    return build_drafter(options.kind, backbone, arguments)
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:

@@ -11,16 +11,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
+from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.checkpoint import read_metadata
+from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.inference.speculation.tuned import FILE as TUNED
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.units import gigabytes
+from headstart.training.data.vocabulary import describe_coverage
 
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 FLOATS = ("F64", "F32", "F16", "BF16")
-PROVENANCE = ("steps", "tokens", "tau", "command", "commit", "versions", "chat_template")
+PROVENANCE = ("steps", "tokens", "tau", "command", "commit", "versions", "chat_template", "init", "draft_vocabulary")
 
 
 def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -40,6 +43,7 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         "parameters": sum(tensor["elements"] for tensor in tensors if tensor["dtype"] in FLOATS),
         "file": file.name,
         "bytes": file.stat().st_size,
+        "adapter": _adapter(folder, metadata["weights"].get("adapter")),
         "weights_match_hash": matches,
         "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
         "resumable_steps": sorted(int(path.name.removeprefix("step-")) for path in (folder / "state").glob("step-*")),
@@ -65,6 +69,15 @@ def _tensors(file: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _adapter(folder: Path, sha256: str | None) -> dict[str, Any] | None:
+    """Return the size of the adapter that loading adds to the weights; None if there is none."""
+    if sha256 is None:
+        return None
+    file = folder / DRAFTER_ADAPTER / ADAPTER_WEIGHTS
+    tensors = _tensors(file)
+    return {"parameters": sum(tensor["elements"] for tensor in tensors), "weights_match_hash": file_hash(file) == sha256}
+
+
 def _tuned(file: Path) -> list[str]:
     """Return the machines measured by `headstart tune`."""
     if not file.is_file():
@@ -76,12 +89,13 @@ def _tuned(file: Path) -> list[str]:
 
 
 def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
-    provenance, contract = report["provenance"], report["contract"]
+    provenance, contract, adapter = report["provenance"], report["contract"], report["adapter"]
+    start = provenance["init"]
     arguments = ", ".join(f"{name}={value}" for name, value in report["arguments"].items())
     versions = ", ".join(f"{name} {number}" for name, number in (provenance["versions"] or {}).items())
     trained = [f"{provenance[key]:,} {key}" for key in ("steps", "tokens") if provenance[key] is not None]
     trained += [f"mean acceptance length (tau) {provenance['tau']:.3f}"] if provenance["tau"] is not None else []
-    state = "match their hash" if report["weights_match_hash"] else "do NOT match their hash: train or fetch them again"
+    state = _matches(report)
     tensors = Table.grid(padding=(0, 2), pad_edge=True)
     for tensor in report["tensors"]:
         tensors.add_row(tensor["name"], tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "1")
@@ -89,6 +103,9 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         ("backbone", f"{report['backbone'] or 'not named'}: {', '.join(f'{key} {value}' for key, value in contract.items())}"),
         ("template", provenance["chat_template"] or "none"),
         ("trained", ", ".join(trained) or "unknown"),
+        *([("started", f"from {start['path']}, {start['weights']['file']} {start['weights']['sha256'][:16]}")] if start else []),
+        *([("adapter", f"{adapter['parameters']:,} parameters, added by loading; they {_matches(adapter)}")] if adapter else []),
+        *([("drafted", describe_coverage(provenance["draft_vocabulary"]))] if provenance["draft_vocabulary"] else []),
         *([("command", provenance["command"])] if provenance["command"] else []),
         *([("versions", versions)] if versions else []),
         *([("resumes", f"from step {', '.join(map(str, report['resumable_steps']))}")] if report["resumable_steps"] else []),
@@ -102,3 +119,7 @@ def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:
         tensors,
         labelled(rows),
     ]  # fmt: skip
+
+
+def _matches(report: dict[str, Any]) -> str:
+    return "match their hash" if report["weights_match_hash"] else "do NOT match their hash: train or fetch them again"

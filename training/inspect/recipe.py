@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
@@ -22,7 +22,8 @@ from headstart.heads.checkpoint import template_hash
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Sample, Splits, load_data, require_vocabulary
+from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.vocabulary import count_labels, coverage_report, describe_coverage, vocabulary_by_frequency
 from headstart.training.features.source import require_packable
 from headstart.training.inspect.sample import paint, read_tokens
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
@@ -49,7 +50,7 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
         "sample": [asdict(token) for token in tokens],
         "data": data_statistics(recipe, splits),
         "contract": contract(recipe, models, tokenizer),
-        "vocabulary": vocabulary_coverage(recipe, models, splits.train),
+        "vocabulary": vocabulary_coverage(recipe, models, splits),
     }
     return report, _screen(report, paint(tokens, marks))
 
@@ -108,20 +109,14 @@ def _name(backbone: Backbone, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})"
 
 
-def vocabulary_coverage(recipe: Recipe, models: FakeModels, samples: list[Sample]) -> dict[str, Any]:
-    """Count distinct label tokens, and return each draft vocabulary's share of all label tokens (it has the most frequent ones)."""
-    counts_V: Tensor = torch.bincount(torch.cat([sample.tokens[sample.loss_mask] for sample in samples]), minlength=models.backbone.vocab)
-    sorted_V = counts_V.sort(descending=True).values
-    drafters = {
-        name or str(recipe.drafter["kind"]): {
-            "size": len(drafter.vocabulary),
-            "vocab_size": models.backbone.vocab,
-            "coverage": float(sorted_V[: len(drafter.vocabulary)].sum() / sorted_V.sum()),
-        }
-        for name, drafter in models.drafters.items()
-        if drafter.vocabulary is not None
-    }
-    return {"distinct_label_tokens": int((counts_V > 0).sum()), "drafters": drafters}
+def vocabulary_coverage(recipe: Recipe, models: FakeModels, splits: Splits) -> dict[str, Any]:
+    """Count distinct label tokens, and report the coverage of each draft vocabulary that training will choose."""
+    vocab, drafters = models.backbone.vocab, {}
+    for name, drafter in models.drafters.items():
+        if drafter.vocabulary is not None and drafter.lora is None:   # an adapted drafter keeps its vocabulary
+            chosen = vocabulary_by_frequency(splits.train, len(drafter.vocabulary), vocab)
+            drafters[name or str(recipe.drafter["kind"])] = coverage_report(splits, chosen, vocab)
+    return {"distinct_label_tokens": int((count_labels(splits.train, vocab) > 0).sum()), "drafters": drafters}
 
 
 def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableType]:
@@ -141,7 +136,7 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
             *packed,
             ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),
             *(
-                ("drafted", f"{name}: {one['size']:,} of {one['vocab_size']:,} tokens, {one['coverage']:.2%} of the label tokens")
+                ("drafted", f"{name}: {describe_coverage(one)}")
                 for name, one in vocabulary["drafters"].items()
             ),
             ("backbone", f"{contract['model_type']}: {contract['num_hidden_layers']} layers of {contract['hidden_size']}, vocabulary "

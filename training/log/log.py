@@ -115,6 +115,12 @@ class Log:
         else:
             self.bar.set_postfix_str(summary, refresh=False)
 
+    def note(self, step: int, record: dict[str, Any], head: str = "") -> None:
+        """Write the values of ``record`` that are not None to the log file only."""
+        record = {key: value for key, value in record.items() if value is not None}
+        if self.main and record:
+            self._write({"step": step, **({"head": head} if head else {}), **record})
+
     def advance(self) -> None:
         if self.main:
             self.bar.update()

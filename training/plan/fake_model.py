@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone, resolve
 from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import read_metadata
+from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
+from headstart.heads.warm_start import require_kind
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.training.features.source import taps_of
+from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
 
@@ -133,20 +138,35 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
             model.config.name_or_path = resolve(settings.path)
             backbone = Backbone(model)
             _pass_empty_mask(backbone)
-            return FakeModels(backbone, {name: _drafter(single, backbone) for name, single in recipe.per_drafter().items()}, values, mode)
+            drafters = {name: _drafter(single, backbone) for name, single in recipe.per_drafter().items()}
     except UserError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, StrictDataclassError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(f"backbone {settings.path!r} with {kinds} cannot be built from its configuration alone: {cause}") from None
+    for name, single in recipe.per_drafter().items():
+        _adapt(drafters[name], single, mode)
+    return FakeModels(backbone, drafters, values, mode)
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
-    arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
-    drafter = construct_drafter(recipe.drafter["kind"], backbone, arguments).train()
+    options, arguments = split_drafter(recipe.drafter)
+    if options.init is not None and Path(options.init).is_dir():   # nothing is downloaded
+        require_kind(options.init, read_metadata(options.init)[1], options.kind)
+    drafter = construct_drafter(options.kind, backbone, arguments).train()
     if recipe.train.gradient_checkpointing:
         drafter.recompute()
     return drafter
+
+
+def _adapt(drafter: Drafter, recipe: Recipe, mode: FakeTensorMode) -> None:
+    """Attach the recipe's adapter to the drafter, if any; PEFT can make only real ones, which are replaced."""
+    if (lora := split_drafter(recipe.drafter)[0].lora) is None:
+        return
+    add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+    for name, weight in lora_weights(drafter).items():
+        layer, _, key = name.rpartition(".")
+        setattr(drafter.get_submodule(layer), key, torch.nn.Parameter(mode.from_tensor(weight.detach())))
 
 
 def _pass_empty_mask(backbone: Backbone) -> None:

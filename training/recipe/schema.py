@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
+from headstart.training.recipe.drafter import DrafterLora, DrafterOptions
 from headstart.training.recipe.multi import SHARED_KEYS
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Lora
@@ -23,11 +24,13 @@ TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe file; ``drafter`` and ``heads`` know the arguments of every kind that ships."""
     schema = Recipe.model_json_schema()
+    options = DrafterOptions.model_json_schema()
     definitions = schema["$defs"]
+    definitions.update(options["$defs"])
     for kind in methods():
-        definitions[f"drafter-{kind}"] = _drafter(kind, {})
+        definitions[f"drafter-{kind}"] = _drafter(kind, options["properties"], {})
         own = {"name": {"type": "string"}, "objective": {"$ref": "#/$defs/Objective"}, "train": {"$ref": "#/$defs/OwnTrain"}}
-        definitions[f"head-{kind}"] = _drafter(kind, own)
+        definitions[f"head-{kind}"] = _drafter(kind, options["properties"], own)
     train = definitions["Train"]
     definitions["OwnTrain"] = {**train, "properties": {k: v for k, v in train["properties"].items() if k not in SHARED_KEYS}}
     entry = _one_of("head")
@@ -37,9 +40,9 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [{"required": ["drafter"]}, {"required": ["heads"]}]}
 
 
-def _drafter(kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _drafter(kind: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     arguments = find_drafter(kind).Config.model_json_schema()
-    properties = {"kind": {"const": kind}, **arguments["properties"], **own}
+    properties = {**options, "kind": {"const": kind}, **arguments["properties"], **own}
     required = ["kind", *arguments.get("required", [])]
     return {"type": "object", "title": kind, "properties": properties, "required": required, "additionalProperties": False}
 
@@ -56,7 +59,7 @@ def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, or ``drafter.KIND``. Raises UserError for any other.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.lora``, or ``drafter.KIND``. Raises UserError for any other.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
@@ -65,8 +68,9 @@ def _table(name: str) -> str:
     if name == "recipe":
         return _rows("", Recipe)
     section, _, kind = name.partition(".")
-    if name == "backbone.lora":
-        return _rows("backbone.lora.", Lora)
+    for prefix, options in (("backbone.lora", Lora), ("drafter", DrafterOptions), ("drafter.lora", DrafterLora)):
+        if name == prefix:
+            return _rows(f"{prefix}.", options)
     if section == "drafter" and kind in methods():
         return _rows("drafter.", find_drafter(kind).Config)
     model = Recipe.model_fields[name].annotation if name in Recipe.model_fields else None

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.heads.base import Drafter
+from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, file_hash
 from headstart.training.run.average import Average
@@ -31,7 +32,7 @@ from headstart.training.run.sharding import distribute_like, full_tensor
 
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb",
+    "cache.dir", "cache.shard_mb", "drafter.lora.merge",
 )  # fmt: skip
 """Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
@@ -96,7 +97,8 @@ def pack(
     drafter: Drafter, optimizer: torch.optim.Optimizer, average: Average | None = None, adapter: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return weights, average and optimiser moments under flat names, as unsharded copies on the CPU."""
-    tensors = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
+    tensors: dict[str, Tensor] = {f"drafter/{name}": tensor for name, tensor in drafter.tensors().items()}
+    tensors |= {f"lora/{name}": weight for name, weight in lora_weights(drafter).items()}
     tensors |= {f"average/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
     adapted = {f"adapter/{name}": weight for name, weight in (adapter or {}).items()}
     tensors |= adapted
@@ -107,8 +109,10 @@ def pack(
 
 
 def unpack_drafter(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
-    """Load the drafter's weights, and its draft vocabulary if any."""
+    """Load the drafter's weights, its draft vocabulary and its adapter, if any."""
     drafter.load_tensors(without_prefix(tensors, "drafter/"))
+    if drafter.lora is not None:
+        drafter.lora.load(without_prefix(tensors, "lora/"))
 
 
 def unpack_adapter(adapter: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:

@@ -23,12 +23,14 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
+from headstart.heads.lora import add_lora, lora_weights, merged
 from headstart.heads.methods import build_drafter, construct_drafter
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.anchors import StepKey
 from headstart.training.objective.objective import Sums
+from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
@@ -56,6 +58,10 @@ class DrafterTrainer:
     """Mean acceptance length at the last evaluation."""
     step: int = 0
     """Current optimiser step, from 1."""
+    start: dict[str, Any] | None = None
+    """Where the weights started from (``drafter.init``), for the provenance."""
+    coverage: dict[str, Any] | None = None
+    """The draft vocabulary's `coverage_report`; None without draft vocabulary."""
     skipped: int = 0
     """Optimiser steps skipped because the loss or the gradient was not finite."""
     consecutive_skips: int = 0
@@ -74,6 +80,12 @@ class DrafterTrainer:
     def trained(self) -> dict[str, nn.Parameter]:
         """All trained parameters by their names in the saved state: the drafter's and the backbone adapter's."""
         return dict(self.drafter.named_parameters()) | _named_adapter(self.drafter.backbone)
+
+    @property
+    def merges(self) -> bool:
+        """Saved weights have the drafter's adapter added."""
+        lora = split_drafter(self.recipe.drafter)[0].lora
+        return lora is not None and lora.merge
 
     @property
     def sharded(self) -> bool:
@@ -127,27 +139,29 @@ class DrafterTrainer:
         self.skipped, self.consecutive_skips = self.skipped + 1, self.consecutive_skips + 1
 
     @contextmanager
-    def eval_weights(self) -> Iterator[Drafter]:
+    def eval_weights(self, merge: bool = True) -> Iterator[Drafter]:
         """Yield the drafter for evaluation and saving, with averaged weights if there is an average. All processes must enter.
 
         A sharded drafter is gathered into an unsharded copy in the main process, or in all processes if the backbone is sharded, since
-        all of them then evaluate.
+        all of them then evaluate. ``merge``: with an adapter on the drafter, yield a copy with the adapter added to the weights.
         """
         if self.sharded:
-            yield self._gathered()
+            drafter = self._gathered()
+            yield merged(drafter) if merge and drafter is not self.drafter else drafter
         else:
             with in_place_of_weights(self.average):
-                yield self.drafter
+                yield merged(self.drafter) if merge else self.drafter
 
     @torch.no_grad()
     def _gathered(self) -> Drafter:
         tensors = {name: full_tensor(tensor) for name, tensor in self.drafter.tensors().items()}
-        averaged = {name: full_tensor(tensor) for name, tensor in (self.average.weights if self.average else {}).items()}
+        changed = {**lora_weights(self.drafter), **(self.average.weights if self.average else {})}
+        changed = {name: full_tensor(tensor) for name, tensor in changed.items()}
         if not (self.accelerator.is_main_process or is_sharded(self.drafter.backbone)):
             return self.drafter
         copy = build(self.recipe, self.drafter.backbone, fresh=False)
         copy.load_tensors(tensors)
-        for name, tensor in averaged.items():
+        for name, tensor in changed.items():
             copy.get_parameter(name).copy_(tensor)
         return copy
 
@@ -163,6 +177,7 @@ class DrafterTrainer:
         scaler = self.accelerator.scaler
         return {
             "tau": self.tau,
+            "start": self.start,
             "meter": self.meter.state(),
             "skipped": [self.skipped, self.consecutive_skips],
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -174,7 +189,7 @@ class DrafterTrainer:
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
             unpack_average(self.average, tensors)
-        self.tau, self.meter = progress["tau"], Meter(**progress["meter"])
+        self.tau, self.start, self.meter = progress["tau"], progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]
         if self.accelerator.scaler is not None and progress["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(progress["scaler"])
@@ -183,12 +198,14 @@ class DrafterTrainer:
 def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     """Build a recipe's drafter, in fp32 on the backbone's device.
 
-    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded.
+    It is initialised with the recipe's seed if ``fresh``, else without weights, which must be loaded. An adapter on it is attached.
     """
     set_seed(recipe.seed)
-    arguments = {name: value for name, value in recipe.drafter.items() if name != "kind"}
+    options, arguments = split_drafter(recipe.drafter)
     make = build_drafter if fresh else construct_drafter
-    drafter = make(recipe.drafter["kind"], backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
+    drafter = make(options.kind, backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
+    if (lora := options.lora) is not None:
+        add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     if recipe.train.gradient_checkpointing:
         drafter.recompute()
     return drafter

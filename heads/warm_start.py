@@ -1,0 +1,145 @@
+"""Start a new drafter from a trained one (``drafter.init``), strict about what is taken over.
+
+All tensors must have equal names and shapes, but for the output layers of another draft vocabulary, whose rows are taken over by backbone
+token. Heads whose weights are shared by all depths may therefore start from heads of another depth.
+
+Shape suffixes: D width, V backbone vocabulary, DV draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata, same_weights
+from headstart.heads.own_readout import OwnReadoutDrafter
+from headstart.support.errors import UserError
+
+VOCABULARY = ("d2t", "t2d")
+"""Tensors of the draft vocabulary, which the new drafter has already."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A trained drafter to start from."""
+
+    path: str
+    drafter: Drafter
+    weights: dict[str, str]
+    """File names and hashes of its weights, as in its metadata."""
+    same_backbone: bool
+    """False: it was trained on a backbone, or adapter, with other weights."""
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Return what the new checkpoint records about its origin."""
+        return {"path": self.path, "weights": self.weights, "same_backbone": self.same_backbone}
+
+    def require_fits(self, drafter: Drafter) -> None:
+        """Raise UserError, naming the first difference, unless ``drafter`` can start from these heads."""
+        if self.drafter.taps != drafter.taps:
+            ours, theirs = list(drafter.taps), list(self.drafter.taps)
+            raise UserError(f"drafter.init={self.path} reads the taps {theirs}, this drafter {ours}: set drafter.taps={theirs}")
+        if drafter.lora is not None and _size(self.drafter) != _size(drafter):
+            raise UserError(
+                f"drafter.lora keeps the draft vocabulary of drafter.init={self.path}, of {_size(self.drafter)} tokens; this one has "
+                f"{_size(drafter)}: set drafter.draft_vocab_size={self.drafter.arguments.get('draft_vocab_size') or 'null'}"
+            )
+        theirs, ours = _state(self.drafter), _state(drafter)
+        by_token = _output_names(drafter)
+        for name in [*theirs, *(name for name in ours if name not in theirs)]:
+            shapes = [state[name].shape if name in state else None for state in (theirs, ours)]
+            if name in by_token:
+                shapes = [None if shape is None else shape[1:] for shape in shapes]
+            if shapes[0] != shapes[1]:
+                raise UserError(
+                    f"drafter.init={self.path}: tensor {name} is {_shape(theirs, name)} there and {_shape(ours, name)} here"
+                    f"{self._arguments(drafter)}; give the drafter the same arguments, or leave drafter.init out"
+                )
+
+    def apply(self, drafter: Drafter) -> str:
+        """Copy the weights to ``drafter``, whose draft vocabulary is set, and return a summary of what was taken over.
+
+        Rows of the output layers for tokens that were not in the trained draft vocabulary keep their start values.
+        """
+        theirs, ours = _state(self.drafter), _state(drafter)
+        rows_V = torch.full((drafter.backbone.vocab,), -1)
+        trained_DV = _tokens(self.drafter)
+        rows_V[trained_DV] = torch.arange(len(trained_DV))
+        rows_DV = rows_V[_tokens(drafter)]
+        output_names = _output_names(drafter)
+        for name, tensor in ours.items():
+            source = theirs[name].to(tensor.device)
+            if name in output_names:
+                tensor[rows_DV >= 0] = source[rows_DV[rows_DV >= 0]]
+            else:
+                tensor.copy_(source)
+        summary = f"{self.path}: {len(ours)} tensors"
+        if output_names and not torch.equal(trained_DV, _tokens(drafter)):
+            kept, size = int((rows_DV >= 0).sum()), len(rows_DV)
+            summary += f", {kept:,} of {size:,} draft tokens among them and {size - kept:,} new"
+        return summary + ("" if self.same_backbone else "; trained on a backbone with other weights")
+
+    def _arguments(self, drafter: Drafter) -> str:
+        """Describe the arguments that differ."""
+        ours, theirs = drafter.arguments, self.drafter.arguments
+        differing = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
+        listed = " and ".join(f"drafter.{key} is {theirs.get(key)} there and {ours.get(key)} here" for key in differing)
+        return f", where {listed}" if listed else ""
+
+
+def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:
+    """Read the heads at ``path`` (a folder or hub id) to start a drafter of ``kind`` on ``backbone``.
+
+    Raises UserError if files are missing or damaged, for another kind, and for a backbone of another shape. Another backbone of the same
+    shape, such as a fine-tune, is allowed.
+    """
+    try:
+        folder, card = read_metadata(path)
+        require_kind(path, card, kind)
+        check_contract(path, card, backbone, allow_finetuned=True)
+        drafter = read_drafter(path, folder, card, backbone)
+    except UserError as error:
+        raise UserError(f"drafter.init: {error}") from None
+    here = backbone.contract() | {"adapter": None if backbone.adapter is None else backbone.adapter.digest()}
+    there = card["contract"]
+    same = same_weights(there.get("weights"), here["weights"]) and there.get("adapter") == here["adapter"]
+    weights = {key: value for key, value in card["weights"].items() if value is not None}
+    return WarmStart(path, drafter.to(backbone.device), weights, same)
+
+
+def require_kind(path: str, card: dict[str, Any], kind: str) -> None:
+    """Raise UserError unless the checkpoint holds heads of this kind."""
+    if (found := card["kind"]) != kind:
+        raise UserError(f"{path} holds {found} heads, this recipe trains {kind}; set drafter.kind={found}, or give other heads")
+
+
+def _state(drafter: Drafter) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in drafter.state_dict().items() if name not in VOCABULARY}
+
+
+def _tokens(drafter: Drafter) -> Tensor:
+    """Return the backbone tokens of the draft vocabulary (int64 ``[DV]``), on the CPU."""
+    return torch.arange(drafter.backbone.vocab) if drafter.vocabulary is None else drafter.vocabulary.cpu()
+
+
+def _size(drafter: Drafter) -> int:
+    return drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)
+
+
+def _output_names(drafter: Drafter) -> set[str]:
+    """Return the names of the tensors with one row per draft token."""
+    if not isinstance(drafter, OwnReadoutDrafter):
+        return set()
+    layers = drafter.output_layers()
+    names = [name for name, module in drafter.named_modules(remove_duplicate=False) if any(module is layer for layer in layers)]
+    return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
+
+
+def _shape(state: dict[str, Tensor], name: str) -> str:
+    return str(list(state[name].shape)) if name in state else "missing"
