@@ -1,4 +1,4 @@
-"""Every kind of head in one run: resumed, sharded, from a feature cache, packed, on-policy and planned, as the kinds first built were."""
+"""Every kind of head in one run: resumed, sharded, from a feature cache, packed and on-policy."""
 
 from __future__ import annotations
 
@@ -110,8 +110,3 @@ def test_on_their_own_drafts(together: Path, tmp_path: Path) -> None:
     for kind in (head["kind"] for head in heads):
         assert (tmp_path / "parts" / kind / FILES[kind]).read_bytes() == (tmp_path / "whole" / kind / FILES[kind]).read_bytes(), kind
         assert losses(tmp_path / "whole")[kind][0] > losses(together / "out")[kind][0]
-
-
-def test_they_are_planned(together: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert headstart(["plan", str(together / "recipe.yaml"), "--no-calibration", "--json", str(tmp_path / "plan.json")]) == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["memory"]["fits"] and "fits      " in capsys.readouterr().out

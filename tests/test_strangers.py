@@ -116,7 +116,6 @@ def test_a_head_in_a_package_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
     for steps in (8, 12):
         assert headstart(["train", recipe, f"train.steps={steps}", "train.schedule=constant"]) == 0
     assert "resuming from" in capsys.readouterr().err
-    assert headstart(["plan", recipe, "--no-calibration"]) == 0
     assert headstart(["inspect", out]) == 0 and "my_heads.linear" in capsys.readouterr().out
     written = []
     for more in (["--heads", out], ["--heads", out, "--no-draft"]):
