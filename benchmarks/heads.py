@@ -35,6 +35,7 @@ from headstart.heads.methods import find_drafter
 from headstart.inference.bench.bench import Race
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import AR, HeadstartSystem
+from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
@@ -126,15 +127,15 @@ def steps_in(seconds: float, entry: Entry, args: argparse.Namespace, step_tokens
     return max(1, round(seconds * speed / step_tokens))
 
 
-def decode(folder: Path, recipe: Recipe, prompts: list[Tensor]) -> dict[str, Any]:
+def decode(folder: Path, recipe: Recipe, prompts: list[Tensor], capture: BackendName) -> dict[str, Any]:
     """Decode the prompts in a chain, in adaptive trees and without drafts, and compare."""
-    heads = load(folder, load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype))
+    heads = load(folder, load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype), capture=capture)
     drafter, found = heads.drafter, {}
     assert isinstance(drafter, Drafter)
     depth = min(CHAIN, drafter.max_depth or CHAIN)
     shape = TreeShape(1 + depth, 1, depth)
-    plain = HeadstartSystem(AR, SpeculativeModel(heads.backbone))
-    chain = HeadstartSystem("chain", SpeculativeModel(heads.backbone, drafter), (shape, shape))
+    plain = HeadstartSystem(AR, SpeculativeModel(heads.backbone, capture=capture))
+    chain = HeadstartSystem("chain", SpeculativeModel(heads.backbone, drafter, capture=capture), (shape, shape))
     systems = [plain, chain, HeadstartSystem("tree", heads)]
     for temperature in TEMPERATURES:
         race = Race(plain, systems, [Prompt(prompt_T) for prompt_T in prompts], Settings(recipe.eval.max_new_tokens, temperature), 1, 0)
@@ -166,7 +167,7 @@ def measure(name: str, key: dict[str, Any], args: argparse.Namespace, step_token
             "seconds": seconds,
             "tokens_per_second": run.tokens / seconds,
         }
-        found = decode(Path(folder), recipe, run.prompts)
+        found = decode(Path(folder), recipe, run.prompts, args.capture)
     return {**key, **trained, **found, "run_seconds": time.perf_counter() - start}
 
 
@@ -174,7 +175,7 @@ def keys_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What identifies each run asked for: seed by seed, so that an interrupted comparison has all entries."""
     shared = {
         "backbone": Path(args.backbone).name if args.backbone else "embedded",
-        "settings": [args.train, args.batch_size, args.prompts, args.new_tokens, args.threads, *sorted(args.overrides)],
+        "settings": [args.train, args.batch_size, args.prompts, args.new_tokens, args.threads, args.capture, *sorted(args.overrides)],
     }
     budgets = [(name, getattr(args, name)) for name in ("tokens", "seconds") if getattr(args, name) is not None]
     runs = [(seed, budget, entry) for seed in args.seeds for budget in budgets for entry in args.only]
@@ -239,6 +240,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, default=4, help="samples of an optimizer step (4)")
     options.add_argument("--prompts", type=int, default=16, help="prompts to decode at each temperature (16)")
     options.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt (64)")
+    options.add_argument("--capture", choices=("auto", "off"), default="auto", help="of forward passes; off is slower (auto)")
     options.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of tau")
     options.add_argument("--table", action="store_true", help="print Markdown instead of JSON")
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace values of all recipes")
