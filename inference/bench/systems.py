@@ -70,7 +70,7 @@ class HeadstartSystem(System):
     @property
     def sources(self) -> list[str]:
         """The kinds of drafters and the names of proposers; none in autoregressive decoding."""
-        return [type(one).__name__.lower() for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
+        return [type(one).__module__.rpartition(".")[2] for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
 
     @property
     def capture(self) -> CaptureReport:
