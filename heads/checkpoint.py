@@ -76,7 +76,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "kind": module.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
-            "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": adapter and adapter.digest()},
+            "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
             "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
@@ -170,6 +170,12 @@ def _checked(path: str, file: Path, sha256: str) -> Path:
     if file_hash(file) != sha256:
         raise UserError(f"{file} is truncated or changed (its hash is not the one in {METADATA}); train or fetch the heads again")
     return file
+
+
+def require_adapter(path: str | Path, backbone: Backbone, allow_finetuned: bool = False) -> None:
+    """Put the adapter that these heads were trained with, if any, on the backbone, without loading the heads. Raises UserError."""
+    folder, card = read_metadata(path)
+    backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
 
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:

@@ -106,7 +106,7 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
         geometric = [wanted.depth_decay**k for k in range(drafter.trained_depth)]
         weights = geometric if wanted.depth_weights == "geometric" else dpace(sure)
         loss = loss + sum(weight * value for weight, value in zip(weights, values, strict=True))
-    return Sums(loss, count, correct, alpha, torch.zeros_like(loss))
+    return Sums(loss, count, correct, alpha, torch.zeros_like(loss), torch.zeros_like(loss))
 
 
 def chunked(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Features, hidden: list[Tensor]) -> Sums:

@@ -27,12 +27,14 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.training.objective.lm_loss import lm_loss
-from headstart.training.plan.plan import plan
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 
-LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.1, "lr_ratio": 1.0}
-STEPS, MICRO_BATCHES = 10, 2
+LORA = {
+    "rank": 2, "alpha": 4.0, "dropout": 0.1, "lr_ratio": 1.0, "use_dora": True, "kl_weight": 0.5, "warmup_ratio": 0.4, "ramp_ratio": 0.3,
+}  # fmt: skip
+STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
+"""Steps of a run, those that train the heads alone, and forward passes of each."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     AcceleratorState._reset_state(True)
 
 
-def joint_recipe(folder: Path, **lora: float) -> Path:
+def joint_recipe(folder: Path, **lora: float | bool) -> Path:
     return make_recipe(
         folder,
         backbone={"lora": LORA | lora},
@@ -66,7 +68,8 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
     output, log = (trained / "said.txt").read_text(), [line for line in read_log(trained / "out") if "loss" in line]
     assert "frozen but for an adapter of" in output
-    assert log[-1]["lm_loss"] < log[0]["lm_loss"]
+    assert not [line for line in log[:ALONE] if "lm_loss" in line] and log[-1]["lm_loss"] < log[ALONE]["lm_loss"]
+    assert "lm_kl" not in log[ALONE] and log[-1]["lm_kl"] > 0, "at first it is the original backbone"
     state = tensors(trained / "out")
     moved = {name: tensor for name, tensor in state.items() if name.startswith("adapter/") and "lora_B" in name}
     assert len(moved) == 6 * 7 and all(tensor.abs().max() > 0 for tensor in moved.values()), "B begins at 0"
@@ -107,10 +110,11 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     assert differs, "the adapter changes nothing: the test holds nothing"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
-def test_killed_and_resumed_is_the_same_bit_for_bit(trained: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGKILL, 5), (signal.SIGTERM, 5), (signal.SIGKILL, 8)])
+def test_killed_and_resumed_is_the_same_bit_for_bit(trained: Path, tmp_path: Path, number: signal.Signals, step: int) -> None:
+    """Killed in its first joint step, so that it goes on from one of the heads alone, and killed later."""
     out, command = tmp_path / "out", [str(trained / "recipe.yaml"), f"save.dir={tmp_path / 'out'}"]
-    fatal = {"HEADSTART_TEST_SIGNAL": str(int(number)), "HEADSTART_TEST_FORWARD": str(4 * MICRO_BATCHES + 2)}   # in step 5
+    fatal = {"HEADSTART_TEST_SIGNAL": str(int(number)), "HEADSTART_TEST_FORWARD": str((step - 1) * MICRO_BATCHES + 2)}
     assert Forked(1, command, tmp_path / "said.txt", **fatal).wait() != 0
     assert Forked(1, command, tmp_path / "said.txt").wait() == 0, (tmp_path / "said.txt").read_text()
     assert "resuming from" in (tmp_path / "said.txt").read_text()
@@ -122,7 +126,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(trained: Path, tmp_path: Pat
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """Adapter gradients are summed over processes (without dropout, whose noise differs between processes)."""
-    recipe = str(joint_recipe(tmp_path, dropout=0.0))
+    recipe = str(joint_recipe(tmp_path, dropout=0.0, use_dora=False))
     for processes in (1, 2):
         log = tmp_path / f"{processes}.txt"
         assert Forked(processes, [recipe, f"save.dir={tmp_path}/{processes}", "train.micro_batch=null"], log).wait() == 0, log.read_text()
@@ -162,13 +166,13 @@ def test_lm_loss_is_the_models_own(chunk: int) -> None:
     labels = tokens.masked_fill(~mask, -100)
     labels[:, :2] = -100   # no depth drafts the first two tokens
     expected_loss = F.cross_entropy(on.model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    loss = lm_loss(on, labelled, chunk)
+    loss = lm_loss(on, labelled, chunk).cross_entropy
     torch.testing.assert_close(loss, expected_loss, atol=1e-4, rtol=1e-5)
     weights = list(on.trainable.values())
     for actual, expected in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected_loss, weights), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     nothing = Features(tokens, on.read(tokens).hidden_BTD, None, torch.zeros_like(mask), torch.zeros_like(tokens))
-    assert all(not grad.any() for grad in torch.autograd.grad(lm_loss(on, nothing, chunk), weights))
+    assert all(not grad.any() for grad in torch.autograd.grad(lm_loss(on, nothing, chunk).cross_entropy, weights))
 
 
 def refusal(*arguments: str) -> str:
@@ -186,8 +190,6 @@ def test_refused_recipes(trained: Path, capsys: pytest.CaptureFixture[str], tmp_
     assert main([recipe, f"save.dir={tmp_path}", "backbone.lora.target_modules=nothing"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in message
-    with pytest.raises(UserError, match="headstart plan does not count"):
-        plan(load_recipe(recipe))
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(AssertionError, match="failed with"):
         Forked(2, [recipe, f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait()

@@ -19,6 +19,7 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
+from headstart.training.log.backbone_loss import backbone_losses
 from headstart.training.log.evaluate import evaluate
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import count_label_tokens
@@ -81,8 +82,9 @@ def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     tokens = torch.stack([(batch.document_BT >= 0).sum() for batch in batches]).sum()
     [[total_tokens], [stops]], totals = _sum_over_processes(accelerator, [tokens[None], tokens.new_tensor([signal.received])], sums)
     results = []
-    for norm, ([loss], [lm_loss], *depths) in zip(norms, totals, strict=True):
-        results.append(Result(loss / max(label_tokens.item(), 1), norm, depths, lm_loss / max(label_tokens.item(), 1)))
+    labels = max(label_tokens.item(), 1)
+    for norm, ([loss], [lm_loss], [lm_kl], *depths) in zip(norms, totals, strict=True):
+        results.append(Result(loss / labels, norm, depths, lm_loss / labels, lm_kl / labels))
     good = [_is_finite(run, trainer, result, step) for trainer, result in zip(run.trainers, results, strict=True)]
     for trainer, finite in zip(run.trainers, good, strict=True):
         trainer.optimizer_step() if finite else trainer.skip_step()
@@ -104,11 +106,11 @@ def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
     """Sum the counts and each trainer's sums over all processes in one all-reduce."""
-    parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], *each.per_depth)]
+    parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], each.lm_kl[None], *each.per_depth)]
     reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]
-    return values[: len(counts)], [totals[i : i + 5] for i in range(0, len(totals), 5)]
+    return values[: len(counts)], [totals[i : i + 6] for i in range(0, len(totals), 6)]
 
 
 def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> bool:
@@ -168,6 +170,8 @@ def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
         if run.accelerator.is_main_process or is_sharded(run.backbone):
             scores = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
             trainer.tau = scores["tau"]
+            if run.backbone.trainable:
+                scores |= backbone_losses(run.backbone, run.held_out, run.recipe.objective.chunk_size)
             run.log.line(run.done, scores, trainer.name)
     run.accelerator.wait_for_everyone()
 
@@ -176,6 +180,8 @@ def save(run: Run) -> None:
     """Save the heads in ``save.dir`` and the state to resume from in its subfolder ``state``."""
     tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
     progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
+    if not run.backbone.trainable:
+        progress["adapter"] = run.backbone.adapter_digest
     progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
     for trainer in run.trainers:
         finite = all(all_finite(tensors, f"{trainer.prefix}{part}/") for part in ("drafter", "lora", "adapter"))

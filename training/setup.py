@@ -14,14 +14,15 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
 from headstart.training.data.vocabulary import describe_coverage
+from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import open_source
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
@@ -55,6 +56,8 @@ class Run:
     source: FeatureSource
     prompts: list[Tensor]
     """Held-out prompts for evaluation."""
+    held_out: list[Sample]
+    """Held-out rows."""
     tokenizer: PreTrainedTokenizerBase
     log: Log
     provenance: dict[str, Any]
@@ -92,8 +95,9 @@ def prepare(recipe: Recipe) -> Run:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
         trainer.coverage = coverage_of(trainer.drafter, splits)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
-    held_out = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    run = Run(recipe, accelerator, backbone, trainers, feed, source, held_out, tokenizer, log, provenance(recipe, tokenizer))
+    eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
+    origin = provenance(recipe, tokenizer)
+    run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
     log.say(_summary(run, splits, cache_summary, started))
@@ -136,16 +140,13 @@ def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
 def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
     section = recipe.backbone
     place = shard_layers if section.shard and accelerator.num_processes > 1 else None
-    backbone = load_backbone(
-        section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, attention=section.attention,
-        device=accelerator.device, place=place,
-    )  # fmt: skip
+    backbone = open_backbone(section, accelerator.device, place)
     require_packable(recipe, backbone)
     if (lora := section.lora) is not None:
         if accelerator.is_fsdp2:
             raise UserError("backbone.lora is trained data-parallel; launch without FSDP (accelerate launch --multi_gpu)")
         set_seed(recipe.seed)
-        backbone.add_lora(lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+        backbone.add_lora(lora.rank, lora.alpha, lora.dropout, lora.target_modules, lora.use_dora)
     return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
 
 
@@ -181,6 +182,12 @@ def _resume(run: Run, state: State) -> None:
             f"read others than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose "
             "another save.dir"
         )
+    adapter = state.progress.get("adapter")
+    if run.recipe.backbone.adapter is not None and adapter != run.backbone.adapter_digest:
+        raise UserError(
+            f"{state.folder} was trained with adapter {adapter}; {run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}: "
+            "restore it, or choose another save.dir"
+        )
     run.done, run.tokens = state.step, state.progress["tokens"]
     for trainer in run.trainers:
         trainer.restore(state.tensors, state.progress["heads"][trainer.name])
@@ -210,9 +217,10 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
 
 
 def _trained_part(backbone: Backbone) -> str:
-    if not backbone.trainable:
+    if backbone.adapter is None:
         return "frozen"
-    return f"frozen but for an adapter of {sum(weight.numel() for weight in backbone.trainable.values()):,} parameters"
+    size = f"{sum(weight.numel() for weight in backbone.adapter.parameters.values()):,} parameters"
+    return f"frozen but for an adapter of {size}" if backbone.trainable else f"frozen, with adapter {backbone.adapter_digest} of {size}"
 
 
 def _described(trainer: DrafterTrainer) -> str:

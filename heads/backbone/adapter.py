@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 FOLDER = "adapter"
 """The adapter's folder in a heads checkpoint."""
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SUPPORTED = "supported: adapters that change the layers alike for every token, such as LoRA and DoRA"
 SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings that determine an adapter's output together with its weights."""
 BASE_LAYER = ".base_layer."
@@ -41,7 +44,9 @@ class Adapter:
 
         self.peft = peft
         if not isinstance(peft.base_model, BaseTuner):
-            raise UserError(f"{peft.peft_type} adapters change the prompt, not the layers; supported: adapters such as LoRA")
+            raise UserError(f"{peft.peft_type} adapters change the prompt, not the layers; {SUPPORTED}")
+        if peft.peft_config[peft.active_adapter].to_dict().get("alora_invocation_tokens"):
+            raise UserError(f"the adapter is switched on by tokens of the prompt (aLoRA); {SUPPORTED}")
         self.model: PreTrainedModel = peft.get_base_model().eval()   # PEFT's new layers are in training mode
         self.parameters = _adapter_parameters(self.model, peft.base_model.prefix)
         self.dropouts = [module for name, module in self.model.named_modules() if f"{peft.base_model.prefix}dropout" in name]
@@ -60,6 +65,18 @@ class Adapter:
             for module in self.dropouts:
                 module.eval()
 
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute as it does without the adapter."""
+        trained = [weight.requires_grad for weight in self.parameters.values()]   # PEFT changes this too
+        self.peft.base_model.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.peft.base_model.enable_adapter_layers()
+            for weight, was in zip(self.parameters.values(), trained, strict=True):
+                weight.requires_grad_(was)
+
     def digest(self) -> str:
         """Hash the adapter's weights and scaling; saving and loading do not change the hash."""
         config = self.peft.peft_config[self.peft.active_adapter].to_dict()
@@ -71,7 +88,7 @@ class Adapter:
     def save(self, folder: Path) -> None:
         """Write the adapter in PEFT's standard format."""
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)   # safetensors creates it with mode 600
+        (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)   # safetensors creates it with mode 600
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
@@ -86,45 +103,67 @@ def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter
     return adapter.model, adapter
 
 
-def new_adapter(model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str]) -> Adapter:
-    """Attach a new LoRA adapter (2106.09685); it starts as the identity.
+def new_adapter(
+    model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str], use_dora: bool
+) -> Adapter:
+    """Attach a new LoRA (2106.09685) or DoRA (2402.09353) adapter; it starts as the identity.
 
     ``target_modules`` as in PEFT: "all-linear" (all but the output layer), a regular expression, or a list of module name suffixes.
     Raises UserError if PEFT is not installed or the model has no such modules.
     """
     peft = require_peft()
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, use_dora=use_dora, task_type="CAUSAL_LM"
+    )
     try:
         return Adapter(peft.get_peft_model(model, config))
     except ValueError as error:
         raise UserError(f"no adapter fits {type(model).__name__}: {' '.join(str(error).split())[:300]}") from None
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> Adapter:
-    """Attach the adapter saved in ``folder``.
+def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True) -> Adapter:
+    """Attach the adapter saved in a folder or on the hub; without ``weights`` only its shapes, with values of no meaning.
 
-    Raises UserError if PEFT is not installed, or if the weights are missing or do not fit the model.
+    Raises UserError if PEFT is not installed, or if the adapter is missing or does not fit the model.
     """
-    peft = require_peft()
-    if not (folder / WEIGHTS).is_file() or not (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder} lacks adapter_config.json or {WEIGHTS}; train or fetch the heads again")
+    peft, folder = require_peft(), find_adapter(path)
     wrapped: Any = None
     try:
         config: PeftConfig = peft.PeftConfig.from_pretrained(str(folder))
+        if config.is_prompt_learning:
+            raise UserError(f"the adapter in {folder} is {config.peft_type.value}, which changes the prompt, not the layers; {SUPPORTED}")
         config.inference_mode = True
         wrapped = peft.get_peft_model(model, config)
-        report = peft.set_peft_model_state_dict(wrapped, load_file(folder / WEIGHTS))
-        missing = [name for name in report.missing_keys if wrapped.base_model.prefix in name]
-        if missing or report.unexpected_keys:
-            raise ValueError(f"{len(missing)} of its weights are missing and {len(report.unexpected_keys)} unknown")
+        if weights:
+            report = peft.set_peft_model_state_dict(wrapped, load_file(folder / WEIGHTS))
+            missing = [name for name in report.missing_keys if wrapped.base_model.prefix in name]
+            if missing or report.unexpected_keys:
+                raise ValueError(f"{len(missing)} of its weights are missing and {len(report.unexpected_keys)} unknown")
         return Adapter(wrapped)
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         if wrapped is not None:
             wrapped.unload()
         cause = " ".join(str(error).split())[:200]
         name = type(model).__name__
         raise UserError(f"the adapter in {folder} does not fit {name} ({cause}); load the backbone it was trained on") from None
+
+
+def find_adapter(path: str | Path) -> Path:
+    """Return the local folder of an adapter, downloaded if ``path`` is a hub id. Raises UserError if there is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(str(path), allow_patterns=[CONFIG, WEIGHTS]))
+        except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+            cause = " ".join(str(error).split())[:200]
+            raise UserError(f"no adapter at {str(path)!r}: no such folder, and not on the hub ({cause}); give either") from None
+    lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        raise UserError(f"{path} lacks {lacking[0]}, so it is no PEFT adapter; give a folder that PEFT saved, or fetch it again")
+    return folder
 
 
 def base_parameters(module: nn.Module, adapter: Adapter | None) -> dict[str, Tensor]:

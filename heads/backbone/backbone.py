@@ -5,8 +5,9 @@ All handling of model classes is here. Shape suffixes: B batch, T positions, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +17,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.hooks import grouped, tapped
+from headstart.heads.backbone.hooks import grouped, recomputed, tapped
+from headstart.heads.backbone.masks import additive_mask, attention_windows
 from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import quantization, quantizing
-from headstart.heads.backbone.recurrent import KIND, find_recurrent
+from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 """Name of the small backbone that ships with the package."""
-KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
 
 class Backbone:
@@ -44,6 +46,8 @@ class Backbone:
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}
         """The adapter's weights by name if they are trained; empty for a frozen backbone."""
+        self.recomputing = False
+        """Recompute each layer's activations in the backward (gradient checkpointing), if trainable."""
         self._heads_without_adapter: str | None = None
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
@@ -61,7 +65,7 @@ class Backbone:
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(self.base, self.num_layers)
-        self.windows = _windows(stated, model)
+        self.windows = attention_windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
         self._postprocess = find_postprocessing(self)
@@ -76,12 +80,20 @@ class Backbone:
         for weight in self.trainable.values():
             weight.requires_grad_(True)
 
-    def add_lora(self, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] = "all-linear") -> None:
-        """Attach a new, trainable LoRA adapter to the model."""
+    def add_lora(
+        self, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] = "all-linear", use_dora: bool = False
+    ) -> None:
+        """Attach a new, trainable LoRA or DoRA adapter to the model."""
         assert self.adapter is None
-        self.adapter = new_adapter(self.model, rank, alpha, dropout, target_modules)
+        self.adapter = new_adapter(self.model, rank, alpha, dropout, target_modules, use_dora)
         self.model.requires_grad_(False)
         self._unfreeze()
+
+    def attach(self, path: str, weights: bool = True) -> None:
+        """Attach a saved adapter, frozen: a folder or hub id; without ``weights`` only its shapes. Raises UserError if it does not fit."""
+        assert self.adapter is None
+        self.adapter = load_adapter(self.model, path, weights)
+        self.model.requires_grad_(False)
 
     def require_adapter(self, checkpoint: str, folder: Path, digest: str | None, allow_other: bool = False) -> None:
         """Attach the adapter that heads were trained with, unless it is attached already. ``digest`` None: trained without one.
@@ -94,14 +106,22 @@ class Backbone:
             if self._heads_without_adapter is not None:
                 others = self._heads_without_adapter
                 raise UserError(f"{checkpoint} brings an adapter, {others} on the same backbone has none: load one of them")
-            self.adapter = load_adapter(self.model, folder)
-            self.model.requires_grad_(False)
-            if self.adapter.digest() != digest:
+            self.attach(str(folder))
+            if self.adapter_digest != digest:
                 raise UserError(f"the adapter in {folder} is changed (its hash is not the one in headstart.json); fetch the heads again")
-        present = None if self.adapter is None else self.adapter.digest()
+        present = self.adapter_digest
         if present != digest and not allow_other:
             trained = "without an adapter on the backbone" if digest is None else f"with adapter {digest} on the backbone"
             raise UserError(f"{checkpoint} was trained {trained}; this one carries {present or 'none'}: load the backbone anew for them")
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """Hash of the adapter's weights and scaling; None without an adapter."""
+        return None if self.adapter is None else self.adapter.digest()
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as it does without its adapter, if any."""
+        return nullcontext() if self.adapter is None else self.adapter.disabled()
 
     @property
     def name(self) -> str:
@@ -149,15 +169,23 @@ class Backbone:
             )
         mask = None
         if attention_mask is not None:
-            masks = {kind: _additive(allowed, self.dtype) for kind, allowed in attention_mask.items()}
+            masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in attention_mask.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
-        dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with torch.set_grad_enabled(differentiable), dropout, tapped(self.layers, taps) as kept, grouped(self.device.type == "cpu"):
+        mode = partial(self._mode, differentiable)
+        again = recomputed(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
+        with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
             out = self.base(
                 input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None
             )
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
+
+    @contextmanager
+    def _mode(self, differentiable: bool) -> Iterator[None]:
+        """The model's settings during a forward pass, and when its layers are computed again in the backward."""
+        dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
+        with dropout, grouped(self.device.type == "cpu"):
+            yield
 
     def fingerprint(self) -> list[float]:
         """Return 32 values each of the embedding and the output layer, in the current dtype; `checkpoint.same_weights` compares them."""
@@ -239,6 +267,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     cause = " ".join(str(error).split())[:300]
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and path != EMBEDDED and not Path(path).exists():
         return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
@@ -253,20 +283,3 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     if not lists:
         raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
     return lists[0]
-
-
-def _windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
-    """Map each kind of attention layer to its window size (None: unlimited)."""
-    # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
-    alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
-    kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
-    unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
-    if unknown or (model._is_stateful and KIND not in kinds):
-        kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
-        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}; supported: {known}, {KIND} (gated delta rule)")
-    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
-
-
-def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
-    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]

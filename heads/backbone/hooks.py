@@ -1,13 +1,16 @@
-"""Temporary changes to a model during a forward pass: collect layer outputs, and avoid repeating keys in grouped-query attention."""
+"""Temporary changes to a model during a forward pass: collect layer outputs, recompute layers in the backward, and avoid repeating keys
+in grouped-query attention."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 """Environment variable that makes transformers leave grouped-query attention to torch's SDPA."""
@@ -36,6 +39,26 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Keep only the layers' inputs for the backward, which computes their activations again, in the context ``mode()``.
+
+    transformers' own gradient checkpointing needs the model in training mode, whose dropout a backbone must not have.
+    """
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), mode()))
+        layer.forward = again  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            if own is None:
+                del layer.forward
+            else:
+                layer.forward = own
 
 
 @contextmanager

@@ -195,6 +195,8 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    about = "PEFT adapter to put on the backbone: folder or hub id (default: the one that the heads were trained with, if any)"
+    parser.add_argument("--adapter", metavar="DIR", help=about)
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from headstart.cli.chat import Chat, converse, require_template
 from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.checkpoint import require_adapter
 from headstart.inference.bench.bench import Plan, compare, require_room
 from headstart.inference.bench.curve import cost_curve
 from headstart.inference.bench.prompts import Prompter, read_prompts
@@ -116,7 +117,7 @@ def generate(args: argparse.Namespace) -> int:
         raise UserError("the prompt is empty; give some text")
     backbone = backbone_of(name, args)
     require_room("the prompt", len(prompt_T), args.max_new_tokens, backbone)
-    heads = heads_of(None if args.no_draft else args.heads, backbone, tokenizer, args)
+    heads = heads_of(_drafting_heads(args, backbone), backbone, tokenizer, args)
     report = {"backbone": name, "heads": None if args.no_draft else args.heads, **_write(heads, prompt_T, tokenizer, args)}
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
@@ -134,12 +135,20 @@ def chat(args: argparse.Namespace) -> int:
     quiet()
     name, tokenizer = _model(args)
     require_template(tokenizer)
-    heads = heads_of(None if args.no_draft else args.heads, backbone_of(name, args), tokenizer, args)
+    backbone = backbone_of(name, args)
+    heads = heads_of(_drafting_heads(args, backbone), backbone, tokenizer, args)
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     talk = Chat(heads, Prompter(tokenizer), _settings(args), seed, args.system)
     converse(talk)
     write_json(args.json, {"backbone": name, "heads": None if args.no_draft else args.heads, **talk.report()})
     return 0
+
+
+def _drafting_heads(args: argparse.Namespace, backbone: Backbone) -> str | None:
+    """Return the heads to draft with, if any; with --no-draft their adapter is put on the backbone nevertheless."""
+    if args.no_draft and args.heads is not None:
+        require_adapter(args.heads, backbone, args.allow_finetuned)
+    return None if args.no_draft else args.heads
 
 
 def _model(args: argparse.Namespace) -> tuple[str, PreTrainedTokenizerBase]:

@@ -57,10 +57,13 @@ def tokenizer_of(name: str, heads: list[str], args: argparse.Namespace) -> PreTr
 
 
 def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
-    """Load the frozen backbone and set the number of CPU threads."""
+    """Load the frozen backbone, with --adapter, and set the number of CPU threads."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    return load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    backbone = load_backbone(name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    if args.adapter is not None:
+        backbone.attach(args.adapter)
+    return backbone
 
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:

@@ -44,13 +44,14 @@ class Tuned:
 
 
 def key(backbone: Backbone) -> str:
-    """The key of an entry: machine, precision and model."""
+    """The key of an entry: machine, precision, model and its adapter."""
     device = backbone.device
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{device.type} {_processor()} {torch.get_num_threads()} threads"
-    return f"{machine} | {backbone.precision} | {backbone.name}"
+    adapter = "" if backbone.adapter is None else f" | adapter {backbone.adapter_digest}"
+    return f"{machine} | {backbone.precision} | {backbone.name}{adapter}"
 
 
 def _processor() -> str:

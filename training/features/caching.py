@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import require_taps_only
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import (
@@ -72,9 +73,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     cache, where = recipe.cache, recipe.backbone
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
-    backbone = load_backbone(
-        where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention, device=_device()
-    )
+    backbone = open_backbone(where, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)

@@ -49,6 +49,7 @@ def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, to
         "features": {f"backbone {key}": value for key, value in backbone.contract().items()}
         | {
             "backbone.dtype": dtype_name(backbone.dtype),
+            "backbone.adapter": backbone.adapter_digest,
             "cache.dtype": form.dtype,
             "cache.teacher": f"topk {form.top_k}" if form.top_k else "hidden",
             "taps": list(form.taps),

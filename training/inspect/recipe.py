@@ -87,6 +87,7 @@ def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerB
         "vocab_size": backbone.vocab,
         "tokenizer_size": len(tokenizer),
         "context": backbone.max_positions,
+        "adapter": recipe.backbone.adapter,
         "taps": {str(tap): layer_name(backbone, tap) for tap in models.taps},
         "final_norm": norm_name(backbone),
         "chat_template": template_hash(tokenizer),
@@ -141,6 +142,7 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
             ),
             ("backbone", f"{contract['model_type']}: {contract['num_hidden_layers']} layers of {contract['hidden_size']}, vocabulary "
              f"{contract['vocab_size']:,} (tokenizer {contract['tokenizer_size']:,}), context {contract['context'] or 'unknown'}"),
+            *([("adapter", contract["adapter"])] if contract["adapter"] else []),
             *((f"tap {tap}", name) for tap, name in contract["taps"].items()),
             ("norm", f"{contract['final_norm'] or 'unknown'}, whose output is the final hidden state"),
             ("template", contract["chat_template"] or "none"),

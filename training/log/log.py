@@ -28,6 +28,8 @@ class Result:
     """Three lists over depths: positions counted, top-1 agreements, summed acceptance rate (alpha)."""
     lm_loss: float = 0.0
     """Cross-entropy of a trainable backbone."""
+    lm_kl: float = 0.0
+    """Its KL divergence from the original backbone."""
 
 
 @dataclass
@@ -38,7 +40,10 @@ class Meter:
     """Steps not skipped."""
     skipped: int = 0
     loss: float = 0.0
+    joint: int = 0
+    """Steps that trained the backbone too."""
     lm_loss: float = 0.0
+    lm_kl: float = 0.0
     grad_norm: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -54,20 +59,22 @@ class Meter:
             return
         norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # the gradient scaler skipped the step
         self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
-        self.lm_loss += result.lm_loss
+        self.joint += result.lm_loss > 0
+        self.lm_loss, self.lm_kl = self.lm_loss + result.lm_loss, self.lm_kl + result.lm_kl
         before = [self.count_K, self.correct_K, self.alpha_K] if self.count_K else [[0.0] * len(row) for row in result.depths]
         both = zip(before, result.depths, strict=True)
         self.count_K, self.correct_K, self.alpha_K = ([a + b for a, b in zip(*rows, strict=True)] for rows in both)
 
     def record(self) -> dict[str, Any]:
         """Return means, with accuracy and expected acceptance rate (alpha) per depth; loss and norm are None if all steps were skipped."""
+        backbone = {name: value / self.joint for name, value in (("lm_loss", self.lm_loss), ("lm_kl", self.lm_kl)) if value}
         return {
             "loss": self.loss / self.steps if self.steps else None,
             "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
             "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
             "grad_norm": self.grad_norm / self.steps if self.steps else None,
             "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-        } | ({"lm_loss": self.lm_loss / self.steps} if self.lm_loss else {}) | ({"skipped": self.skipped} if self.skipped else {})
+        } | backbone | ({"skipped": self.skipped} if self.skipped else {})
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -182,8 +189,12 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
 def _summary(record: dict[str, Any]) -> str:
     if "tau" in record:
         accepted = " ".join(f"{x:.0%}" for x in record["acceptance_per_depth"])
-        return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}"
+        backbone = ""
+        if "backbone_loss" in record:
+            backbone = f"; the backbone's loss {record['backbone_loss']:.4f}, {record['backbone_loss_before']:.4f} without the adapter"
+        return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}{backbone}"
     accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
     loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
     skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""
-    return f"{loss}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s{skipped}"
+    backbone = "".join(f", {key} {record[key]:.4f}" for key in ("lm_loss", "lm_kl") if key in record)
+    return f"{loss}{backbone}, accuracy {accuracy}, {record['tokens_per_second']:.0f} tokens/s{skipped}"

@@ -46,6 +46,8 @@ class Sums(NamedTuple):
     """Sum over these positions of the expected acceptance rate ``sum_v min(p_v, q_v)`` at temperature 1."""
     lm_loss: Tensor
     """Cross-entropy of a trainable backbone on the label tokens, included in ``loss`` with its weight; 0 with a frozen one."""
+    lm_kl: Tensor
+    """KL divergence of a trainable backbone from the original one there, likewise."""
 
     @property
     def per_depth(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +71,7 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
         weights_MK = depths.expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
     weights_MK = weights_MK if anchors is None else weights_MK / anchors.share
     total, correct_K, alpha_K = loss.sum(rows.weighted(weights_MK), drafts)
-    return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total))
+    return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))
 
 
 def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepKey) -> Tensor:

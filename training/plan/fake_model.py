@@ -34,6 +34,7 @@ from headstart.support.errors import UserError
 from headstart.training.features.source import taps_of
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.run.step import recompute
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -70,6 +71,8 @@ class FakeValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*(*args, *kwargs.values())[:3])
+        if func is torch.Tensor.detach:
+            func(*args)   # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
         if func is torch.Tensor.item:
             return 0.0 if args[0].is_floating_point() else 0
         if func is torch.Tensor.__int__:
@@ -137,6 +140,10 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
             model.tie_weights()
             model.config.name_or_path = resolve(settings.path)
             backbone = Backbone(model)
+            if settings.adapter is not None:
+                backbone.attach(settings.adapter, weights=False)
+            if (lora := settings.lora) is not None:
+                backbone.add_lora(lora.rank, lora.alpha, lora.dropout, lora.target_modules, lora.use_dora)
             _pass_empty_mask(backbone)
             drafters = {name: _drafter(single, backbone) for name, single in recipe.per_drafter().items()}
     except UserError:
@@ -155,7 +162,7 @@ def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
         require_kind(options.init, read_metadata(options.init)[1], options.kind)
     drafter = construct_drafter(options.kind, backbone, arguments).train()
     if recipe.train.gradient_checkpointing:
-        drafter.recompute()
+        recompute(drafter)
     return drafter
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
 from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.lm_loss import lm_loss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.plan.memory_counter import MemoryCounter, Parts
@@ -125,7 +126,8 @@ class MemoryPlan:
     def _optimizer_state(self, name: str) -> int:
         """Return the bytes of optimizer state: AdamW has two values per weight, Muon one per matrix entry it updates."""
         with self.models.fake_mode():
-            optimizer = build_optimizer(self.models.drafters[name], self.recipe.per_drafter()[name].train)
+            adapter = self.models.backbone.trainable.values()
+            optimizer = build_optimizer(self.models.drafters[name], self.recipe.per_drafter()[name].train, adapter)
         first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
         return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
 
@@ -192,16 +194,19 @@ def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:
 
 
 def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: MicroBatch, counter: MemoryCounter) -> Parts:
-    """Run one drafter's forward, objective and backward, as in `TrainStep`; returns the bytes by part at the peak."""
+    """Run one drafter's forward, objective and backward, as in `TrainStep` or `JointStep`; returns the bytes by part at the peak."""
     drafter, precision = loss.drafter, torch_dtype(recipe.train.precision)
-    weights = [weight for weight in drafter.parameters() if weight.requires_grad]
+    weights = _trained_weights(drafter)
     try:
         counter.part = "drafter activations"
         with nullcontext() if precision is None else torch.autocast("cpu", precision):
             anchors = fake_anchors(drafter, size.label_tokens)
             hidden = drafter(features, None if anchors is None else anchors.at)
             counter.part = "objective"
-            total = objective(loss, features, hidden, anchors).loss
+            total = objective(loss, replace(features, hidden_BTD=features.hidden_BTD.detach()), hidden, anchors).loss
+        if recipe.backbone.lora is not None:
+            original_BTD = features.hidden_BTD.detach().clone() if recipe.backbone.lora.kl_weight else None
+            total = total + sum(lm_loss(drafter.backbone, features, recipe.objective.chunk_size, original_BTD))
         del hidden
         counter.part = "drafter activations"
         total.backward()
@@ -218,8 +223,12 @@ def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: Micro
 
 
 def trained(drafter: Drafter) -> int:
-    """Return the bytes of a drafter's trained weights."""
-    return size_of([weight for weight in drafter.parameters() if weight.requires_grad])
+    """Return the bytes of a drafter's trained weights, and of the backbone's that are trained with it."""
+    return size_of(_trained_weights(drafter))
+
+
+def _trained_weights(drafter: Drafter) -> list[torch.nn.Parameter]:
+    return [*(weight for weight in drafter.parameters() if weight.requires_grad), *drafter.backbone.trainable.values()]
 
 
 def size_of(tensors: list[Any]) -> int:

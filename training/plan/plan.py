@@ -73,8 +73,9 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
 
 def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None, calibrate: bool = True) -> dict[str, Any]:
     """Return the plan as JSON. Raises UserError for recipes that training would reject, as far as is known without loading weights."""
-    if recipe.backbone.lora is not None:
-        raise UserError("headstart plan does not count a trainable backbone; with backbone.lora=null it counts the rest")
+    if recipe.backbone.lora is not None and recipe.train.gradient_checkpointing:
+        off = "train.gradient_checkpointing=false"
+        raise UserError(f"headstart plan does not count recomputed activations of a trained backbone; with {off} it gives an upper bound")
     machine = find_machine(gpus, memory_gb)
     if recipe.train.batch_size < machine.processes:
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {machine.processes} GPUs without a sample; raise it")
@@ -176,6 +177,7 @@ def disk(recipe: Recipe, models: FakeModels, splits: Splits | None) -> dict[str,
     """Return the bytes a run writes; None where they depend on unavailable data."""
     with models.fake_mode():
         heads = sum(bytes_of(list(drafter.tensors().values())) for drafter in models.drafters.values())
+        heads += 0 if models.backbone.adapter is None else bytes_of(list(models.backbone.adapter.parameters.values()))
     optimizer = sum(MemoryPlan(recipe, models, False, False).persistent()[part] for part in ("optimizer state", "weight average"))
     kept = recipe.save.keep
     sizes: dict[str, Any] = {"heads": heads, "states": (heads + optimizer) * (kept + 1), "kept": kept}

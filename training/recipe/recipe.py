@@ -63,6 +63,9 @@ class Recipe(StrictModel):
             self._check_drafter()
         if self.backbone.lora is not None:
             self._check_lora()
+        if self.backbone.adapter is not None and self.regenerate.endpoint is not None and self.regenerate.model is None:
+            rule = f"is the server's name of the backbone with backbone.adapter={self.backbone.adapter!r}; set it"
+            raise RuleError("regenerate.model", rule, None)
         return self
 
     def _check_drafter(self) -> None:

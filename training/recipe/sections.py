@@ -11,6 +11,7 @@ from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveF
 from headstart.support.config import RuleError, StrictModel
 
 Text = Annotated[str, MinLen(1)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 
 
 class Lora(StrictModel):
@@ -22,10 +23,25 @@ class Lora(StrictModel):
     """Dropout before the adapter, in training."""
     target_modules: Text | list[Text] = "all-linear"
     """Layers to adapt, as in PEFT: ``all-linear`` (but the output layer), a regular expression, or a list of module names."""
+    use_dora: bool = False
+    """Train magnitudes and directions of the weights apart (DoRA, 2402.09353); slower, in decoding too."""
     lr_ratio: PositiveFloat = 0.25
     """Learning rate of the adapter as a fraction of ``train.lr``."""
     lm_weight: NonNegativeFloat = 5.0
-    """Weight of the backbone's own next-token loss beside the heads' objective."""
+    """Weight of the backbone's own next-token cross-entropy beside the heads' objective."""
+    kl_weight: NonNegativeFloat = 0.0
+    """Weight of the KL divergence of the adapted backbone from the original one; above 0 it costs a second forward pass of the backbone."""
+    warmup_ratio: Fraction = 0.0
+    """Fraction of the steps, the first ones, that train the heads alone: the backbone is still the original one."""
+    ramp_ratio: Fraction = 0.0
+    """Fraction of the steps, after those, over which the heads' weight in the loss and the adapter's learning rate rise from 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_ratio + self.ramp_ratio > 1:
+            rule = f"is at most {1 - self.warmup_ratio:g} beside backbone.lora.warmup_ratio={self.warmup_ratio:g}"
+            raise RuleError("ramp_ratio", rule, self.ramp_ratio)
+        return self
 
 
 class Backbone(StrictModel):
@@ -39,14 +55,20 @@ class Backbone(StrictModel):
     """Attention implementation; ``eager`` is slower and for models without the other."""
     shard: bool = False
     """Shard its layers over the processes (FSDP2), gathering each while it runs: for a model that does not fit one device."""
+    adapter: Text | None = None
+    """PEFT adapter (LoRA, DoRA) that the backbone carries, frozen: a folder or hub id. Heads are trained on and saved with it."""
 
     lora: Lora | None = None
     """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.shard and self.lora is not None:
-            raise RuleError("shard", "cannot be combined with backbone.lora; set either back", True)
+        for key, used in (("lora", self.lora is not None), ("adapter", self.adapter is not None)):
+            if self.shard and used:
+                raise RuleError("shard", f"cannot be combined with backbone.{key}; set either back", True)
+        if self.adapter is not None and self.lora is not None:
+            rule = "stays frozen, and backbone.lora trains another; merge it into the backbone with PEFT first, or set either to null"
+            raise RuleError("adapter", rule, self.adapter)
         if self.shard and self.dtype in ("int8", "int4"):
             raise RuleError("shard", f"needs weights of one dtype, which backbone.dtype={self.dtype} has not; set either back", True)
         return self

@@ -8,10 +8,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel
-from headstart.training.recipe.sections import Text
+from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
-Fraction = Annotated[float, Ge(0), Lt(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -77,7 +76,7 @@ class Train(StrictModel):
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the drafter's forward; its weights stay in fp32."""
     gradient_checkpointing: bool = False
-    """Recompute the drafter's activations in the backward pass: less memory, same gradients."""
+    """Recompute activations of the drafter, and of a backbone with ``lora``, in the backward pass: less memory, same gradients."""
     non_finite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip that step (and stop after ten in a row)."""
 

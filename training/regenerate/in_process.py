@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.checkpoint import template_hash
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally, continue_texts
@@ -25,6 +25,7 @@ from headstart.support.chat import ASSISTANT, prompt_length
 from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.conversation import Chat, TemplateRefusal
+from headstart.training.features.backbone import open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
@@ -42,9 +43,7 @@ class InProcess:
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
         if recipe.data.chat_template is not None:
             self.tokenizer.chat_template = recipe.data.chat_template
-        self.backbone = load_backbone(
-            where.path, dtype=where.dtype, trust_remote_code=where.trust_remote_code, attention=where.attention
-        )
+        self.backbone = open_backbone(where)
         proposers = (SuffixProposer(), RecyclingProposer())
         self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
         self.tally = Tally()
@@ -57,6 +56,7 @@ class InProcess:
             "responses": "in process",
             "backbone.path": self.backbone.name,
             "backbone weights": value_hash(contract),
+            "backbone.adapter": self.backbone.adapter_digest,
             "backbone.dtype": dtype_name(self.backbone.dtype),
             "chat template": template_hash(self.tokenizer),
             "regenerate.prompt_tokens": self.settings.prompt_tokens,

@@ -13,14 +13,16 @@ from torch import nn
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.features.source import FeatureSource, Teacher
+from headstart.training.features.source import FeatureSource, LiveFeatures, Teacher
 from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.lm_loss import lm_loss
+from headstart.training.objective.lm_loss import LmLoss, lm_loss
 from headstart.training.objective.objective import Sums, objective, on_policy_loss, require_comparable
 from headstart.training.objective.terms import FEATURES
+from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.training import Objective
 
 
@@ -53,19 +55,45 @@ class TrainStep(nn.Module):
 class JointStep(nn.Module):
     """`TrainStep` with a trained backbone adapter (Medusa-2, 2401.10774 section 2.2.2); takes a batch instead of its features.
 
-    The loss is the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the backbone's
-    next-token cross-entropy. The heads' teacher is the adapted backbone, detached.
+    The loss is ``rise`` times the heads' objective, whose gradients reach the adapter through the features, plus ``lm_weight`` times the
+    backbone's next-token cross-entropy and ``kl_weight`` times its KL divergence from the original backbone. The heads' teacher is the
+    adapted backbone, detached. At a rise of 0 the heads are trained alone.
     """
 
-    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lm_weight: float) -> None:
+    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lora: Lora) -> None:
         super().__init__()
-        self.source, self.backbone, self.lm_weight = source, drafter.backbone, lm_weight
+        self.source, self.backbone, self.lora = source, drafter.backbone, lora
+        self.original = LiveFeatures(self.backbone, ()) if lora.kl_weight else None
         self.heads = TrainStep(source.teacher, drafter, settings)
         self.adapter = nn.ParameterList(self.backbone.trainable.values())
 
-    def forward(self, batch: Batch, step_key: StepKey) -> Sums:
-        with torch.autocast(batch.tokens_BT.device.type, enabled=False):   # in the backbone's own dtype, as in decoding
-            features = self.source.read(batch)
-            lm = lm_loss(self.backbone, features, self.heads.settings.chunk_size)
+    def forward(self, batch: Batch, step_key: StepKey, rise: float) -> Sums:
+        features, lm = self._read(batch, rise > 0)
         sums = self.heads(features, step_key)
-        return sums._replace(loss=sums.loss + self.lm_weight * lm, lm_loss=lm)
+        if lm is None:   # data parallelism needs the adapter in every graph
+            return sums._replace(loss=sums.loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter]).sum())
+        kept = self.lora.lm_weight * lm.cross_entropy + self.lora.kl_weight * lm.kl
+        return sums._replace(loss=rise * sums.loss + kept, lm_loss=lm.cross_entropy, lm_kl=lm.kl)
+
+    def _read(self, batch: Batch, joint: bool) -> tuple[Features, LmLoss | None]:
+        """Run the backbone in its own dtype, as in decoding: with gradients and its own losses if ``joint``."""
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False), torch.set_grad_enabled(joint and torch.is_grad_enabled()):
+            original_BTD = None
+            if joint and self.original is not None:
+                with torch.no_grad(), self.backbone.without_adapter():
+                    original_BTD = self.original.read(batch).hidden_BTD
+            features = self.source.read(batch)
+            return features, lm_loss(self.backbone, features, self.heads.settings.chunk_size, original_BTD) if joint else None
+
+
+def recompute(drafter: Drafter) -> None:
+    """Enable gradient checkpointing of the drafter and, if it is trained, of the backbone, beside which a drafter may do without.
+
+    Raises UserError if neither supports it.
+    """
+    drafter.backbone.recomputing = bool(drafter.backbone.trainable)
+    try:
+        drafter.recompute()
+    except UserError:
+        if not drafter.backbone.recomputing:
+            raise

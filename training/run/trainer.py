@@ -35,9 +35,9 @@ from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.optimizer import build_optimizer
-from headstart.training.run.schedule import learning_rate
+from headstart.training.run.schedule import adapter_rise, learning_rate
 from headstart.training.run.sharding import full_tensor, keep_gathered
-from headstart.training.run.step import JointStep, TrainStep
+from headstart.training.run.step import JointStep, TrainStep, recompute
 
 
 @dataclass
@@ -66,6 +66,8 @@ class DrafterTrainer:
     """Optimiser steps skipped because the loss or the gradient was not finite."""
     consecutive_skips: int = 0
     """Number of consecutive skipped steps before the current one."""
+    rise: float = 1.0
+    """`adapter_rise` at the current step; 1 with a frozen backbone."""
 
     @property
     def folder(self) -> Path:
@@ -93,10 +95,11 @@ class DrafterTrainer:
 
     def set_learning_rate(self, step: int, steps: int) -> float:
         """Start optimiser step ``step``: set and return the scheduled learning rate."""
-        self.step = step
+        lora = self.recipe.backbone.lora
+        self.step, self.rise = step, 1.0 if lora is None else adapter_rise(step, steps, lora)
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_ratio", 1.0)
+            group["lr"] = rate * group["lr_ratio"] * self.rise if "lr_ratio" in group else rate
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
@@ -107,9 +110,10 @@ class DrafterTrainer:
         set_seed(seed)
         autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # unless sharded, the wrapped module applies autocast
         keep_gathered(self.module, not last)
+        arguments = (inputs, StepKey(self.recipe.seed, self.step), *((self.rise,) if self.drafter.backbone.trainable else ()))
         with nullcontext() if last else self.accelerator.no_sync(self.module):
             with autocast:
-                sums = self.module(inputs, StepKey(self.recipe.seed, self.step))
+                sums = self.module(*arguments)
             self.accelerator.backward(sums.loss * scale)
         return Sums(*(part.detach() for part in sums))
 
@@ -125,6 +129,9 @@ class DrafterTrainer:
 
     def optimizer_step(self) -> None:
         """Update the weights with the accumulated gradients, and the average with the weights."""
+        if not self.rise:   # so that the adapter's moments begin with its first update
+            for weight in self.drafter.backbone.trainable.values():
+                weight.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
@@ -207,7 +214,7 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     if (lora := options.lora) is not None:
         add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     if recipe.train.gradient_checkpointing:
-        drafter.recompute()
+        recompute(drafter)
     return drafter
 
 
@@ -216,7 +223,7 @@ def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: 
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
     step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective)
     if lora is not None:
-        step = JointStep(source, drafter, recipe.objective, lora.lm_weight)
+        step = JointStep(source, drafter, recipe.objective, lora)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
     trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)

@@ -1,0 +1,35 @@
+"""Which positions the backbone's attention layers may attend to: their windows, and masks in the form that models take.
+
+Shape suffixes: B batch, T positions, S slots (keys).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads.backbone.recurrent import KIND
+from headstart.support.errors import UserError
+
+KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+
+
+def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
+    """Map each kind of attention layer to its window size (None: unlimited). Raises UserError for layers of an unknown kind."""
+    # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
+    alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
+    unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
+    if unknown or (model._is_stateful and KIND not in kinds):
+        kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}; supported: {known}, {KIND} (gated delta rule)")
+    return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
+
+
+def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a mask of allowed positions, ``[B, T, S]``, into what is added to the scores, ``[B, 1, T, S]``."""
+    mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
