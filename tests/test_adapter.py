@@ -203,7 +203,7 @@ def test_refused_adapters(trained: Path, tmp_path: Path, monkeypatch: pytest.Mon
     file = out / "adapter" / "adapter_model.safetensors"
     good = load_file(file)
     fresh = functools.partial(load_backbone, str(trained / "backbone"), device="cpu")
-    narrow = {name: weight[:, :-1].contiguous() for name, weight in good.items()}
+    narrow = {name: weight[..., :-1].contiguous() for name, weight in good.items()}
     for bad in ({**good, "other": torch.zeros(2)}, dict(list(good.items())[1:]), narrow):
         save_file(bad, file)
         on = fresh()

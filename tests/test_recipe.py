@@ -39,7 +39,7 @@ def test_the_promised_recipes_are_shipped():
     shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in SHIPPED}
     assert shipped >= {
         "quickstart/eagle3.yaml", "quickstart/medusa.yaml", "qwen3-0.6b/eagle3.yaml", "qwen3-8b/eagle3.yaml",
-        "llama-3.1-8b-instruct/eagle3.yaml", "vicuna-7b/medusa.yaml",
+        "llama-3.1-8b-instruct/eagle3.yaml", "vicuna-7b/medusa.yaml", "quickstart/medusa2.yaml",
     }
 
 
@@ -47,7 +47,7 @@ def test_the_promised_recipes_are_shipped():
 def test_every_shipped_recipe_loads_and_has_its_header(path):
     recipe = load_recipe(path)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
-    assert recipe.drafter["kind"] == path.stem
+    assert path.stem.startswith(recipe.drafter["kind"])   # medusa2.yaml trains the same heads otherwise
     assert f"accelerate launch train_heads.py {path.relative_to(ROOT)}\n" in header
     assert all(word in header for word in ("# On ", "# Data ", "# Out ", recipe.save.dir if "quickstart" in header else "out/"))
     assert re.search(r"\d{4}\.\d{5}", header)
