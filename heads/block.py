@@ -67,7 +67,7 @@ class Block(Drafter):
         """Layers whose residual stream is fused into the context, counted from 1 (null: up to five, evenly spaced)."""
         intermediate_size: Annotated[int, Ge(1)] | None = None
         """Width of the feed-forward part (null: the backbone's)."""
-        correction: Literal["none", "markov", "recurrent"] = "none"
+        correction: Literal["none", "markov", "recurrent"] = "markov"
         """Of the logits: none (DFlash), by the parent token (``markov``, DSpark), or by the path (``recurrent``, Domino)."""
         correction_rank: Annotated[int, Ge(1)] = 256
         """Rank of the correction."""
@@ -175,8 +175,8 @@ class Block(Drafter):
 
     def _advance(self, tokens: Tensor, path: Tensor) -> Tensor:
         """Return the GRU's states ``[..., G]`` after the tokens, from those before them."""
-        gru, embedded = self.prefix_gru, self._embed(tokens).flatten(0, -2)
-        return torch.gru_cell(embedded, path.flatten(0, -2), gru.weight_ih_l0, gru.weight_hh_l0).unflatten(0, tokens.shape)
+        weights = [self.prefix_gru.get_parameter(name) for name in ("weight_ih_l0", "weight_hh_l0")]
+        return torch.gru_cell(self._embed(tokens).flatten(0, -2), path.flatten(0, -2), *weights).unflatten(0, tokens.shape)
 
     def _correct(self, hidden: Tensor, path: Tensor, depth: int) -> Tensor:
         """Append the inputs of the correction's output layer to the block's hidden states; depth 0, which knows its path, has none."""
@@ -252,7 +252,7 @@ class Block(Drafter):
         if self.config.correction == "markov":
             self.markov_head.markov_w2.weight.zero_()
         elif self.config.correction == "recurrent":
-            self.embed_proj[2].weight.zero_()
+            self.embed_proj[2].get_parameter("weight").zero_()
 
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""

@@ -39,6 +39,7 @@ def test_the_promised_recipes_are_shipped():
     shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in SHIPPED}
     assert shipped >= {
         "quickstart/eagle3.yaml", "quickstart/medusa.yaml", "qwen3-0.6b/eagle3.yaml", "qwen3-8b/eagle3.yaml",
+        "quickstart/block.yaml", "qwen3-8b/block.yaml",
         "llama-3.1-8b-instruct/eagle3.yaml", "vicuna-7b/medusa.yaml", "quickstart/medusa2.yaml",
     }
 

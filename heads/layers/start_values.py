@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
-from headstart.heads.layers.decoder_layer import NormedLayer
+from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
 
 
 def probe(backbone: Backbone, taps: tuple[int, ...]) -> dict[int, Tensor]:
@@ -44,6 +44,7 @@ def start_normed(layer: NormedLayer, backbone: Backbone, index: int) -> Tensor |
     if found is None or not layer.start_as(found[0]):
         return None
     attn = layer.self_attn
+    assert isinstance(attn, NormedAttention)
     for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
         projection.weight *= layer.input_layernorm.weight
     layer.input_layernorm.weight.fill_(1.0)
