@@ -10,7 +10,15 @@ from headstart.heads.methods import build_drafter, methods
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"eagle": {"feature_noise": 0}}
 """Kind -> its arguments beside the depth; noise is drawn anew for every batch, so it depends on how a step is split."""
-VARIANTS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"draft_vocab_size": 2048}), ("mtp", {"shared": False})]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {"draft_vocab_size": 2048}),
+    ("eagle3", {"layers": 2}),
+    ("mtp", {"shared": False}),
+    ("block", {"correction": "markov"}),
+    ("block", {"correction": "recurrent"}),
+    ("draft_model", {"parallel": True}),
+    ("hydra", {"prefix_attention": False}),
+]
 """Further argument sets whose drafts are computed in another way."""
 
 
