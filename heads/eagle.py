@@ -55,13 +55,17 @@ class Eagle(AutoregressiveDrafter):
         self.cached = CachedStack([layer], Rotary(self.layer_config))
 
     def init_from(self, backbone: Backbone) -> None:
-        """Initialise the projection as the hidden state plus small random parts, and the layer as the backbone's last if shapes agree."""
+        """Initialise the projection as the hidden state plus small random parts, and the layer as the backbone's last if shapes agree,
+        but without effect: what that layer adds fits the residual stream before the final norm, which no norm follows here.
+        """
         super().init_from(backbone)
-        D = backbone.dim
+        D, layer = backbone.dim, self.cached.layers[0].layer
         self.fc.weight *= OTHER_STREAM_SCALE
         self.fc.weight[:, D:] += torch.eye(D)
         if (last := layer_weights(backbone)) is not None:
-            self.cached.layers[0].layer.start_as(last[0])
+            layer.start_as(last[0])
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
 
     def states(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         hidden_BTD = features.hidden_BTD.to(self.fc.weight.dtype)

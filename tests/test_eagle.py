@@ -59,7 +59,10 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     for name in ("q_proj", "k_proj", "v_proj"):
         expected = last.self_attn.get_submodule(name)(last.input_layernorm(x))
         torch.testing.assert_close(layer.self_attn.get_submodule(name)(x), expected, **CLOSE)
-    assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(layer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    features = read(on, texts(2, 9), drafter)   # what the layer adds fits the stream before the final norm, so it adds nothing at first
+    start = drafter.streams(on.embed(features.tokens_BT[:, 1:-1]), features.hidden_BTD[:, :-2])[0]
+    torch.testing.assert_close(drafter(features)[0], start, **CLOSE)
     state = torch.randn(2, 4, D)
     torch.testing.assert_close(drafter.streams(torch.zeros_like(state), state)[0], state, atol=0.2, rtol=0)
     other = build_drafter("eagle", backbone("gpt2"), {}).tensors()   # of another shape
