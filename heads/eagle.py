@@ -40,8 +40,8 @@ class Eagle(AutoregressiveDrafter):
         """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for)."""
         intermediate_size: Annotated[int, Ge(1)] | None = None
         """Width of the feed-forward part (null: the backbone's)."""
-        feature_noise: Annotated[float, Ge(0)] = 0.1
-        """Half the width of the uniform noise added to the hidden states in training (0: none)."""
+        feature_noise: Annotated[float, Ge(0)] = 0.0
+        """Half the width of the uniform noise added to the hidden states in training; the paper's is 0.1 (0: none)."""
 
     config: Config
     own_readout = False
