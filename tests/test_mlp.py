@@ -78,6 +78,19 @@ def test_the_folder_is_the_layout_of_the_engines(tmp_path: Path, tied: bool) -> 
     }
 
 
+def test_it_starts_from_the_backbones_embedding_and_output_layer_where_they_fit() -> None:
+    """At another width all is random, of the size that the weight of embeddings is made for."""
+    on = backbone("llama")
+    fitting, narrow = build_drafter("mlp", on, {"depth": 2}), build_drafter("mlp", on, {"depth": 2, "inner_dim": 20})
+    for k in range(2):
+        emb, head = (fitting.tensors()[f"speculator.{name}.{k}.weight"] for name in ("emb", "head"))
+        torch.testing.assert_close(emb / emb.norm(), on.embed.weight / on.embed.weight.norm())
+        assert torch.equal(head, on.unembed.weight)
+        randoms = [narrow.tensors()[f"speculator.{name}.{k}.weight"] for name in ("emb", "head", "proj")]
+        for weight, width in ((emb, on.dim), *((random, 20) for random in randoms)):
+            assert 0.85 < weight.square().mean().sqrt() * width**0.5 < 1.15
+
+
 @pytest.mark.parametrize(
     "arguments,named",
     [
