@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import DRAFTERS, FAMILIES, backbone, random_drafter, texts
+from families import FAMILIES, backbone, random_drafter, texts
 from safetensors.torch import save
 from torch import Tensor
 
@@ -108,7 +108,7 @@ BOUNDS = {"int8": (2e-3, 1.5e-2), "bf16": (5e-4, 5e-3), "exact": (1e-6, 1e-5)}
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_live_one_within_the_error_of_rounding(family: str, kind: str, store: str) -> None:
     on, samples = backbone(family), make_samples()
