@@ -43,8 +43,8 @@ class WarmStart:
     def require_fits(self, drafter: Drafter) -> None:
         """Raise UserError, naming the first difference, unless ``drafter`` can start from these heads."""
         if self.drafter.taps != drafter.taps:
-            ours, theirs = list(drafter.taps), list(self.drafter.taps)
-            raise UserError(f"drafter.init={self.path} reads the taps {theirs}, this drafter {ours}: set drafter.taps={theirs}")
+            taps = list(self.drafter.taps)
+            raise UserError(f"drafter.init={self.path} reads the taps {taps}, this drafter {list(drafter.taps)}: set drafter.taps={taps}")
         if drafter.lora is not None and _size(self.drafter) != _size(drafter):
             raise UserError(
                 f"drafter.lora keeps the draft vocabulary of drafter.init={self.path}, of {_size(self.drafter)} tokens; this one has "
