@@ -104,7 +104,7 @@ class MLPSpeculator(OwnReadoutDrafter):
             table_VD = backbone.embed.weight[: backbone.vocab].float()
             size = table_VD.square().mean().sqrt().clamp(min=1e-6) * self.inner_dim**0.5
             for emb in self.emb:
-                emb.weight.copy_(table_VD / size)
+                emb.get_parameter("weight").copy_(table_VD / size)
 
     @property
     def max_depth(self) -> int:

@@ -50,7 +50,7 @@ def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), mode()))
-        layer.forward = again  # type: ignore[assignment]
+        layer.forward = again
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.heads.backbone.adapter import base_parameters
@@ -34,7 +34,8 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
-    less = 0.0 if type(backbone.base.get_submodule("norm"))(1).weight.any() else 1.0   # 1: a new norm has a weight of zero
+    new_norm: nn.Module = type(backbone.base.get_submodule("norm"))(1)
+    less = 0.0 if new_norm.get_parameter("weight").any() else 1.0   # a weight less one starts at zero
     plain = {name: plain_weight(weight) for name, weight in weights.items() if name not in left_out}
     return {name: weight + less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + less
 

@@ -259,7 +259,7 @@ class NoInputNormLayer(DecoderLayer):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.input_layernorm = nn.Identity()
+        self.input_layernorm = nn.Identity()  # type: ignore[assignment]
 
     @torch.no_grad()
     def start_as(self, layer: Mapping[str, Tensor]) -> bool:
