@@ -8,6 +8,7 @@ backbone's own token included) in a tree and accepted per depth at temperature 0
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def measured(trained: Run, asked: dict[str, list[Tensor]]) -> dict[str, Any]:
 def one(recipe: Recipe, asked: dict[str, list[Tensor]]) -> dict[str, Any]:
     trained = prepare(recipe)
     try:
-        train(trained)
+        if train(trained):
+            sys.exit(1)   # stopped by a signal
     finally:
         trained.log.close()
     return measured(trained, asked)

@@ -4,7 +4,7 @@
     python benchmarks/heads.py --out out/heads --backbone MODEL --train ROWS.jsonl --eval ROWS.jsonl --tokens 150000 data.limit=6000
     python benchmarks/heads.py --out out/heads --table --plot heads.svg
 
-Every entry of `ENTRIES` is trained by recipes/quickstart/KIND.yaml (the learning rate, objective and arguments that suit it), all on the
+Every entry of `ENTRIES` is trained by a recipe of recipes/quickstart (the learning rate, objective and arguments that suit it), all on the
 same rows in batches of the same size, and decodes the same held-out prompts: in a chain of 5 drafts (of fewer for heads that draft fewer),
 in adaptive trees, and without drafts, interleaved in one process, at temperatures 0 and 1. At equal seconds, the number of steps follows
 from the training speed of a trial of a few steps, so that the learning rate schedule ends in time.
@@ -60,11 +60,13 @@ class Entry:
 
     kind: str
     changes: tuple[str, ...] = ()
+    recipe: str | None = None
+    """File in recipes/quickstart, if not that of the kind."""
 
 
 ENTRIES = {
     "medusa": Entry("medusa", (DEEP,)),
-    "medusa-2": Entry("medusa", (DEEP, "backbone.lora={}")),
+    "medusa-2": Entry("medusa", (DEEP,), "medusa2"),
     "hydra": Entry("hydra", (DEEP, "drafter.layers=1", "drafter.prefix_attention=false")),
     "hydra++": Entry("hydra", (DEEP,)),
     "mlp": Entry("mlp", (DEEP,)),
@@ -84,7 +86,7 @@ ENTRIES = {
 
 def recipe_of(entry: Entry, args: argparse.Namespace, *more: str) -> Recipe:
     """The entry's recipe, with the data and sizes that all entries share."""
-    own, other = RECIPES / f"{entry.kind}.yaml", [f"drafter={{kind: {entry.kind}}}", "objective={}"]
+    own, other = RECIPES / f"{entry.recipe or entry.kind}.yaml", [f"drafter={{kind: {entry.kind}}}", "objective={}"]
     shared = [f"train.batch_size={args.batch_size}", "eval.every=0", "save.every=0", "log.every=1"]
     shared += [f"eval.prompts={args.prompts}", f"eval.max_new_tokens={args.new_tokens}"]
     if args.backbone is not None:

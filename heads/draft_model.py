@@ -137,12 +137,10 @@ class DraftModel(Drafter):
         """Initialise the model: from the backbone's layers, from ``path``, or at random."""
         if self.layers:
             smaller.copy_pruned(backbone, self.model, self.layers)
-            self.model.generation_config = backbone.model.generation_config
         elif self.config.path is not None:
             source = _load(self.config.path, backbone)
             smaller.require_fitting(backbone, source, smaller.find_tokenizers(backbone.name, self.config.path))
             smaller.copy_model(source.model, self.model)
-            self.model.generation_config = source.model.generation_config
         else:
             self.model.init_weights()
 
@@ -231,9 +229,9 @@ class DraftModel(Drafter):
         return smaller.stated_config(self.model.config) | stated
 
     def engine_files(self) -> dict[str, bytes]:
-        """Return the generation configuration and, where the backbone has one, its tokenizer."""
+        """Return the backbone's generation configuration and, where there is one, its tokenizer."""
         with tempfile.TemporaryDirectory() as name:
-            (Path(name) / "generation_config.json").write_text(self.model.generation_config.to_json_string())
+            (Path(name) / "generation_config.json").write_text(self.backbone.model.generation_config.to_json_string())
             if (tokenizer := smaller.find_tokenizer(self.backbone.name)) is not None:
                 tokenizer.save_pretrained(name)
             return {file.name: file.read_bytes() for file in Path(name).iterdir() if file.is_file()}

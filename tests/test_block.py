@@ -217,7 +217,7 @@ def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "arguments,named",
     [
-        ({"depth": 96}, "longer than the backbone's context of 96"),
+        ({"depth": 97}, "longer than the backbone's context of 96"),
         ({"taps": [0]}, "layer counts from 1"),
         ({"taps": [LAYERS + 1]}, "layer counts from 1"),
         ({"taps": []}, "layer counts from 1"),

@@ -68,7 +68,7 @@ def test_killed_ten_times(recipe: Path, tmp_path: Path, processes: int) -> None:
     whole = numbers(tmp_path / "whole")
     for out in (tmp_path / str(i) for i in range(round + 1) if (tmp_path / str(i) / "headstart.json").exists()):
         assert (out / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
-        assert numbers(out) == whole and len(whole) == STEPS + 3
+        assert numbers(out) == whole and len(whole) == STEPS + 4
         assert not list(out.rglob(".*"))
 
 
