@@ -30,7 +30,7 @@ from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, engine_fields, llama_like, rotary_at
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.start_values import start_fusion, start_normed
+from headstart.heads.layers.start_values import probe, start_fusion, start_normed
 from headstart.support.errors import UserError
 
 
@@ -125,8 +125,7 @@ class Block(Drafter):
 
     def context(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Fuse the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
-        assert features.taps is not None
-        taps_BTX = torch.cat([features.taps[tap] for tap in self.taps], -1)
+        taps_BTX = features.concatenated(self.taps)
         if index_BT is not None:
             taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
         return self.hidden_norm(self.fc(taps_BTX.to(self.fc.weight.dtype)))
@@ -244,7 +243,7 @@ class Block(Drafter):
         agree, and the corrections without effect.
         """
         super().init_from(backbone)
-        start_fusion(self.fc.weight, backbone, self.taps)
+        start_fusion(self.fc.weight, probe(backbone, self.taps).concatenated(self.taps))
         for i, layer in enumerate(self._layers):
             final = start_normed(layer, backbone, max(backbone.num_layers - len(self._layers) + i, 0))
             if final is not None:

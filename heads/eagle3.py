@@ -24,6 +24,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.layers.cached_stack import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, PairLayer, Rotary, engine_fields, llama_like
+from headstart.heads.layers.start_values import probe, start_fusion
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.errors import UserError
 
@@ -81,26 +82,14 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
     def init_from(self, backbone: Backbone) -> None:
         """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layers as
         the backbone's last ones if the shapes agree; and the output layer as the backbone's.
-
-        Without the scaling, residual streams, whose entries are in the tens, would dominate the layer's initial output.
         """
         super().init_from(backbone)
-        D = self.fc.out_features
-        tokens_1T = torch.linspace(0, backbone.vocab - 1, min(64, backbone.max_positions or 64), device=backbone.device).long()[None]
-        taps_1TX = self._normed(self._concatenated(backbone.read(tokens_1T, taps=self.taps)))
-        self.fc.weight[:, -D:] += torch.eye(D)
-        for i, tap_1TD in enumerate(taps_1TX.split(D, -1)):
-            size = tap_1TD.contiguous().float().square().mean(-1).sqrt().median()  # median over positions: the first is often an outlier
-            self.fc.weight[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
+        start_fusion(self.fc.weight, self._normed(probe(backbone, self.taps).concatenated(self.taps)))
         for i, cached in enumerate(self.cached.layers):
             from_end = i - len(self.cached.layers)
             start = layer_weights(backbone, from_end) if backbone.num_layers + from_end >= 0 else None
             if start is not None and cached.layer.start_as(start[0]):
                 self.norm.weight.copy_(start[1])
-
-    def _concatenated(self, features: Features) -> Tensor:
-        assert features.taps is not None
-        return torch.cat([features.taps[tap] for tap in self.taps], -1)
 
     def _normed(self, taps_BTX: Tensor) -> Tensor:
         """Norm the concatenated taps as the configuration says."""
@@ -113,7 +102,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
 
     def states(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Concatenate and project the tapped layers."""
-        taps_BTX = self._concatenated(features)
+        taps_BTX = features.concatenated(self.taps)
         if index_BT is not None:
             taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
         return self.fc(self._normed(taps_BTX).to(self.fc.weight.dtype))

@@ -34,6 +34,7 @@ from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary, lla
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.layers.start_values import probe
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 
 
@@ -68,8 +69,7 @@ class PrefixLayer(nn.Module):
             self.layer.start_as(last[0])
         self.layer.self_attn.o_proj.weight.zero_()
         self.layer.mlp.down_proj.weight.zero_()
-        tokens_1T = torch.linspace(0, backbone.vocab - 1, min(64, backbone.max_positions or 64), device=backbone.device).long()[None]
-        hidden_1TD = backbone.read(tokens_1T).hidden_BTD.float()
+        hidden_1TD = probe(backbone).hidden_BTD.float()
         self.norm.weight.fill_(hidden_1TD.square().mean(-1).sqrt().median().item())
 
     def forward(self, hidden_BTD: Tensor, document_BT: Tensor | None) -> Tensor:

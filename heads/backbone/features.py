@@ -37,6 +37,11 @@ class Features:
         document = torch.where(valid_BT, 0, -1)
         return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
 
+    def concatenated(self, taps: tuple[int, ...]) -> Tensor:
+        """Concatenate these taps along the width: ``[B, T, len(taps) D]``."""
+        assert self.taps is not None
+        return torch.cat([self.taps[tap] for tap in taps], -1)
+
     def rows(self, rows_B: Tensor) -> Features:
         """Select the rows ``rows_B`` (int64) of the batch, in that order."""
         return map_tensors(lambda tensor: tensor[rows_B], self)

@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
 from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
 
 
-def probe(backbone: Backbone, taps: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the residual stream at the taps for a few tokens spread over the vocabulary."""
+def probe(backbone: Backbone, taps: tuple[int, ...] = ()) -> Features:
+    """Return the backbone's features of a few tokens spread over the vocabulary."""
     count = min(64, backbone.max_positions or 64)
-    tokens_1T = torch.linspace(0, backbone.vocab - 1, count, device=backbone.device).long()[None]
-    return backbone.read(tokens_1T, taps=taps).taps or {}
+    return backbone.read(torch.linspace(0, backbone.vocab - 1, count, device=backbone.device).long()[None], taps=taps)
 
 
 @torch.no_grad()
-def start_fusion(weight_DX: Tensor, backbone: Backbone, taps: tuple[int, ...]) -> None:
-    """Add the deepest tap to the random parts of all, each scaled to unit size.
+def start_fusion(weight_DX: Tensor, taps_1TX: Tensor) -> None:
+    """Add the deepest of the concatenated taps to the random parts of all, each scaled to unit size.
 
     Without the scaling, residual streams, whose entries are in the tens, would dominate what is computed of them.
     """
     D = len(weight_DX)
     weight_DX[:, -D:] += torch.eye(D, dtype=weight_DX.dtype, device=weight_DX.device)
-    for i, stream_1TD in enumerate(probe(backbone, taps)[tap] for tap in taps):
-        size = stream_1TD.float().square().mean(-1).sqrt().median()   # median over positions: the first is often an outlier
+    for i, tap_1TD in enumerate(taps_1TX.split(D, -1)):
+        size = tap_1TD.contiguous().float().square().mean(-1).sqrt().median()   # median over positions: the first is often an outlier
         weight_DX[:, i * D : (i + 1) * D] /= size.clamp(min=1e-6).item()
 
 
@@ -49,7 +49,7 @@ def start_normed(layer: NormedLayer, backbone: Backbone, index: int) -> Tensor |
         projection.weight *= layer.input_layernorm.weight
     layer.input_layernorm.weight.fill_(1.0)
     if not QUERY_NORMS & {*found[0]}:
-        x_1TD = layer.inputs(probe(backbone, (index,))[index].to(layer.dtype))
+        x_1TD = layer.inputs(probe(backbone, (index,)).concatenated((index,)).to(layer.dtype))
         for projection, norm in ((attn.q_proj, attn.q_norm), (attn.k_proj, attn.k_norm)):
             norm.weight.fill_(projection(x_1TD).unflatten(-1, (-1, attn.head_dim)).square().mean(-1).sqrt().median())
     return found[1]
