@@ -5,8 +5,9 @@
     python benchmarks/heads.py --out out/heads --table --plot heads.svg
 
 Every entry of `ENTRIES` is trained by a recipe of recipes/quickstart (the learning rate, objective and arguments that suit it), all on the
-same rows in batches of the same size, and decodes the same held-out prompts: in a chain of 5 drafts (of fewer for heads that draft fewer),
-in adaptive trees, and without drafts, interleaved in one process, at temperatures 0 and 1. At equal seconds, the number of steps follows
+same rows in batches of the same size, and decodes the same held-out prompts at temperatures 0 and 1: all together, in a chain of 5 drafts
+(of fewer for heads that draft fewer) and in trees of 24 nodes, for acceptance; and a few of them one by one, in a chain, in adaptive trees
+and without drafts, interleaved in one process, for speed. At equal seconds, the number of steps follows
 from the training speed of a trial of a few steps, so that the learning rate schedule ends in time.
 
 A finished run is a line of ``OUT/runs.jsonl``; runs found there are skipped. Prints the means and standard errors over the seeds of all
@@ -35,7 +36,6 @@ from headstart.heads.methods import find_drafter
 from headstart.inference.bench.bench import Race
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import AR, HeadstartSystem
-from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
@@ -51,6 +51,8 @@ CHAIN = 5
 TRIAL_STEPS, WARM_UP = 14, 4
 """Steps that measure the training speed, and how many of them come before the measured ones."""
 TEMPERATURES = (0.0, 1.0)
+TREE = TreeShape(24, 8)
+"""The fixed tree."""
 DEEP = f"drafter.depth={CHAIN}"
 
 
@@ -129,27 +131,39 @@ def steps_in(seconds: float, entry: Entry, args: argparse.Namespace, step_tokens
     return max(1, round(seconds * speed / step_tokens))
 
 
-def decode(folder: Path, recipe: Recipe, prompts: list[Tensor], capture: BackendName) -> dict[str, Any]:
-    """Decode the prompts in a chain, in adaptive trees and without drafts, and compare."""
-    heads = load(folder, load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype), capture=capture)
-    drafter, found = heads.drafter, {}
+def decode(folder: Path, recipe: Recipe, prompts: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
+    """Decode all prompts together for acceptance, in a chain and in fixed trees, and some one by one for speed."""
+    heads = load(folder, load_backbone(recipe.backbone.path, dtype=recipe.backbone.dtype), capture=args.capture)
+    drafter, asked = heads.drafter, [Prompt(prompt_T) for prompt_T in prompts]
     assert isinstance(drafter, Drafter)
     depth = min(CHAIN, drafter.max_depth or CHAIN)
-    shape = TreeShape(1 + depth, 1, depth)
-    plain = HeadstartSystem(AR, SpeculativeModel(heads.backbone, capture=capture))
-    chain = HeadstartSystem("chain", SpeculativeModel(heads.backbone, drafter, capture=capture), (shape, shape))
-    systems = [plain, chain, HeadstartSystem("tree", heads)]
+    shape, together = TreeShape(1 + depth, 1, depth), SpeculativeModel(heads.backbone, drafter, capture="off")
+    plain = HeadstartSystem(AR, SpeculativeModel(heads.backbone, capture=args.capture))
+    chain = HeadstartSystem("chain", SpeculativeModel(heads.backbone, drafter, capture=args.capture), (shape, shape))
+    found: dict[str, Any] = {"chain": depth, "depth": drafter.depth}
     for temperature in TEMPERATURES:
-        race = Race(plain, systems, [Prompt(prompt_T) for prompt_T in prompts], Settings(recipe.eval.max_new_tokens, temperature), 1, 0)
-        race.run(None)
+        settings = Settings(recipe.eval.max_new_tokens, temperature)
+        accepting = [HeadstartSystem("chain", together, (shape, shape)), HeadstartSystem("tree", together, (TREE, TREE))]
+        truth = HeadstartSystem(AR, SpeculativeModel(heads.backbone, capture="off"))
+        race = raced(Race(truth, [truth, *accepting], asked, settings, len(asked), 0))
+        for one in race.results[1:]:
+            name = f"{one.system.name}_{temperature:g}"
+            found |= {f"tau_{name}": one.total.tau, f"acceptance_{name}": one.total.acceptance_per_depth}
+            found[f"prompts_differing_{name}"] = one.differing(race.leader)
+        race = raced(Race(plain, [plain, chain, HeadstartSystem("adaptive", heads)], asked[: args.timed_prompts], settings, 1, 0))
         ar = race.leader.total
         found[f"ar_tokens_per_second_{temperature:g}"] = ar.tokens_per_second
         for one in race.results[1:]:
             name, tally = f"{one.system.name}_{temperature:g}", one.total
-            found |= {f"tau_{name}": tally.tau, f"speedup_{name}": tally.tokens_per_second / ar.tokens_per_second}
-            found |= {f"draft_ms_{name}": tally.milliseconds()["draft_ms"], f"acceptance_{name}": tally.acceptance_per_depth}
-            found[f"prompts_differing_{name}"] = one.differing(race.leader)
-    return {"chain": depth, "depth": drafter.depth, **found}
+            found[f"speedup_{name}"] = tally.tokens_per_second / ar.tokens_per_second
+            found[f"draft_ms_{name}"] = tally.milliseconds()["draft_ms"]
+        found[f"tau_adaptive_{temperature:g}"] = race.results[-1].total.tau
+    return found
+
+
+def raced(race: Race) -> Race:
+    race.run(None)
+    return race
 
 
 def measure(name: str, key: dict[str, Any], args: argparse.Namespace, step_tokens: float) -> dict[str, Any]:
@@ -169,15 +183,16 @@ def measure(name: str, key: dict[str, Any], args: argparse.Namespace, step_token
             "seconds": seconds,
             "tokens_per_second": run.tokens / seconds,
         }
-        found = decode(Path(folder), recipe, run.prompts, args.capture)
+        found = decode(Path(folder), recipe, run.prompts, args)
     return {**key, **trained, **found, "run_seconds": time.perf_counter() - start}
 
 
 def keys_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What identifies each run asked for: seed by seed, so that an interrupted comparison has all entries."""
+    sizes = [args.batch_size, args.prompts, args.timed_prompts, args.new_tokens, args.threads]
     shared = {
         "backbone": Path(args.backbone).name if args.backbone else "embedded",
-        "settings": [args.train, args.batch_size, args.prompts, args.new_tokens, args.threads, args.capture, *sorted(args.overrides)],
+        "settings": [args.train, *sizes, args.capture, *sorted(args.overrides)],
     }
     budgets = [(name, getattr(args, name)) for name in ("tokens", "seconds") if getattr(args, name) is not None]
     runs = [(seed, budget, entry) for seed in args.seeds for budget in budgets for entry in args.only]
@@ -240,7 +255,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--train", metavar="FILE", help="rows to train on, with --backbone")
     options.add_argument("--eval", metavar="FILE", help="held-out rows whose prompts are decoded, with --backbone")
     options.add_argument("--batch-size", type=int, default=4, help="samples of an optimizer step (4)")
-    options.add_argument("--prompts", type=int, default=16, help="prompts to decode at each temperature (16)")
+    options.add_argument("--prompts", type=int, default=32, help="prompts to decode at each temperature (32)")
+    options.add_argument("--timed-prompts", type=int, default=4, help="how many of them to decode one by one, for speed (4)")
     options.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt (64)")
     options.add_argument("--capture", choices=("auto", "off"), default="auto", help="of forward passes; off is slower (auto)")
     options.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a chart of tau")

@@ -20,8 +20,8 @@ COLUMNS = {
     "tau tree, T=0": "tau_tree_0",
     "T=1 ": "tau_tree_1",
     "drafting ms, chain": "draft_ms_chain_0",
-    "speed, T=0": "speedup_tree_0",
-    "T=1  ": "speedup_tree_1",
+    "speed, T=0": "speedup_adaptive_0",
+    "T=1  ": "speedup_adaptive_1",
 }
 """Titles of the table -> fields of a run."""
 WIDTH, LINE, LEFT, RIGHT, TOP, BOTTOM = 720, 22, 170, 24, 34, 40

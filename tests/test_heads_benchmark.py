@@ -54,7 +54,9 @@ def test_a_comparison_in_miniature(comparison: ModuleType, tmp_path: Path, monke
         assert entry["seeds"] == [0, 1] and entry["chain"] == [5, 0]
         assert 300 < entry["tokens"][0] < 500 and entry["parameters"][1] == 0 and entry["ar_tokens_per_second_1"][0] > 0
         for name in ("chain_0", "chain_1", "tree_0", "tree_1"):
-            assert 1 <= entry[f"tau_{name}"][0] <= 6 and entry[f"speedup_{name}"][0] > 0 and entry[f"prompts_differing_{name}"] == [0, 0]
+            assert 1 <= entry[f"tau_{name}"][0] <= 6 and entry[f"prompts_differing_{name}"] == [0, 0]
+        for name in ("chain_0", "chain_1", "adaptive_0", "adaptive_1"):
+            assert entry[f"speedup_{name}"][0] > 0
     lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
     assert len(lines) == 4 and json.loads(lines[0])["seed"] == 0
     again = report(*asked)   # nothing is done twice
