@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +30,7 @@ from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, file_hash, value_hash
+from headstart.support.hub import find_folder
 
 METADATA = "headstart.json"
 FORMAT = 1
@@ -104,9 +104,7 @@ def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
 
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the local folder of a checkpoint (downloaded if ``path`` is a hub id) and its ``headstart.json``."""
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = _fetch(str(path))
+    folder = find_folder(path, "heads")
     card_file = folder / METADATA
     if not card_file.is_file():
         raise UserError(f"{path} has no {METADATA}: not heads saved by Headstart (or the run that writes them has not saved yet)")
@@ -194,14 +192,6 @@ def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_fi
             f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "
             "or, if this is a fine-tune of it, pass allow_finetuned=True (--allow-finetuned)"
         )
-
-
-def _fetch(path: str) -> Path:
-    try:
-        return Path(snapshot_download(path))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"no heads at {path!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id") from None
 
 
 def same_weights(ours: Any, theirs: Any) -> bool:

@@ -14,14 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.support.errors import UserError
+from headstart.support.hub import find_folder
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -153,13 +152,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True)
 
 def find_adapter(path: str | Path) -> Path:
     """Return the local folder of an adapter, downloaded if ``path`` is a hub id. Raises UserError if there is none."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(str(path), allow_patterns=[CONFIG, WEIGHTS]))
-        except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            cause = " ".join(str(error).split())[:200]
-            raise UserError(f"no adapter at {str(path)!r}: no such folder, and not on the hub ({cause}); give either") from None
+    folder = find_folder(path, "adapter", [CONFIG, WEIGHTS])
     lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lacking:
         raise UserError(f"{path} lacks {lacking[0]}, so it is no PEFT adapter; give a folder that PEFT saved, or fetch it again")

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, resolve
 from headstart.support.errors import UserError
+from headstart.support.hub import find_folder
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the backbone's embedding and output layer that some checkpoints hold for every module."""
@@ -97,14 +96,7 @@ LAYOUTS = {
 
 def checkpoint_folder(backbone: Backbone) -> Path:
     """Return the folder of the backbone's checkpoint, downloaded if it is on the hub. Raises UserError if it has none."""
-    where = resolve(backbone.name)
-    if where and Path(where).is_dir():
-        return Path(where)
-    try:
-        return Path(snapshot_download(where, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx"]))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"no checkpoint of the backbone at {where!r} ({cause}); load the backbone from a folder or a hub id") from None
+    return find_folder(resolve(backbone.name), "checkpoint of the backbone", ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
