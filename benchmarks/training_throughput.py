@@ -28,7 +28,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data
-from headstart.training.data.vocabulary import vocabulary_by_frequency
+from headstart.training.data.vocabulary import count_labels, most_frequent
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import Manifest, contents_of, format_of, plan_shards
 from headstart.training.features.source import FeatureSource, LiveFeatures
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         found = dict(ways(recipe, drafter, backbone, Path(folder)))
         if drafter.vocabulary is not None:
             samples = next(iter(found.values())).feed.samples
-            drafter.use_vocabulary(vocabulary_by_frequency(samples, len(drafter.vocabulary), backbone.vocab))
+            drafter.use_vocabulary(most_frequent(count_labels(samples, backbone.vocab), len(drafter.vocabulary)))
         optimizer = build_optimizer(drafter, recipe.train)
         for step in range(1, args.steps + args.warm + 1):
             for way in found.values():

@@ -16,7 +16,7 @@ from headstart.training.data.batch_sampler import epoch_order
 from headstart.training.data.data import Sample, hold_out, load_data, make_samples, prompts
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
-from headstart.training.data.vocabulary import vocabulary_by_frequency
+from headstart.training.data.vocabulary import count_labels, most_frequent
 from headstart.training.recipe.recipe import Data, Eval
 
 ROWS = [{"text": f"It is {word}."} for word in ("two", "three", "fünf", "six")]
@@ -198,14 +198,15 @@ def test_the_order_depends_on_epoch_and_seed_alone():
 
 def test_the_draft_vocabulary_is_the_most_frequent_learned():
     samples = [sample([9, 9, 9, 4, 4, 2, 2], "xxxxx.x"), sample([7, 7, 7], "...")]
-    assert vocabulary_by_frequency(samples, 2, 12).tolist() == [4, 9]
-    assert vocabulary_by_frequency(samples, 3, 12).tolist() == [2, 4, 9]
-    assert vocabulary_by_frequency(samples, 5, 12).tolist() == [0, 1, 2, 4, 9]    # filled up with the lowest ids
-    assert vocabulary_by_frequency(samples, 12, 12).tolist() == list(range(12))
+    counts_V = count_labels(samples, 12)
+    assert most_frequent(counts_V, 2).tolist() == [4, 9]
+    assert most_frequent(counts_V, 3).tolist() == [2, 4, 9]
+    assert most_frequent(counts_V, 5).tolist() == [0, 1, 2, 4, 9]    # filled up with the lowest ids
+    assert most_frequent(counts_V, 12).tolist() == list(range(12))
     with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
-        vocabulary_by_frequency(samples, 13, 12)
+        most_frequent(counts_V, 13)
     with pytest.raises(UserError, match="the tokenizer gives token 9, but the backbone's vocabulary has 9"):
-        vocabulary_by_frequency(samples, 3, 9)
+        count_labels(samples, 9)
 
 
 def test_prompts():

@@ -21,7 +21,7 @@ from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
-from headstart.training.data.vocabulary import describe_coverage
+from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import open_source
 from headstart.training.features.on_policy import require_on_policy, with_cache
@@ -40,7 +40,7 @@ from headstart.training.run.checkpoint import (
 )
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import fsdp_plugin, require_known, shard_layers
-from headstart.training.run.start import choose_vocabularies, coverage_of, read_starts
+from headstart.training.run.start import choose_vocabularies, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
@@ -85,15 +85,17 @@ def prepare(recipe: Recipe) -> Run:
     drafters = _build_drafters(recipe, backbone, fresh=state is None)
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
-    if state is None:
-        choose_vocabularies(drafters, starts, splits)
+    counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
+    if state is None and counts is not None:
+        choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     source = with_cache(recipe, source)
     trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.per_drafter().items()]
     for trainer in trainers:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
-        trainer.coverage = coverage_of(trainer.drafter, splits)
+        if counts is not None and trainer.drafter.vocabulary is not None:
+            trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
     origin = provenance(recipe, tokenizer)

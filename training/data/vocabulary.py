@@ -6,13 +6,21 @@ Shape suffixes: V backbone vocabulary, DV draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.support.errors import UserError
 from headstart.training.data.data import Sample, Splits
+
+
+class LabelCounts(NamedTuple):
+    """How often each token is a label token (int64 ``[V]``)."""
+
+    training_V: Tensor
+    held_out_V: Tensor | None
+    """None if nothing is held out."""
 
 
 def count_labels(samples: Sequence[Sample], vocab: int) -> Tensor:
@@ -23,23 +31,27 @@ def count_labels(samples: Sequence[Sample], vocab: int) -> Tensor:
     return counts_V
 
 
-def vocabulary_by_frequency(samples: Sequence[Sample], size: int, vocab: int) -> Tensor:
-    """Return the ``size`` most frequent label tokens, ascending; ties go to the lower id."""
-    if not 1 <= size <= vocab:
-        raise UserError(f"a draft vocabulary has between 1 and {vocab} tokens, as many as the backbone's; got {size}")
-    return count_labels(samples, vocab).sort(descending=True, stable=True).indices[:size].sort().values
+def label_counts(splits: Splits, vocab: int) -> LabelCounts:
+    """Count the label tokens of the training and the held-out data. Raises UserError as `count_labels` does."""
+    return LabelCounts(count_labels(splits.train, vocab), count_labels(splits.eval, vocab) if splits.eval else None)
 
 
-def coverage(counts_V: Tensor, tokens_DV: Tensor) -> float:
-    """Return the share of the counted tokens that are in the draft vocabulary."""
-    return float(counts_V[tokens_DV.cpu()].sum() / counts_V.sum())
+def most_frequent(counts_V: Tensor, size: int) -> Tensor:
+    """Return the ``size`` most frequent tokens, ascending; ties go to the lower id. Raises UserError if there are not as many."""
+    if not 1 <= size <= len(counts_V):
+        raise UserError(f"a draft vocabulary has between 1 and {len(counts_V)} tokens, as many as the backbone's; got {size}")
+    return counts_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def coverage_report(splits: Splits, tokens_DV: Tensor, vocab: int) -> dict[str, Any]:
+def coverage_report(counts: LabelCounts, tokens_DV: Tensor) -> dict[str, Any]:
     """Return the sizes and the share of label tokens covered, in training and held-out data (None if nothing is held out)."""
-    held_out = coverage(count_labels(splits.eval, vocab), tokens_DV) if splits.eval else None
-    training = coverage(count_labels(splits.train, vocab), tokens_DV)
-    return {"size": len(tokens_DV), "vocab_size": vocab, "training": training, "held_out": held_out}
+    held_out = None if counts.held_out_V is None else _coverage(counts.held_out_V, tokens_DV)
+    training = _coverage(counts.training_V, tokens_DV)
+    return {"size": len(tokens_DV), "vocab_size": len(counts.training_V), "training": training, "held_out": held_out}
+
+
+def _coverage(counts_V: Tensor, tokens_DV: Tensor) -> float:
+    return float(counts_V[tokens_DV.cpu()].sum() / counts_V.sum())
 
 
 def describe_coverage(report: dict[str, Any]) -> str:

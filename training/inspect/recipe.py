@@ -23,7 +23,7 @@ from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, require_vocabulary
-from headstart.training.data.vocabulary import count_labels, coverage_report, describe_coverage, vocabulary_by_frequency
+from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts, most_frequent
 from headstart.training.features.source import require_packable
 from headstart.training.inspect.sample import paint, read_tokens
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
@@ -112,12 +112,12 @@ def _name(backbone: Backbone, module: nn.Module) -> str:
 
 def vocabulary_coverage(recipe: Recipe, models: FakeModels, splits: Splits) -> dict[str, Any]:
     """Count distinct label tokens, and report the coverage of each draft vocabulary that training will choose."""
-    vocab, drafters = models.backbone.vocab, {}
+    counts, drafters = label_counts(splits, models.backbone.vocab), {}
     for name, drafter in models.drafters.items():
         if drafter.vocabulary is not None and drafter.lora is None:   # an adapted drafter keeps its vocabulary
-            chosen = vocabulary_by_frequency(splits.train, len(drafter.vocabulary), vocab)
-            drafters[name or str(recipe.drafter["kind"])] = coverage_report(splits, chosen, vocab)
-    return {"distinct_label_tokens": int((count_labels(splits.train, vocab) > 0).sum()), "drafters": drafters}
+            chosen = most_frequent(counts.training_V, len(drafter.vocabulary))
+            drafters[name or str(recipe.drafter["kind"])] = coverage_report(counts, chosen)
+    return {"distinct_label_tokens": int((counts.training_V > 0).sum()), "drafters": drafters}
 
 
 def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableType]:

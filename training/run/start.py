@@ -1,14 +1,12 @@
-"""How new drafters start: trained heads (``drafter.init``), draft vocabularies and their coverage."""
+"""How new drafters start: trained heads (``drafter.init``) and draft vocabularies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
-from headstart.training.data.data import Splits
-from headstart.training.data.vocabulary import coverage_report, vocabulary_by_frequency
+from headstart.training.data.vocabulary import LabelCounts, most_frequent
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
@@ -24,17 +22,10 @@ def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, Wa
     return starts
 
 
-def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, WarmStart], splits: Splits) -> None:
+def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, WarmStart], counts: LabelCounts) -> None:
     """Set the draft vocabularies to the most frequent tokens of the training data; an adapted drafter keeps its own."""
     for name, drafter in drafters.items():
         if drafter.vocabulary is None:
             continue
         tokens = starts[name].drafter.vocabulary if drafter.lora is not None else None
-        if tokens is None:
-            tokens = vocabulary_by_frequency(splits.train, len(drafter.vocabulary), drafter.backbone.vocab)
-        drafter.use_vocabulary(tokens)
-
-
-def coverage_of(drafter: Drafter, splits: Splits) -> dict[str, Any] | None:
-    """Return the coverage of a drafter's vocabulary; None if it is the backbone's."""
-    return None if drafter.vocabulary is None else coverage_report(splits, drafter.vocabulary, drafter.backbone.vocab)
+        drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
