@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from annotated_types import Ge, Lt, MinLen
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, parse
 from headstart.support.errors import UserError
+from headstart.training.recipe.sections import Fraction, Text
 
 VOCABULARY_KEY = "draft_vocab_size"
-Text = Annotated[str, MinLen(1)]
 
 
 class DrafterLora(StrictModel):
@@ -20,7 +19,7 @@ class DrafterLora(StrictModel):
     """Rank of the adapter's matrices."""
     alpha: PositiveFloat = 32.0
     """The adapter's output is scaled by ``alpha / rank``."""
-    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dropout: Fraction = 0.0
     """Dropout before the adapter, in training."""
     target_modules: Text | list[Text] = "all-linear"
     """Layers to adapt: ``all-linear`` (but the output layers), a regular expression, or a list of module names or their endings."""

@@ -19,7 +19,7 @@ class Lora(StrictModel):
     """Rank of the adapter's matrices."""
     alpha: PositiveFloat = 16.0
     """The adapter's output is scaled by ``alpha / rank``."""
-    dropout: Annotated[float, Ge(0), Lt(1)] = 0.05
+    dropout: Fraction = 0.05
     """Dropout before the adapter, in training."""
     target_modules: Text | list[Text] = "all-linear"
     """Layers to adapt, as in PEFT: ``all-linear`` (but the output layer), a regular expression, or a list of module names."""
