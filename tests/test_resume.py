@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log, run
 
 from headstart.cli.train import main
@@ -20,10 +19,7 @@ MICRO_BATCHES = 3
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +96,17 @@ def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys
     assert main(recipe_for(whole, out)) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
+
+
+def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole / "out", tmp_path / "out")
+    for state in states(tmp_path / "out"):
+        content = json.loads((state / "state.json").read_text())
+        del content["format"]
+        (state / "state.json").write_text(json.dumps(content))
+    assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 2)" in error
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,8 @@ from headstart.support.files import atomic, discard_unfinished, file_hash
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 
+FORMAT = 2
+"""Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
     "cache.dir", "cache.shard_mb", "drafter.lora.merge",
@@ -52,7 +54,7 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     discard_unfinished(folder.with_name("step-*"))
     with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
-        content = {"step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
+        content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
         for path in temporary.iterdir():
             _flush(path)
@@ -80,7 +82,13 @@ def find_state(save_dir: Path) -> Path | None:
 
 
 def read_state(folder: Path) -> State:
+    """Read an intact state. Raises UserError if another version wrote it."""
     progress = json.loads((folder / "state.json").read_text())
+    if (found := progress.get("format")) != FORMAT:
+        raise UserError(
+            f"{folder} was saved by another version of Headstart (format {found}, this one reads {FORMAT}): resume it with that version, "
+            "or choose another save.dir"
+        )
     return State(folder, progress["step"], progress, load_file(folder / "tensors.safetensors"))
 
 
