@@ -11,8 +11,8 @@ and without drafts, interleaved in one process, for speed. At equal seconds, the
 from the training speed of a trial of a few steps, so that the learning rate schedule ends in time.
 
 A finished run is a line of ``OUT/runs.jsonl``; runs found there are skipped. Prints the means and standard errors over the seeds of all
-runs in that file as JSON, or with ``--table`` as Markdown. Entries whose kind or arguments do not exist are skipped with a note. Without
-``--tokens`` and ``--seconds`` nothing is trained. ``a.b=c`` replaces values of all recipes.
+runs in that file as JSON, or with ``--table`` as Markdown. An entry that fails is noted, and the others go on. Without ``--tokens`` and
+``--seconds`` nothing is trained. ``a.b=c`` replaces values of all recipes.
 """
 
 import argparse
@@ -32,14 +32,12 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.base import Drafter
-from headstart.heads.methods import find_drafter
 from headstart.inference.bench.bench import Race
 from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.support.errors import UserError
 from headstart.training.data.data import load_data
 from headstart.training.loop import train
 from headstart.training.recipe.recipe import Recipe, load_recipe
@@ -88,13 +86,11 @@ ENTRIES = {
 
 def recipe_of(entry: Entry, args: argparse.Namespace, *more: str) -> Recipe:
     """The entry's recipe, with the data and sizes that all entries share."""
-    own, other = RECIPES / f"{entry.recipe or entry.kind}.yaml", [f"drafter={{kind: {entry.kind}}}", "objective={}"]
     shared = [f"train.batch_size={args.batch_size}", "eval.every=0", "save.every=0", "log.every=1"]
     shared += [f"eval.prompts={args.prompts}", f"eval.max_new_tokens={args.new_tokens}"]
     if args.backbone is not None:
         shared += [f"backbone.path={args.backbone}", f"data.train={args.train}", f"data.eval={args.eval}"]
-    changes = [*([] if own.exists() else other), *entry.changes, *shared, *args.overrides, *more]
-    return load_recipe(own if own.exists() else RECIPES / "eagle3.yaml", changes)
+    return load_recipe(RECIPES / f"{entry.recipe or entry.kind}.yaml", [*entry.changes, *shared, *args.overrides, *more])
 
 
 def tokens_per_step(args: argparse.Namespace) -> float:
@@ -199,40 +195,27 @@ def keys_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**shared, "entry": entry, "budget": name, "amount": amount, "seed": seed} for seed, (name, amount), entry in runs]
 
 
-def unavailable(name: str, args: argparse.Namespace) -> str | None:
-    """Why an entry cannot be trained, if it cannot."""
-    try:
-        find_drafter(ENTRIES[name].kind)
-        recipe_of(ENTRIES[name], args)
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run what is missing in ``args.out``; returns the report of all that it holds."""
-    file, skipped = args.out / "runs.jsonl", {}
+    file, failed = args.out / "runs.jsonl", {}
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     keys = [key for key in keys_of(args) if not any({**row, **key} == row for row in rows)]
     step_tokens = tokens_per_step(args) if keys else 0.0
     for number, key in enumerate(keys, 1):
         name = key["entry"]
-        fault = skipped.get(name) or unavailable(name, args)
-        if fault is None:
-            try:
-                rows.append(measure(name, key, args, step_tokens))
-            except Exception as error:   # one head that fails must not end a comparison of hours
-                traceback.print_exc()
-                fault = f"{type(error).__name__}: {error}"
-        if fault is not None:
-            skipped[name] = fault
-            print(f"skipped {name}: {fault}", file=sys.stderr, flush=True)
+        if name in failed:
+            continue
+        try:
+            rows.append(measure(name, key, args, step_tokens))
+        except Exception as error:   # one head that fails must not end a comparison of hours
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
             continue
         with file.open("a") as lines:
             lines.write(json.dumps(rows[-1]) + "\n")
         print(f"{number} of {len(keys)}: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
-    return {"skipped": skipped, "entries": heads_report.summary(rows)}
+    return {"failed": failed, "entries": heads_report.summary(rows)}
 
 
 def main(args: argparse.Namespace) -> dict[str, Any] | str:
