@@ -27,3 +27,12 @@ def every_layout_of_linear_layers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "max_transposed_rows", lambda module: 4)
         yield
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process are on the CPU and start without the state of earlier ones."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)

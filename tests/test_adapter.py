@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from families import VOCAB, backbone, random_drafter, texts, tiny
 from forked import Forked
 from safetensors.torch import load_file, save_file
@@ -37,10 +36,7 @@ STEPS, ALONE, MICRO_BATCHES = 10, 4, 2
 """Steps of a run, those that train the heads alone, and forward passes of each."""
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def joint_recipe(folder: Path, **lora: float | bool) -> Path:

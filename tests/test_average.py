@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 
@@ -18,10 +17,7 @@ STEPS = 8
 CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema_decay": 0.5}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_the_average_follows_the_weights_and_replaces_them_in_a_block() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from families import prompts, random_drafter, texts, tiny
 from small_run import make_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -26,10 +25,7 @@ from headstart.training.setup import prepare
 PROMPT = "the cat sees the red"
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, seed: int = 0, **config: Any) -> Path:

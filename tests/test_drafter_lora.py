@@ -33,10 +33,7 @@ WEIGHTS = "model.safetensors"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +193,12 @@ def test_damaged_adapters_are_refused(adapted: Path, tmp_path: Path, monkeypatch
     file.unlink()
     with pytest.raises(UserError, match="lacks its weights adapter_model.safetensors"):
         load_drafter(tmp_path / "out", on)
+
+
+def test_beside_an_adapter_on_the_backbone(adapted: Path, tmp_path: Path) -> None:
+    """Both adapters are trained, saved and put on again."""
+    assert main([str(adapted / "recipe.yaml"), f"save.dir={tmp_path}/out", "backbone.lora.rank=2", "train.steps=2", "eval.every=0"]) == 0
+    backbone = load_backbone(str(adapted / "backbone"), device="cpu")
+    drafter = load_drafter(tmp_path / "out", backbone)
+    assert backbone.adapter is not None and drafter.lora is None
+    assert {"adapter", "drafter_adapter"} <= {path.name for path in (tmp_path / "out").iterdir()}

@@ -27,10 +27,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """Another order of summation changes gradients by an ulp, and AdamW divides the smallest of them by as little."""
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")

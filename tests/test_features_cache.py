@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 
@@ -34,10 +33,7 @@ from headstart.training.setup import prepare
 EAGLE = {"kind": "eagle3", "depth": 2}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from forked import Forked
 from small_run import make_recipe, read_log
 
@@ -17,10 +16,7 @@ from headstart.training.setup import prepare
 EAGLE = {"kind": "eagle3", "depth": 2}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_one_process_goes_on_as_two_with_the_same_data(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
 from forked import Forked
 from safetensors import SafetensorError
 from small_run import make_recipe, read_log
@@ -25,10 +24,7 @@ STEPS, MOMENTS = 30, 5
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture

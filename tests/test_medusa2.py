@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
 from families import FAMILIES, random_drafter, texts, tiny
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
@@ -37,10 +36,7 @@ from headstart.training.setup import prepare
 ALL = {"target_modules": "all-linear"}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def adapted(family: str = "llama", **config: Any) -> Backbone:

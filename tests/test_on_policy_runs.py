@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from families import backbone, random_drafter
 from forked import Forked
 from small_run import make_recipe, read_log
@@ -27,12 +26,6 @@ from headstart.training.setup import prepare
 KEY = StepKey(seed=3, step=5)
 DRAFTER = {"kind": "eagle3", "depth": 3}
 WANTED = {"on_policy": 0.5, "on_policy_share": 0.3}
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
 
 
 def losses(out: Path) -> list[list[float]]:

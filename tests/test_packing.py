@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from families import DRAFTERS, FAMILIES, VOCAB, backbone, random_drafter
 from small_run import make_recipe, read_log
 from torch import Tensor
@@ -32,12 +31,6 @@ from headstart.training.recipe.recipe import Objective, Train
 
 LENGTHS = (9, 4, 13, 6, 21, 5, 8)
 ROWS = [[0, 1, 2], [3, 4], [5, 6]]
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
 
 
 def make_samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Sample]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from forked import Forked
 from small_run import make_recipe, read_log
 
@@ -19,10 +18,7 @@ DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 4, "batch_size": 5, "optimizer": "muon", "ema_decay": 0.9}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def test_neither_accumulation_nor_the_number_of_processes_changes_a_step(tmp_path: Path) -> None:

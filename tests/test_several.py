@@ -36,10 +36,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 Eight steps move weights by 2e-2."""
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Path:

@@ -27,10 +27,7 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """The environment set by ``accelerate launch --use_fsdp --fsdp_version 2``; its launcher itself would look for GPUs."""
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def launch(processes: int, recipe: Path, out: Path, *changes: str, **environment: str) -> str:

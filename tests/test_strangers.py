@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from families import STRANGERS, left_padded, prompts, say
 from small_run import make_recipe, read_log
 
@@ -72,10 +71,7 @@ class Linear(Drafter):
 """A head as a user of the project would write one."""
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.parametrize("kind", STRANGERS)

@@ -25,10 +25,7 @@ from headstart.support.errors import UserError
 EAGLE3 = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture(scope="module")
