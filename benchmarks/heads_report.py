@@ -33,15 +33,27 @@ svg { background: #fff; font: 12px system-ui, sans-serif; } text { fill: #5d6670
 """
 
 
-def summary(rows: list[Row]) -> list[Row]:
+def summary(runs: list[Row], speeds: list[Row], timings: list[Row]) -> list[Row]:
     """For each group and entry the mean and standard error over seeds of every number, ``[mean, None]`` of a single run."""
-    found: list[Row] = []
-    for name in dict.fromkeys((*map(str, (row[key] for key in GROUP)), row["entry"]) for row in rows):
-        runs = [row for row in rows if (*map(str, (row[key] for key in GROUP)), row["entry"]) == name]
-        numbers = [key for key, value in runs[0].items() if isinstance(value, int | float) and key not in (*GROUP, "seed")]
-        means = {key: _mean([run[key] for run in runs]) for key in numbers}
-        found.append({**{key: runs[0][key] for key in GROUP}, "entry": runs[0]["entry"], "seeds": [run["seed"] for run in runs], **means})
-    return found
+    found: dict[str, Row] = {}
+    for run in runs:
+        name = {key: run[key] for key in (*GROUP, "entry")}
+        if str(name) in found:
+            continue
+        same = _matching(runs, name)
+        apart = [*_matching(speeds, {key: name[key] for key in ("backbone", "settings", "entry")}), *_matching(timings, name)]
+        found[str(name)] = {**name, "seeds": [one["seed"] for one in same], **_means(same), **_means(apart)}
+    return list(found.values())
+
+
+def _matching(rows: list[Row], name: Row) -> list[Row]:
+    return [row for row in rows if {**row, **name} == row]
+
+
+def _means(rows: list[Row]) -> Row:
+    """Of every number that the rows have."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
+    return {key: _mean([row[key] for row in rows if key in row]) for key in keys if key not in (*GROUP, "seed")}
 
 
 def _mean(values: list[float]) -> list[float | None]:
@@ -65,17 +77,20 @@ def table(entries: list[Row]) -> str:
     """A Markdown table for each group; tau includes the backbone's own token, speed is relative to autoregressive decoding."""
     parts = []
     for title, own in groups(entries).items():
-        lines = [f"**{title}**", "", f"| head | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
+        columns = {name: field for name, field in COLUMNS.items() if any(field in entry for entry in own)}
+        lines = [f"**{title}**", "", f"| head | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
         for entry in own:
             deep = "" if entry["chain"][0] == 5 else f" (chain of {entry['chain'][0]:.0f})"
-            lines.append(f"| {entry['entry']}{deep} | {' | '.join(_cell(field, entry[field]) for field in COLUMNS.values())} |")
+            lines.append(f"| {entry['entry']}{deep} | {' | '.join(_cell(field, entry.get(field)) for field in columns.values())} |")
         counts = sorted({len(entry["seeds"]) for entry in own})
         lines += ["", f"Means and standard errors over {' or '.join(map(str, counts))} seed{'' if counts == [1] else 's'}."]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _cell(field: str, value: list[float | None]) -> str:
+def _cell(field: str, value: list[float | None] | None) -> str:
+    if value is None:
+        return ""
     mean, error = value
     assert mean is not None
     if field == "parameters":
