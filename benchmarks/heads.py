@@ -1,7 +1,7 @@
 """Compares all heads on one backbone: at equal training tokens, at equal training seconds, or both, with several seeds.
 
     python benchmarks/heads.py --out out/heads --speeds
-    python benchmarks/heads.py --out out/heads --tokens 150000 --seconds 60 --seeds 0 1 2 [--only medusa eagle3] [a.b=c ...]
+    python benchmarks/heads.py --out out/heads --seeds 0 1 2 [--only medusa eagle3] --tokens 150000 --seconds 60 [a.b=c ...]
     python benchmarks/heads.py --out out/heads --tokens 150000 --seconds 60 --time
     python benchmarks/heads.py --out out/heads --backbone MODEL --train ROWS.jsonl --eval ROWS.jsonl --tokens 150000 data.limit=6000
     python benchmarks/heads.py --out out/heads --table --plot heads.svg

@@ -62,13 +62,13 @@ def _mean(values: list[float]) -> list[float | None]:
 
 
 def groups(entries: list[Row]) -> dict[str, list[Row]]:
-    """The entries of each table by its title, the longest mean accepted chain at temperature 0 first."""
+    """The entries of each table by its title (the settings that not all tables have at its end), the longest drafts in a chain first."""
     found: dict[str, list[Row]] = {}
     for entry in entries:
         amount = f"{entry['amount']:,.0f} training {entry['budget']}"
-        alike = [other for other in entries if all(other[key] == entry[key] for key in GROUP[:3])]
-        mixed = len({str(other["settings"]) for other in alike}) > 1
-        title = f"{entry['backbone']}, {amount}" + (f", {entry['settings']}" if mixed else "")
+        alike = [{*map(str, other["settings"])} for other in entries if all(other[key] == entry[key] for key in GROUP[:3])]
+        changes = [str(setting) for setting in entry["settings"] if str(setting) not in set.intersection(*alike)]
+        title = ", ".join((entry["backbone"], amount, *changes))
         found.setdefault(title, []).append(entry)
     return {title: sorted(own, key=lambda entry: -entry["tau_chain_0"][0]) for title, own in found.items()}
 
@@ -83,7 +83,8 @@ def table(entries: list[Row]) -> str:
             deep = "" if entry["chain"][0] == 5 else f" (chain of {entry['chain'][0]:.0f})"
             lines.append(f"| {entry['entry']}{deep} | {' | '.join(_cell(field, entry.get(field)) for field in columns.values())} |")
         counts = sorted({len(entry["seeds"]) for entry in own})
-        lines += ["", f"Means and standard errors over {' or '.join(map(str, counts))} seed{'' if counts == [1] else 's'}."]
+        single = " (one where no error is given)" if 1 in counts[:-1] else ""
+        lines += ["", f"Means and standard errors over {' or '.join(map(str, counts))} seed{'' if counts == [1] else 's'}{single}."]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
