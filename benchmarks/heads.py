@@ -146,7 +146,7 @@ class Comparison:
     @cached_property
     def _recipe(self) -> Recipe:
         """Of any entry: they share data and prompts."""
-        return recipe_of("medusa", self.args)
+        return recipe_of(self.args.only[0], self.args)
 
     @cached_property
     def _data(self) -> Any:
