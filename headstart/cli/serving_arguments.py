@@ -1,0 +1,29 @@
+"""Arguments and examples of the commands around serving; `headstart.cli.main` lists the commands. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart export``."""
+    parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
+    parser.add_argument(
+        "--to", required=True, metavar="FORMAT",
+        help="an engine (vllm, sglang, trtllm), whose layout follows from the heads' kind, or a layout by name: speculators, dflash-hf, "
+        "medusa, eagle, mlp-speculator, mtp-stitch",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("--backbone", metavar="M", help="the backbone, folder or hub id, as engines shall load it (default: as trained)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="dtype of the written weights (default: auto, as stored)"
+    )
+    parser.add_argument(
+        "--adapter", choices=("merge", "keep"), default="merge",
+        help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
+        "(merge, the default), or the adapter as it is (keep)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
