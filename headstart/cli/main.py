@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headstart import __version__
-from headstart.cli import arguments
+from headstart.cli import arguments, serving_arguments
 from headstart.support.errors import UserError
 
 
@@ -51,6 +51,8 @@ COMMANDS = (
             arguments.PLAN_EXAMPLE),
     Command("inspect", "preparing", "Show a training sample and dataset statistics, or the contents of a checkpoint",
             arguments.add_inspect, arguments.INSPECT_EXAMPLE),
+    Command("export", "export", "Write heads in the layout of a serving engine, with the line that starts it",
+            serving_arguments.add_export, serving_arguments.EXPORT_EXAMPLE),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors", arguments.add_schema, arguments.SCHEMA_EXAMPLE),
 )  # fmt: skip
 

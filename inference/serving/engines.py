@@ -1,0 +1,138 @@
+"""Which serving engine reads the heads of which method, from which version to which, and how that is known.
+
+An entry says what was done with the versions named: ``run`` (heads were loaded and drafted in them), ``read`` (in the engine's source) or
+``documented``. A version in ``since`` or ``until`` that is not known is left out. docs/serving.md holds the table (`engine_table.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+from headstart.support.errors import UserError
+
+METHODS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE-1",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "mtp": "MTP (in the backbone)",
+    "draft_model": "draft model",
+    "pard": "parallel draft model (PARD)",
+    "medusa": "Medusa",
+    "mlp": "MLP speculator",
+    "hydra": "Hydra",
+}
+"""Methods as engines tell them apart -> their names; `method_of` gives that of heads."""
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers"}
+
+
+@dataclass(frozen=True)
+class Support:
+    """That an engine reads a method's heads, or did."""
+
+    how: Literal["run", "read", "documented"]
+    versions: str
+    """The versions in which it was run, read or is documented."""
+    since: str | None = None
+    until: str | None = None
+    """The last version that reads them; None: the newest known does."""
+    note: str = ""
+    """A condition on the heads or the engine; why the engine dropped them."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """That an engine never read a method's heads."""
+
+    reason: str
+
+
+NO_MODULE = Unsupported("it has no module for them")
+V2_RUNNER = "needs the V2 model runner, the default on a GPU"
+BLOCK_ROW = Support("documented", "1.4.0rc1")
+
+TABLE: dict[tuple[str, str], Support | Unsupported] = {
+    ("vllm", "eagle3"): Support("run", "0.32.0, 0.33.0", since="0.8.5"),
+    ("vllm", "eagle"): Support("run", "0.32.0, 0.33.0"),
+    ("vllm", "dflash"): Support("run", "0.32.0", since="0.19"),
+    ("vllm", "dspark"): Support("read", "0.32.0, 0.33.0", note=V2_RUNNER),
+    ("vllm", "domino"): Unsupported("it has no module for Domino's correction (read in the source of 0.32.0)"),
+    ("vllm", "mtp"): Support("run", "0.32.0", note="MiMo run; Qwen3.5 read in its source"),
+    ("vllm", "draft_model"): Support("run", "0.32.0", note="not from 0.10 to 0.13"),
+    ("vllm", "pard"): Support("read", "0.32.0"),
+    ("vllm", "medusa"): Support("run", "0.32.0", until="0.32", note="removed in 0.33"),
+    ("vllm", "mlp"): Support("documented", "0.9.1", until="0.9.2", note="0.10 removed the V0 engine, which ran them"),
+    ("vllm", "hydra"): NO_MODULE,
+    ("sglang", "eagle3"): Support("run", "0.5.23", note="the module alone was run"),
+    ("sglang", "eagle"): Support("run", "0.5.23", note="the module alone was run"),
+    ("sglang", "dflash"): Support("read", "0.5.23"),
+    ("sglang", "dspark"): Support("read", "0.5.23"),
+    ("sglang", "domino"): Support("read", "0.5.23", note="one GPU, --tp-size 1"),
+    ("sglang", "mtp"): Support("read", "0.5.23"),
+    ("sglang", "draft_model"): Support("read", "0.5.23"),
+    ("sglang", "pard"): Unsupported("its STANDALONE drafts one token a pass; it has no parallel draft models"),
+    ("sglang", "medusa"): NO_MODULE,
+    ("sglang", "mlp"): NO_MODULE,
+    ("sglang", "hydra"): NO_MODULE,
+    ("trtllm", "eagle3"): Support("read", "main of 2026", note="the PyTorch backend"),
+    ("trtllm", "eagle"): Support(
+        "documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them; the PyTorch backend reads EAGLE-3 only"
+    ),
+    ("trtllm", "dflash"): BLOCK_ROW,
+    ("trtllm", "dspark"): BLOCK_ROW,
+    ("trtllm", "domino"): NO_MODULE,
+    ("trtllm", "mtp"): Unsupported("its MTP is that of DeepSeek-V3 and R1, whose layers Headstart does not train"),
+    ("trtllm", "draft_model"): Support("documented", "1.4.0rc1"),
+    ("trtllm", "pard"): Support("documented", "1.4.0rc1"),
+    ("trtllm", "medusa"): Support("documented", "1.2.1", until="1.2.1", note="the TensorRT backend, removed since, read them"),
+    ("trtllm", "mlp"): NO_MODULE,
+    ("trtllm", "hydra"): NO_MODULE,
+    ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
+    ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
+    ("transformers", "dflash"): Support("run", "5.23.0", note="by the layout dflash-hf"),
+    ("transformers", "draft_model"): Support("run", "5.23.0"),
+}
+"""What is not listed for TGI and transformers is not supported."""
+
+
+def support(engine: str, method: str) -> Support | Unsupported:
+    """Return whether and in which versions an engine reads a method's heads."""
+    return TABLE.get((engine, method), NO_MODULE)
+
+
+def method_of(kind: str, arguments: dict[str, object]) -> str:
+    """Return the method of heads of a kind, with the arguments that their checkpoint states, as engines tell methods apart."""
+    if kind == "block":
+        return {"none": "dflash", "markov": "dspark", "recurrent": "domino"}[str(arguments.get("correction", "markov"))]
+    return "pard" if kind == "draft_model" and arguments.get("parallel") else kind
+
+
+def readers(method: str) -> dict[str, Support]:
+    """Return the engines of which some version reads a method's heads, those of today first."""
+    found = {engine: entry for engine in ENGINES if isinstance(entry := support(engine, method), Support)}
+    return dict(sorted(found.items(), key=lambda item: item[1].until is not None))
+
+
+def require_engine(engine: str, method: str, layouts: list[str]) -> None:
+    """Raise UserError unless the newest known version of an engine reads a method's heads. ``layouts`` are those that hold them."""
+    entry = support(engine, method)
+    if isinstance(entry, Support) and entry.until is None:
+        return
+    name, heads = ENGINES[engine], METHODS[method]
+    others = [ENGINES[other] for other, found in readers(method).items() if found.until is None and other != engine]
+    where = f"{' and '.join(others)} {'reads' if len(others) == 1 else 'read'} them" if others else "no other engine reads them today"
+    if isinstance(entry, Unsupported):
+        advice = f"; write --to {layouts[0]}" if layouts and others else "; decode them with headstart.load"
+        raise UserError(f"{name} does not read {heads} heads: {entry.reason}; {where}{advice}")
+    advice = f"--to {layouts[0]} writes the layout for {name} up to {entry.until}" if layouts else "decode them with headstart.load"
+    raise UserError(f"{name} reads {heads} heads up to version {entry.until} only ({entry.note}); {where}; {advice}")
+
+
+def nearest(name: str, allowed: list[str]) -> UserError:
+    """Return the error for an unknown format."""
+    near = difflib.get_close_matches(name.lower(), allowed, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"unknown format {name!r}; {hint}allowed: {', '.join(allowed)}")

@@ -1,0 +1,143 @@
+"""Export heads: choose the layout, check them, write the folder, and say how engines start with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headstart import __version__
+from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.inference.serving.engines import ENGINES, METHODS, Support, readers, require_engine
+from headstart.inference.serving.export.adapter import BACKBONE, keep, merge, require_keepable
+from headstart.inference.serving.formats.format import Format, find_format, formats, layouts_of, require_sound
+from headstart.inference.serving.launch import Served, launch_line
+from headstart.inference.serving.layout import new_folder, require_finite, require_new
+from headstart.inference.serving.trained import Dtype, Trained, read_trained
+from headstart.support.errors import UserError
+
+PROVENANCE = "headstart_export.json"
+"""File of an exported folder that says what was exported, for `headstart verify`."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``headstart export`` was asked for."""
+
+    heads: str
+    to: str
+    """An engine or a layout."""
+    out: Path
+    backbone: str | None = None
+    """From where engines load the backbone (None: from where it was trained)."""
+    dtype: Dtype = "auto"
+    adapter: Literal["merge", "keep"] = "merge"
+
+
+def export(request: Request) -> dict[str, Any]:
+    """Write heads in the layout of an engine, into a new folder, and return a report: layout, changes, engines and launch lines.
+
+    Raises UserError, before anything is written, for an unknown format, heads that it or the engine cannot hold, damaged heads, a folder
+    that is not empty, or a backbone that is missing or another one.
+    """
+    if request.to not in (known := formats()) and request.to not in ENGINES:
+        find_format(request.to)
+    require_new(request.out)
+    trained = read_trained(request.heads, request.backbone)
+    layout, engine = _chosen(request.to, trained, known)
+    rank = _rank(trained, request.adapter, engine)
+    require_sound(trained)
+    require_finite(trained.tensors)
+    with new_folder(request.out) as folder:
+        layout.write(trained, request.dtype, folder)
+        if trained.adapter is not None:
+            (merge if request.adapter == "merge" else keep)(trained, folder)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        served = _served(trained, request, config, layout.name, rank)
+        report = _report(trained, request, layout, served, engine)
+        stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
+        (folder / PROVENANCE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _chosen(to: str, trained: Trained, known: dict[str, Format]) -> tuple[Format, str | None]:
+    """Return the layout and, if one was asked for, the engine. Raises UserError if either cannot hold the heads."""
+    if to in ENGINES:
+        layouts = layouts_of(trained.method)
+        require_engine(to, trained.method, layouts)
+        fitting = [known[name] for name in layouts if to in known[name].readers(trained)]
+        if not fitting:
+            fault = "; ".join(known[layouts[0]].notes(trained)[-1:])
+            raise UserError(f"{ENGINES[to]} does not read {trained.path}: {fault}; --to {layouts[0]} writes them all the same")
+        return fitting[0], to
+    known[to].require(trained)
+    return known[to], None
+
+
+def _rank(trained: Trained, how: str, engine: str | None) -> int:
+    if trained.adapter is None:
+        if how == "keep":
+            raise UserError(f"{trained.path} was trained without an adapter on the backbone; leave out --adapter keep")
+        return 0
+    return require_keepable(trained, engine) if how == "keep" else 0
+
+
+def _served(trained: Trained, request: Request, config: dict[str, Any], layout: str, rank: int) -> Served:
+    out = str(request.out.absolute())
+    merged = trained.adapter is not None and request.adapter == "merge"
+    return Served(
+        method=trained.method,
+        folder=out,
+        backbone=f"{out}/{BACKBONE}" if merged else trained.backbone,
+        depth=trained.depth,
+        config=config,
+        layout=layout,
+        adapter=f"{out}/{ADAPTER}" if trained.adapter is not None and not merged else None,
+        rank=rank,
+    )
+
+
+def _report(trained: Trained, request: Request, layout: Format, served: Served, engine: str | None) -> dict[str, Any]:
+    reading = {name: entry for name, entry in readers(trained.method).items() if name in layout.readers(trained) and engine in (None, name)}
+    if served.adapter is not None:
+        reading = {name: entry for name, entry in reading.items() if name == "vllm"}
+    notes = layout.notes(trained) or ["the checkpoint's own layout: names, shapes, values and layer numbers checked, nothing changed"]
+    if request.dtype != "auto":
+        notes.append(f"weights are written in {request.dtype}")
+    return {
+        "format": FORMAT,
+        "layout": layout.name,
+        "method": trained.method,
+        "headstart": __version__,
+        "heads": {
+            "path": str(Path(trained.path).absolute()) if trained.folder == Path(trained.path).expanduser() else trained.path,
+            "kind": trained.card["kind"],
+            "sha256": trained.card["weights"]["sha256"],
+        },
+        "backbone": served.backbone,
+        "contract": trained.card["contract"],
+        "dtype": request.dtype,
+        "depth": trained.depth,
+        "adapter": None if trained.adapter is None else request.adapter,
+        "notes": notes,
+        "launch": {name: {"line": launch_line(name, served), "support": _support(name, entry)} for name, entry in reading.items()},
+    }
+
+
+def _support(engine: str, entry: Support) -> str:
+    """Say which versions of an engine read the heads, and how that is known."""
+    how = {"run": "run in", "read": "read in the source of", "documented": "as documented for"}[entry.how]
+    spans = [f"from {entry.since}"] if entry.since else []
+    spans += [f"up to {entry.until}"] if entry.until else []
+    known = f"{how} {entry.versions}" + (f"; {entry.note}" if entry.note else "")
+    return f"{ENGINES[engine]} {' '.join([*spans, f'({known})'])}"
+
+
+def lines(report: dict[str, Any], out: Path) -> list[str]:
+    """Return a report as text."""
+    first = f"{METHODS[report['method']]}: {report['heads']['path']} written to {out}, layout {report['layout']}"
+    notes = [f"  {note}" for note in report["notes"]]
+    launch = [line for one in report["launch"].values() for line in ("", one["support"], f"  {one['line']}")]
+    return [first, *notes, *launch]

@@ -1,0 +1,1 @@
+"""Layouts of exported heads, one file each; `format.py` says what a layout is."""

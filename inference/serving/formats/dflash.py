@@ -1,0 +1,13 @@
+"""The directory of DFlash, DSpark and Domino heads that vLLM, SGLang and TensorRT-LLM load: the checkpoint as it is."""
+
+from __future__ import annotations
+
+from headstart.inference.serving.formats.format import Format
+
+
+class DflashFormat(Format):
+    """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
+
+    about = "DFlash, DSpark and Domino for vLLM, SGLang and TensorRT-LLM"
+    methods = ("dflash", "dspark", "domino")
+    engines = ("vllm", "sglang", "trtllm")
