@@ -7,7 +7,7 @@ Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,8 +80,14 @@ class Decoder:
             host = clock.lap()
         if watch.valid:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
-        written = dict(zip(accepted.sequences, map(len, accepted.tokens), strict=True))
-        return Pass([written.get(number, 0) for number in range(len(self.sequences))], tree.size, drafting, verifying, host)
+        written, *drafts = (self._by_sequence(accepted.sequences, rows) for rows in (accepted.tokens, paths, tree.tokens))
+        kept, drafted = ([max(nodes - 1, 0) for nodes in counts] for counts in drafts)   # nodes without the root
+        return Pass(written, tree.size, drafting, verifying, host, kept, drafted)
+
+    def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
+        """The lengths of the rows of these sequences, by sequence; 0 for the others."""
+        counts = dict(zip(numbers, map(len, rows), strict=True))
+        return [counts.get(number, 0) for number in range(len(self.sequences))]
 
     # Drafting.
 
@@ -91,10 +97,10 @@ class Decoder:
         if not sources:
             return Draft([], []), root_only(self.roots), self._noise(0, 1)
         noise_BPV = self._noise(0, 1 + max(source.noise_depths(self.shape) for source in sources))
-        processing = self.request.processing
+        processing, in_full = self.request.processing, self.shape is not None and self.shape.chain
         draft = Draft(
             pools=[Pool(root) for root in self.roots],
-            remaining=[self.prompts.remaining(number, len(self.sequences[number].written)) for number in self.rows],
+            remaining=[self.prompts.remaining(number, len(self.sequences[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
             shape=self.shape,

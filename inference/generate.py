@@ -53,6 +53,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """Total seconds spent on ``draft``, ``verify`` and ``host`` (on an accelerator, exact only with ``timed=True``)."""
     accept_lengths: list[list[int]] | None = None
     """For each row, the number of tokens that each pass wrote."""
+    kept: list[list[int]] | None = None
+    """For each row, the number of drafts that each pass accepted, those past the end of the text included; None with beams."""
+    drafted: list[list[int]] | None = None
+    """For each row, the number of tokens drafted for each pass; None with beams."""
     nodes: list[int] | None = None
     """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
     sequences_scores: Tensor | None = None
@@ -213,6 +217,7 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
     lengths = [written for one in passes for written in one.written if written]
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
     beams = decoder if isinstance(decoder, BeamDecoder) else None
+    own = [[one for one in passes if one.written[row]] for row in range(len(request.ids_BT))]
     return GenerateOutput(
         sequences=_sequences(decoder, request),
         scores=_by_step(decoder.scores) if request.scores else None,
@@ -221,7 +226,9 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        accept_lengths=[[one.written[row] for one in passes if one.written[row]] for row in range(len(request.ids_BT))],
+        accept_lengths=[[one.written[row] for one in its] for row, its in enumerate(own)],
+        kept=None if beams else [[one.kept[row] for one in its] for row, its in enumerate(own)],
+        drafted=None if beams else [[one.drafted[row] for one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,

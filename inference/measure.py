@@ -64,6 +64,12 @@ class Tally:
     """Tokens written by the row passes: in Headstart's own decoding, all but the first token of each sequence."""
     accepted: list[int] = field(default_factory=list)
     """For each depth, the number of row passes in which a draft was accepted."""
+    drafts: int = 0
+    """Row passes that verified a draft."""
+    draft_tokens: int = 0
+    """Tokens drafted."""
+    kept: list[int] = field(default_factory=list)
+    """As ``accepted``, with the drafts past the end of a text, as engines count them."""
     nodes: Counter[int] = field(default_factory=Counter)
     """Number of passes by the nodes of a row's tree."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -76,7 +82,8 @@ class Tally:
         assert output.passes is not None and output.acceptance_per_depth is not None
         assert output.seconds is not None and output.accept_lengths is not None and output.nodes is not None
         lengths = [length for row in output.accept_lengths for length in row]
-        accepted = [sum(length > depth + 1 for length in lengths) for depth in range(len(output.acceptance_per_depth))]
+        depths = range(len(output.acceptance_per_depth))
+        drafted, kept = ([count for row in rows or [] for count in row] for rows in (output.drafted, output.kept))
         self.join(
             Tally(
                 tokens=len(output.accept_lengths) + sum(lengths),
@@ -84,7 +91,10 @@ class Tally:
                 reads=output.passes + 1,
                 row_passes=len(lengths),
                 emitted=sum(lengths),
-                accepted=accepted,
+                accepted=[sum(length > depth + 1 for length in lengths) for depth in depths],
+                drafts=sum(count > 0 for count in drafted),
+                draft_tokens=sum(drafted),
+                kept=[sum(count > depth for count in kept) for depth in range(max([len(depths), *kept]))],
                 nodes=Counter(output.nodes),
                 seconds={part: output.seconds[part] for part in PARTS},
             )
@@ -98,6 +108,9 @@ class Tally:
         self.row_passes += other.row_passes
         self.emitted += other.emitted
         self.accepted = [a + b for a, b in zip_longest(self.accepted, other.accepted, fillvalue=0)]
+        self.drafts += other.drafts
+        self.draft_tokens += other.draft_tokens
+        self.kept = [a + b for a, b in zip_longest(self.kept, other.kept, fillvalue=0)]
         self.nodes += other.nodes
         self.seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
         self.wall += other.wall
@@ -111,6 +124,17 @@ class Tally:
     def acceptance_per_depth(self) -> list[float]:
         """Acceptance rate at each depth, as a fraction of row passes."""
         return [count / max(self.row_passes, 1) for count in self.accepted]
+
+    def engine_counts(self) -> dict[str, Any]:
+        """Acceptance under vLLM's names and as vLLM counts it: over passes with a draft, with the drafts kept past the end of a text.
+
+        ``draft_acceptance_rate``: drafts kept of all tokens drafted. Nothing is counted (None, []) if no pass had a draft.
+        """
+        return {
+            "mean_acceptance_length": 1 + sum(self.kept) / self.drafts if self.drafts else None,
+            "acceptance_rate_per_pos": [count / self.drafts for count in self.kept] if self.drafts else [],
+            "draft_acceptance_rate": sum(self.kept) / self.draft_tokens if self.draft_tokens else None,
+        }
 
     @property
     def tokens_per_second(self) -> float:

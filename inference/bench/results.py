@@ -48,6 +48,7 @@ def result(measured: SystemResult, references: References, settings: Settings, s
         "kind": "+".join(measured.system.sources),
         **_common(measured, references, sizes),
         "acceptance_per_depth": total.acceptance_per_depth,
+        **total.engine_counts(),
         "draft_vocabulary": _draft_vocabulary(measured, measured.system.heads.drafter),
         "identical": differing == 0,
         "prompts_differing": differing,
@@ -93,7 +94,8 @@ def _common(measured: SystemResult, references: References, sizes: Sizes) -> dic
         "mbu": rate / sizes.memory_bytes_per_second,
         "capture": asdict(measured.system.capture) if measured.system.capture is not None else None,
         "tasks": {
-            task: _speeds(tally, ar.tasks[task], ar_transformers.tasks[task]) | {"acceptance_per_depth": tally.acceptance_per_depth}
+            task: _speeds(tally, ar.tasks[task], ar_transformers.tasks[task])
+            | {"acceptance_per_depth": tally.acceptance_per_depth, **tally.engine_counts()}
             for task, tally in measured.tasks.items()
         },
     }

@@ -22,7 +22,7 @@ def print_report(report: Row, out: TextIO) -> None:
     parts: list[RenderableType] = [_header(report), systems_table(report)]
     if len(report["tasks"]) > 1:
         parts.append(_tasks_table(report))
-    parts.append(Text("\n".join([*capture_notes(report), *vocabulary_notes(report)])))
+    parts.append(Text("\n".join([*engine_notes(report), *capture_notes(report), *vocabulary_notes(report)])))
     fine, sentence = verdict(report)
     show([*parts, Text(sentence, style="green" if fine else "bold red")], out)
 
@@ -113,6 +113,17 @@ def capture_notes(report: Row) -> list[str]:
     return [
         f"capture: {backend} ({', '.join(names)})" + (f"; fallback: {fallback}" if fallback else "")
         for (backend, fallback), names in systems.items()
+    ]
+
+
+def engine_notes(report: Row) -> list[str]:
+    """A line for each entry of heads with its acceptance under vLLM's names, as vLLM counts it (docs/serving.md)."""
+    return [
+        f"as vLLM counts it: {name(row)} {_setting(row).rstrip(',')}: mean acceptance length {row['mean_acceptance_length']:.3f},"
+        f" draft acceptance rate {row['draft_acceptance_rate']:.1%},"
+        f" per position {' '.join(f'{share:.3f}' for share in row['acceptance_rate_per_pos'])}"
+        for row in report["results"]
+        if row["mean_acceptance_length"] is not None
     ]
 
 

@@ -36,7 +36,13 @@ class Prompts:
         last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
         return features, cache, self.reader.backbone.readout(last_BD)[:, None]
 
-    def remaining(self, number: int, written: int) -> int:
-        """The number of tokens that may follow ``written`` tokens, by the length limit and the model's maximum number of positions."""
-        limit = min(self.request.limit - self.request.pads_B[number], self.reader.backbone.max_positions or 1 << 31)
-        return limit - self.lengths[number] - written
+    def remaining(self, number: int, written: int, past_limit: bool = False) -> int:
+        """The number of tokens that may follow ``written`` tokens, by the length limit and the model's maximum number of positions.
+
+        ``past_limit``: by the latter alone, unless rotary frequencies depend on the length.
+        """
+        backbone = self.reader.backbone
+        most = backbone.max_positions or 1 << 31
+        if not past_limit or backbone.rope_limit is not None:
+            most = min(most, self.request.limit - self.request.pads_B[number])
+        return most - self.lengths[number] - written

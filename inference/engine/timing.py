@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,10 @@ class Pass:
     draft: float
     verify: float
     host: float
+    kept: list[int] = field(default_factory=list)
+    """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
+    drafted: list[int] = field(default_factory=list)
+    """Tokens drafted for each sequence; none given in beam search."""
 
 
 class Clock:
