@@ -216,7 +216,7 @@ class Drafter(nn.Module, ABC):
         save_drafter(self, Path(folder), dict(extra or {}))
 
     def push_to_hub(self, repo_id: str, *, private: bool = False) -> None:
-        """Upload the checkpoint to a repository of the hub, creating it if needed."""
+        """Upload the checkpoint to a repository of the hub, creating it if needed. `headstart push` adds a model card. Raises UserError."""
         from headstart.heads.checkpoint import push_drafter
 
         push_drafter(self, repo_id, private)

@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, file_hash, value_hash
-from headstart.support.hub import find_folder
+from headstart.support.hub import find_folder, upload
 
 METADATA = "headstart.json"
 FORMAT = 1
@@ -94,12 +93,10 @@ def _save_lora(drafter: Drafter, folder: Path) -> dict[str, str]:
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
-    """Upload the checkpoint to the hub."""
+    """Upload the checkpoint to the hub as it is; `headstart push` uploads a saved one with a model card. Raises UserError."""
     with tempfile.TemporaryDirectory() as name:
         save_drafter(drafter, Path(name), {})
-        api = HfApi()
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=name)
+        upload(Path(name), repo_id, private)
 
 
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -53,6 +53,7 @@ COMMANDS = (
             arguments.add_inspect, arguments.INSPECT_EXAMPLE),
     Command("export", "export", "Write heads in the layout of a serving engine, with the line that starts it",
             serving_arguments.add_export, serving_arguments.EXPORT_EXAMPLE),
+    Command("push", "push", "Upload heads to the hub with a model card", serving_arguments.add_push, serving_arguments.PUSH_EXAMPLE),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors", arguments.add_schema, arguments.SCHEMA_EXAMPLE),
 )  # fmt: skip
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+PUSH_EXAMPLE = """examples:
+  headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
+  headstart push out/eagle3 user/llama-3.1-8b-eagle3 --dry-run out/card"""
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
 
 
@@ -27,3 +30,15 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "(merge, the default), or the adapter as it is (keep)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
+
+
+def add_push(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart push``."""
+    parser.add_argument("heads", type=Path, metavar="DIR", help="trained heads, or a folder that headstart export wrote")
+    parser.add_argument("repo", metavar="REPO", help="repository on the hub, USER/NAME; created if needed")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--dry-run", type=Path, metavar="OUT", help="write the folder there, a new one, and upload nothing")
+    parser.add_argument(
+        "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
+    )
+    parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")

@@ -1,0 +1,176 @@
+"""The folder that is published: heads as Headstart saved or exported them, complete and unchanged since."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import validate_repo_id
+
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
+from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
+from headstart.inference.serving.engines import method_of
+from headstart.inference.serving.export.export import PROVENANCE as EXPORTED
+from headstart.inference.serving.publish.scrub import last_part
+from headstart.support.errors import UserError
+from headstart.support.files import file_hash
+from headstart.support.hub import is_hub_id
+
+SAVED = (
+    METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", f"{ADAPTER}/*", f"{DRAFTER_ADAPTER}/*", "custom_generate/*.py",
+    "custom_generate/*.txt",
+)  # fmt: skip
+"""Files of a checkpoint; what else stands in a run's folder (state, log, reports) is not published."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads to publish."""
+
+    folder: Path
+    method: str
+    """See `engines.METHODS`, or the kind of code of the user's own."""
+    backbone: str
+    """As the files name it; it may be a path of this machine."""
+    base_model: str | None
+    """The backbone's hub id, if it is known."""
+    depth: int
+    config: dict[str, Any]
+    files: tuple[Path, ...]
+    """Relative to the folder."""
+    layout: str | None = None
+    """Of an exported folder; None: a checkpoint."""
+    names: tuple[str, ...] = ()
+    """Under which names a report of `headstart bench` may list them."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    contract: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Of the checkpoint; empty if it is not known."""
+    run: Path | None = None
+    """The folder of the training run, if it is there."""
+
+    @property
+    def shown_backbone(self) -> str:
+        """The backbone's name without a path."""
+        return self.base_model or last_part(self.backbone) or "a backbone that is not named"
+
+    @property
+    def rank(self) -> int:
+        """The rank of the backbone's adapter; 0 without one."""
+        file = self.folder / ADAPTER / ADAPTER_CONFIG
+        if not file.is_file():
+            return 0
+        config = _json(file)
+        return max([int(config.get("r") or 0), *map(int, (config.get("rank_pattern") or {}).values())])
+
+
+def read_heads(path: Path, base_model: str | None) -> Heads:
+    """Read the folder. ``base_model``: the backbone's hub id, for heads trained on a local copy.
+
+    Raises UserError if it is no checkpoint or export, lacks a file or was changed, or for an invalid hub id.
+    """
+    if base_model is not None:
+        require_repo_id("--base-model", base_model)
+    if not path.is_dir():
+        raise UserError(f"no folder at {str(path)!r}; give a folder of trained heads or one that headstart export wrote")
+    if (path / METADATA).is_file():
+        return _checkpoint(path, base_model)
+    if (path / EXPORTED).is_file():
+        return _exported(path, base_model)
+    raise UserError(f"{path} is not a checkpoint: it has neither {METADATA} (headstart train) nor {EXPORTED} (headstart export)")
+
+
+def require_repo_id(what: str, repo: str) -> None:
+    """Raise UserError unless ``repo`` is a valid name of a repository."""
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise UserError(f"{what} {repo!r} is not a repository's name ({' '.join(str(error).split())}); give USER/NAME") from None
+
+
+def _checkpoint(path: Path, base_model: str | None) -> Heads:
+    _, card = read_metadata(path)
+    _require_file(path / card["weights"]["file"], card["weights"]["sha256"])
+    for folder, wanted in ((ADAPTER, card["contract"].get("adapter")), (DRAFTER_ADAPTER, card["weights"].get("adapter"))):
+        _require_adapter(path / folder, wanted is not None)
+    names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
+    arguments = card["arguments"]
+    return Heads(
+        folder=path,
+        method=method_of(card["kind"], arguments),
+        backbone=card["backbone"],
+        base_model=base_model or _hub_id(card["backbone"]),
+        depth=int(arguments.get("draft_depth") or arguments.get("depth") or 1),
+        config=_json(path / "config.json"),
+        files=tuple(sorted(names)),
+        names=(path.resolve().name,),
+        arguments=arguments,
+        contract=card["contract"],
+        provenance=card["provenance"],
+        run=path,
+    )
+
+
+def _exported(path: Path, base_model: str | None) -> Heads:
+    stated = _json(path / EXPORTED)
+    try:
+        trained, adapter = stated["heads"], stated["adapter"]
+        of = Path(trained["path"])
+        heads = {"method": stated["method"], "depth": int(stated["depth"]), "layout": stated["layout"]}
+        contract = dict(stated["contract"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path / EXPORTED} is damaged ({type(error).__name__}: {error}); export the heads again") from None
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{path} lacks its weights; export the heads again")
+    _require_adapter(path / ADAPTER, adapter == "keep")
+    checkpoint: dict[str, Any] = {"arguments": {}, "provenance": {}, "backbone": str(stated["backbone"])}
+    if (of / METADATA).is_file() and (card := read_metadata(of)[1])["weights"]["sha256"] == trained["sha256"]:
+        checkpoint = card
+    names = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+    return Heads(
+        folder=path,
+        backbone=checkpoint["backbone"],
+        base_model=base_model or _hub_id(checkpoint["backbone"]),
+        config=_json(path / "config.json"),
+        files=tuple(sorted(names)),
+        names=(path.resolve().name, of.name),
+        arguments=checkpoint["arguments"],
+        contract=contract,
+        provenance=checkpoint["provenance"],
+        run=of if checkpoint["provenance"] else None,
+        **heads,
+    )
+
+
+def _hub_id(backbone: str) -> str | None:
+    return backbone if is_hub_id(backbone) else None
+
+
+def _hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts) or file.name == "README.md"
+
+
+def _require_adapter(folder: Path, wanted: bool) -> None:
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
+    if wanted and missing:
+        raise UserError(f"{folder} lacks {missing[0]} of the adapter that the heads were trained with; train, export or fetch them again")
+
+
+def _require_file(file: Path, sha256: str) -> None:
+    if not file.is_file() or file_hash(file) != sha256:
+        fault = f"is changed or truncated (see the hash in {METADATA})" if file.is_file() else "is missing"
+        raise UserError(f"{file} {fault}; train or fetch the heads again")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:150]}); train, export or fetch the heads again") from None
+    return value
