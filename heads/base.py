@@ -63,6 +63,8 @@ class Drafter(nn.Module, ABC):
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
     anchor_share: float = 1.0
     """Share of the label positions that a training step uses as anchors; below 1, `forward` is always called with anchors."""
+    fixed_arguments: ClassVar[tuple[str, ...]] = ()
+    """Arguments that change what the weights compute but no shape: a drafter that starts from trained heads must have theirs."""
     file_name: ClassVar[str] = "model.safetensors"
     """File name of the weights that serving engines expect."""
 

@@ -27,8 +27,9 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.block_attention import lay_out
 from headstart.heads.layers.cached_layer import CachedLayer
-from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, engine_fields, llama_like, rotary_at
+from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.start_values import probe, start_fusion, start_normed
 from headstart.support.errors import UserError
@@ -77,11 +78,14 @@ class Block(Drafter):
         """Share of the label positions at which a step trains a block."""
         mask_token: Annotated[int, Ge(0)] | None = None
         """Token whose embedding stands for the tokens to draft (null: the backbone's end-of-text token, or the last)."""
+        layer: LayerShape | None = None
+        """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
     reads_hidden = False
     capturable = True
     recomputing = False
+    fixed_arguments = ("mask_token", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps, mask = _taps(config.taps, backbone.num_layers), _mask_token(config.mask_token, backbone)
@@ -94,7 +98,7 @@ class Block(Drafter):
         self.elements = config.depth + self.skipped
         if backbone.max_positions is not None and self.elements > backbone.max_positions:
             raise UserError(f"a block of drafter.depth={config.depth} is longer than the backbone's context of {backbone.max_positions}")
-        self.layer_config = llama_like(backbone, config.intermediate_size)
+        self.layer_config = llama_like(backbone, config.intermediate_size, config.layer)
         self.layer_config.num_hidden_layers = config.layers
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * D, D, bias=False)

@@ -23,11 +23,12 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import DrafterConfig
 from headstart.heads.layers.cached_stack import CachedStack
-from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary, engine_fields, llama_like
+from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary
+from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.support.errors import UserError
 
 BIAS = "fc.bias"
-"""vLLM drops it, SGLang starts it at random where it is missing: it is stored as zeros."""
+"""vLLM drops it, SGLang starts it at random where it is missing: a head without one stores zeros."""
 
 
 class Eagle(AutoregressiveDrafter):
@@ -42,14 +43,19 @@ class Eagle(AutoregressiveDrafter):
         """Width of the feed-forward part (null: the backbone's)."""
         feature_noise: Annotated[float, Ge(0)] = 0.0
         """Half the width of the uniform noise added to the hidden states in training; the paper's is 0.1 (0: none)."""
+        bias: bool = False
+        """Add a bias to the projection, as the paper's code does; vLLM drops it."""
+        layer: LayerShape | None = None
+        """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
     own_readout = False
+    fixed_arguments = ("layer",)
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         super().__init__(backbone, config)
-        self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size)
-        self.fc = nn.Linear(2 * backbone.dim, backbone.dim, bias=False)
+        self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size, config.layer)
+        self.fc = nn.Linear(2 * backbone.dim, backbone.dim, bias=config.bias)
         layer = NoInputNormLayer(self.layer_config)
         self.layers = nn.ModuleList([layer])
         self.cached = CachedStack([layer], Rotary(self.layer_config))
@@ -62,6 +68,8 @@ class Eagle(AutoregressiveDrafter):
         D, layer = backbone.dim, self.cached.layers[0].layer
         self.fc.weight *= OTHER_STREAM_SCALE
         self.fc.weight[:, D:] += torch.eye(D)
+        if self.config.bias:
+            self.fc.bias.zero_()
         if (last := layer_weights(backbone)) is not None:
             layer.start_as(last[0])
         layer.self_attn.o_proj.weight.zero_()
@@ -85,13 +93,13 @@ class Eagle(AutoregressiveDrafter):
     def engine_config(self) -> dict[str, Any]:
         """Return a configuration for vLLM, which takes the first architecture, and SGLang, which takes the second."""
         architectures = ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]
-        return engine_fields(self.layer_config, self.fc.weight.dtype) | {"architectures": architectures}
+        return engine_fields(self.layer_config, self.fc.weight.dtype) | {"architectures": architectures, "bias": self.config.bias}
 
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | {BIAS: self.fc.weight.new_zeros(self.fc.out_features)}
+        return {BIAS: self.fc.weight.new_zeros(self.fc.out_features)} | super().tensors()
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         bias = tensors.get(BIAS)
-        if bias is not None and bool(bias.any()):
-            raise UserError(f"{BIAS} is not zero, but this head's fc has no bias, as in vLLM: train or fetch heads without one")
-        super().load_tensors({name: tensor for name, tensor in tensors.items() if name != BIAS})
+        if bias is not None and bool(bias.any()) and not self.config.bias:
+            raise UserError(f"{BIAS} is not zero, but this head's fc has no bias: set drafter.bias=true, or fetch heads without one")
+        super().load_tensors({name: tensor for name, tensor in tensors.items() if name != BIAS or self.config.bias})

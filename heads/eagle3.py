@@ -3,7 +3,8 @@
 The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output before the final norm is
 the state of the next depth. Options: two layers; a sliding window; EAGLE-3.1 (2605.09992), which norms the taps before they are fused
 (``fc_norm`` each, ``norm_before_fc`` all together) and feeds back the state after the final norm (``norm_output``). Names, norm order and
-the state fed back are as serving engines expect (``norm_before_residual`` false).
+the state fed back are as serving engines expect; ``norm_before_residual`` and ``qk_norm`` are for heads trained by speculators, which vLLM
+alone loads.
 
 Shape suffixes: B batch, T positions, D width, X taps concatenated.
 """
@@ -23,7 +24,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.layers.cached_stack import CachedStack
-from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, PairLayer, Rotary, engine_fields, llama_like
+from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
+from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.heads.layers.start_values import probe, start_fusion
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.errors import UserError
@@ -52,24 +54,32 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         """Norm the concatenated taps before they are fused, with one norm over all of them."""
         norm_output: bool = False
         """Feed back the state after the final norm instead of before it (EAGLE-3.1)."""
+        norm_before_residual: bool = False
+        """The normed state enters the residual stream, as in heads trained by speculators; of the engines only vLLM computes this."""
+        qk_norm: bool = False
+        """Norm queries and keys per head, as in Qwen3; of the engines only vLLM computes this."""
+        layer: LayerShape | None = None
+        """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
     reads_hidden = False
+    fixed_arguments = ("norm_output", "norm_before_residual", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps = _taps(config.taps, backbone.num_layers)
         super().__init__(backbone, config.model_copy(update={"taps": taps}))
         _require_consistent(config)
         self.taps = taps
-        self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size)
+        self.layer_config: LlamaConfig = llama_like(backbone, config.intermediate_size, config.layer)
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(D, eps=eps) for _ in taps)
         if config.norm_before_fc:
             self.input_norm = Norm(len(taps) * D, eps=eps)
         self.fc = nn.Linear(len(taps) * D, D, bias=False)
-        self.midlayer = PairLayer(self.layer_config)
-        further = {str(i): DecoderLayer(self.layer_config) for i in range(1, config.layers)}
+        first, later = (NormedPairLayer, NormedLayer) if config.qk_norm else (PairLayer, DecoderLayer)
+        self.midlayer = first(self.layer_config, config.norm_before_residual)
+        further = {str(i): later(self.layer_config) for i in range(1, config.layers)}
         if further:
             self.layers = nn.ModuleDict(further)
         self.norm = Norm(D, eps=eps)
@@ -108,7 +118,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         return self.fc(self._normed(taps_BTX).to(self.fc.weight.dtype))
 
     def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        return embedded_BTD, state_BTD
+        return embedded_BTD, self.midlayer.residual(state_BTD)
 
     def next_state(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden
@@ -123,10 +133,10 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         sliding = {} if window is None else {"sliding_window": window, "layer_types": ["sliding_attention"] * config.layers}
         eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
         return engine_fields(self.layer_config, self.fc.weight.dtype) | {
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
             "num_hidden_layers": config.layers,
             "draft_vocab_size": self.draft_vocab,
-            "norm_before_residual": False,
+            "norm_before_residual": config.norm_before_residual,
             "num_aux_hidden_states": len(self.taps),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "eagle_config": eagle | ({"norm_before_fc": True} if config.norm_before_fc else {}),

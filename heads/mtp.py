@@ -29,8 +29,8 @@ from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.decoder_layer import engine_fields, llama_like
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.layer_config import engine_fields, llama_like
 from headstart.heads.layers.mtp_module import MtpModule
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors

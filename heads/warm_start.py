@@ -8,6 +8,7 @@ Shape suffixes: D width, V backbone vocabulary, DV draft vocabulary.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,11 @@ class WarmStart:
                 f"drafter.lora keeps the draft vocabulary of drafter.init={self.path}, of {_size(self.drafter)} tokens; this one has "
                 f"{_size(drafter)}: set drafter.draft_vocab_size={self.drafter.arguments.get('draft_vocab_size') or 'null'}"
             )
+        for key in drafter.fixed_arguments:
+            given, here = (json.dumps(one.arguments[key]) for one in (self.drafter, drafter))
+            if given != here:
+                found = f"drafter.init={self.path} computes with drafter.{key} {given}, this drafter {here}"
+                raise UserError(f"{found}: set drafter.{key}={given}")
         theirs, ours = _state(self.drafter), _state(drafter)
         by_token = _output_names(drafter)
         for name in [*theirs, *(name for name in ours if name not in theirs)]:

@@ -26,6 +26,10 @@ class NaiveLayer:
 
     def heads(self, x_D: Tensor, name: str, position: int | None = None) -> Tensor:
         x_HC = (self.weights[f"self_attn.{name}_proj.weight"] @ x_D).view(-1, self.config.head_dim)
+        if (bias := self.weights.get(f"self_attn.{name}_proj.bias")) is not None:
+            x_HC = x_HC + bias.view(x_HC.shape)
+        if f"self_attn.{name}_norm.weight" in self.weights:   # of queries and keys, by head
+            x_HC = torch.stack([self.normed(x_C, f"self_attn.{name}_norm") for x_C in x_HC])
         return x_HC if position is None else self.turned(x_HC, position)
 
     def turned(self, x_HC: Tensor, position: int) -> Tensor:

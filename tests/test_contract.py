@@ -31,6 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("block", {"depth": 3, "layers": 1, "correction": "recurrent", "correction_rank": 6, "anchor_share": 1.0}),
     ("hydra", {"prefix_attention": False, "layers": 1, "draft_vocab_size": 23}),
     ("eagle3", {"layers": 2}),
+    ("eagle3", {"norm_before_residual": True, "qk_norm": True}),
     ("eagle3", {"layers": 2, "sliding_window": 5}),
     ("eagle3", {"fc_norm": True, "norm_output": True, "sliding_window": 6}),
     ("eagle", {"depth": 3}),

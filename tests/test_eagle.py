@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from headstart.support.errors import UserError
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
-def made(on: Backbone, depth: int = 1) -> Eagle:
-    drafter = random_drafter("eagle", on, depth=depth)
+def made(on: Backbone, depth: int = 1, **arguments: Any) -> Eagle:
+    drafter = random_drafter("eagle", on, depth=depth, **arguments)
     assert isinstance(drafter, Eagle)
     return drafter
 
@@ -33,7 +34,7 @@ def made(on: Backbone, depth: int = 1) -> Eagle:
 def test_eagle_is_what_the_paper_says(family: str) -> None:
     """The first pass is the paper's, the others are trained on its states; attention and residual read the projection itself."""
     on = backbone(family)
-    drafter = made(on, depth=3)
+    drafter = made(on, depth=3, bias=family == "llama")
     weights, features = drafter.tensors(), read(on, texts(2, 10), drafter)
 
     def projected(embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,3 +101,6 @@ def test_the_files_are_what_engines_load(tmp_path: Path) -> None:
     drafter.load_tensors({name: tensor for name, tensor in drafter.tensors().items() if name != BIAS})
     with pytest.raises(UserError, match=r"fc\.bias is not zero"):
         drafter.load_tensors(drafter.tensors() | {BIAS: torch.ones(on.dim)})
+    with_bias = random_drafter("eagle", on, bias=True)
+    with_bias.load_tensors(drafter.tensors() | {BIAS: torch.ones(on.dim)})
+    assert torch.equal(with_bias.tensors()[BIAS], torch.ones(on.dim)) and with_bias.engine_config()["bias"]

@@ -24,6 +24,14 @@ from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+OTHER_LAYER = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-2,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 
 
 def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
@@ -33,7 +41,9 @@ def naive_eagle3(drafter: Eagle3, features: Features) -> list[Tensor]:
     first, second = part(weights, "midlayer."), part(weights, "layers.1.")
 
     def pair(embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([norm(embedded, first["input_layernorm.weight"], eps), norm(state, first["hidden_norm.weight"], eps)]), state
+        normed = norm(state, first["hidden_norm.weight"], eps)
+        x = torch.cat([norm(embedded, first["input_layernorm.weight"], eps), normed])
+        return x, normed if arguments.norm_before_residual else state
 
     def alone(_: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return norm(state, second["input_layernorm.weight"], eps), state
@@ -71,6 +81,8 @@ def fresh(on: Backbone, **arguments: Any) -> Eagle3:
         ("qwen3", {"layers": 2, "sliding_window": 5, "norm_output": True}),
         ("llama", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 2, 4, 6]}),
         ("llama", {"norm_before_fc": True, "taps": [3]}),
+        ("llama", {"norm_before_residual": True, "qk_norm": True, "layers": 2, "norm_output": True}),
+        ("llama", {"norm_before_residual": True, "layer": OTHER_LAYER}),
     ],
 )
 def test_eagle3_is_taught_as_the_plain_reference_says(family: str, arguments: dict[str, Any]) -> None:
@@ -151,3 +163,8 @@ def test_the_second_layers_norm_has_both_engines_names(tmp_path: Path) -> None:
     other = random_drafter("eagle3", on, norm_before_fc=True)
     assert other.tensors()["input_norm.weight"].shape == (3 * on.dim,) and other.engine_config()["eagle_config"]["norm_before_fc"]
     assert not {"layer_types", "fc_norm", "norm_output"} & fresh(on).engine_config().keys()
+
+
+def test_a_layer_shape_that_cannot_be_built() -> None:
+    with pytest.raises(UserError, match=r"^drafter\.layer=.* is no shape of a decoder layer of width 32: .*multiple"):
+        build_drafter("eagle3", backbone("llama"), {"layer": {"num_attention_heads": 5}})

@@ -102,6 +102,8 @@ def test_heads_of_a_fine_tuned_backbone(tmp_path: Path) -> None:
         ("medusa", {"depth": 1}, "tensor heads.1.0.linear.weight is [32, 32] there and missing here, where drafter.depth is 2 there"),
         ("medusa", {"depth": 2, "layers": 2}, "where drafter.layers is 1 there and 2 here; give the drafter the same arguments"),
         ("eagle3", {"intermediate_size": 40}, "tensor midlayer.mlp.gate_proj.weight is [48, 32] there and [40, 32] here"),
+        ("eagle3", {"norm_before_residual": True}, "norm_before_residual false, this drafter true: set drafter.norm_before_residual=false"),
+        ("eagle3", {"layer": {"rms_norm_eps": 0.1}}, "computes with drafter.layer null, this drafter {"),
         ("eagle3", {"taps": (1, 3, 5)}, "reads the taps [2, 3, 4], this drafter [1, 3, 5]: set drafter.taps=[2, 3, 4]"),
     ],
 )

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
@@ -32,53 +30,6 @@ class Frequencies:
     """Radians per position."""
     scale_1: Tensor
     """Factor applied to cosines and sines."""
-
-
-def llama_like(backbone: Backbone, intermediate_size: int | None) -> LlamaConfig:
-    """Configure one Llama layer with the backbone's widths, attention heads, context and rotary base."""
-    config: dict[str, Any] = backbone.config.to_dict()
-    heads = backbone.config.num_attention_heads
-    rope = config.get("rope_parameters")
-    if not rope or "rope_type" not in rope:
-        rope = (rope or {}).get("full_attention") or {"rope_type": "default", "rope_theta": 10000.0}
-    return LlamaConfig(
-        vocab_size=backbone.vocab,
-        hidden_size=backbone.dim,
-        intermediate_size=intermediate_size or config.get("intermediate_size") or 4 * backbone.dim,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or backbone.dim // heads,
-        max_position_embeddings=backbone.max_positions or 2048,
-        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope_parameters=dict(rope),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_id=config.get("eos_token_id"),
-        pad_token_id=config.get("pad_token_id"),
-        tie_word_embeddings=False,
-    )
-
-
-def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of a head's ``config.json`` that serving engines expect of any Llama."""
-    values = config.to_dict()
-    keep = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters",
-        "bos_token_id", "eos_token_id", "pad_token_id",
-    )  # fmt: skip
-    rope = values["rope_parameters"]
-    scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if rope["rope_type"] != "default" else None
-    name = str(dtype).removeprefix("torch.")
-    return {key: values[key] for key in keep} | {
-        "model_type": "llama",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaled,
-        "dtype": name,
-        "torch_dtype": name,
-    }
 
 
 class Rotary(nn.Module):
@@ -271,15 +222,30 @@ class NoInputNormLayer(DecoderLayer):
 
 
 class PairLayer(DecoderLayer):
-    """A layer whose attention input is norm(embedding) concatenated with norm(state) (2503.01840)."""
+    """A layer whose attention input is norm(embedding) concatenated with norm(state) (2503.01840).
+
+    With ``norm_before_residual`` the residual stream is the normed state as well, and `inputs` takes it as `residual` returns it.
+    """
 
     state_norm = "hidden_norm"
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool = False) -> None:
         super().__init__(config, 2 * config.hidden_size)
         self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = norm_before_residual
+
+    def residual(self, state_BTD: Tensor) -> Tensor:
+        """Return the residual stream that a state enters as."""
+        return self.hidden_norm(state_BTD) if self.norm_before_residual else state_BTD
 
     def inputs(self, *streams: Tensor) -> Tensor:
         """Concatenate the normed embedding and state: ``[B, T, 2D]``."""
         embedded_BTD, state_BTD = streams
-        return torch.cat([self.input_layernorm(embedded_BTD.to(state_BTD.dtype)), self.hidden_norm(state_BTD)], -1)
+        normed_BTD = state_BTD if self.norm_before_residual else self.hidden_norm(state_BTD)
+        return torch.cat([self.input_layernorm(embedded_BTD.to(state_BTD.dtype)), normed_BTD], -1)
+
+
+class NormedPairLayer(PairLayer):
+    """A layer over pairs with normed queries and keys, as in Qwen3."""
+
+    attention = NormedAttention

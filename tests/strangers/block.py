@@ -18,8 +18,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.cached_layer import CachedLayer
-from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary, llama_like, rotary_at
+from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary, rotary_at
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.layer_config import llama_like
 from headstart.heads.layers.row_state import RowState
 
 

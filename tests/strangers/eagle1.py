@@ -18,8 +18,9 @@ from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary, llama_like
+from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.layer_config import llama_like
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headstart.heads.layers.layer_config import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
@@ -28,6 +29,7 @@ def recipe_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     definitions.update(options["$defs"])
     for kind in methods():
+        definitions.update(find_drafter(kind).Config.model_json_schema().get("$defs", {}))
         definitions[f"drafter-{kind}"] = _drafter(kind, options["properties"], {})
         own = {"name": {"type": "string"}, "objective": {"$ref": "#/$defs/Objective"}, "train": {"$ref": "#/$defs/OwnTrain"}}
         definitions[f"head-{kind}"] = _drafter(kind, options["properties"], own)
@@ -59,7 +61,8 @@ def _described(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 def with_tables(page: str) -> str:
     """The Markdown ``page`` with what stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew.
 
-    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.lora``, or ``drafter.KIND``. Raises UserError for any other.
+    NAME is ``recipe``, one of its sections, ``backbone.lora``, ``drafter.lora``, ``drafter.layer``, or ``drafter.KIND``. Raises UserError
+    for any other.
     """
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}<!-- end of table -->", page)
 
@@ -68,7 +71,13 @@ def _table(name: str) -> str:
     if name == "recipe":
         return _rows("", Recipe)
     section, _, kind = name.partition(".")
-    for prefix, options in (("backbone.lora", Lora), ("drafter", DrafterOptions), ("drafter.lora", DrafterLora)):
+    sections: dict[str, type[BaseModel]] = {
+        "backbone.lora": Lora,
+        "drafter": DrafterOptions,
+        "drafter.lora": DrafterLora,
+        "drafter.layer": LayerShape,
+    }
+    for prefix, options in sections.items():
         if name == prefix:
             return _rows(f"{prefix}.", options)
     if section == "drafter" and kind in methods():
