@@ -82,7 +82,7 @@ class Decoder:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
         written, *drafts = (self._by_sequence(accepted.sequences, rows) for rows in (accepted.tokens, paths, tree.tokens))
         kept, drafted = ([max(nodes - 1, 0) for nodes in counts] for counts in drafts)   # nodes without the root
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted)
+        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, tree, paths)
 
     def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
         """The lengths of the rows of these sequences, by sequence; 0 for the others."""

@@ -1,0 +1,91 @@
+"""Headstart's own drafts, by the decoding loop that users run: trees that are chains, recorded step by step.
+
+Shape suffixes: K depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.base import Drafter
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.serving.transcript import Round, Transcript
+from headstart.inference.serving.verification.engine import EngineSettings
+
+
+def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+    """See `Engine`; ``folder`` is a checkpoint of Headstart."""
+    return headstart_drafts(load(folder, load_backbone(backbone, dtype="fp32", device="cpu")), prompts, settings)
+
+
+@torch.no_grad()
+def headstart_drafts(heads: SpeculativeModel, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> list[Transcript]:
+    """Return a transcript per prompt. Raises UserError for a depth that the heads cannot draft."""
+    assert heads.drafter is not None
+    heads.drafter.require_depth(settings.depth)
+    return [_transcript(heads, list(prompt), settings) for prompt in prompts]
+
+
+def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSettings) -> Transcript:
+    """Decode past the end by the length of a draft, so that the last round is as long as an engine's, and cut what is too much."""
+    most = min(len(prompt) + settings.new_tokens + settings.depth, heads.backbone.max_positions or 1 << 31)
+    engine = heads.engine(True)
+    shape = TreeShape(nodes=settings.depth + 1, width=1, depth=settings.depth)
+    decoder = Decoder(engine.reader, engine.speculation, _request(heads, prompt, most, settings.end_tokens), shape, None, 1)
+    rounds, position, end = [], len(prompt) + 1, len(prompt) + settings.new_tokens
+    for step in decoder.run():
+        assert step.tree is not None
+        if position < end and step.tree.size > 1:
+            rounds.append(Round(position, tuple(step.tree.tokens[0][1:]), len(step.paths[0]) - 1))
+        position += step.written[0]
+    return Transcript(tuple(prompt), tuple(decoder.sequences[0].written[: settings.new_tokens]), tuple(rounds))
+
+
+def _request(heads: SpeculativeModel, prompt: list[int], limit: int, end_tokens: tuple[int, ...]) -> Request:
+    return Request(
+        ids_BT=torch.tensor([prompt], device=heads.backbone.device),
+        pads_B=[0],
+        limit=limit,
+        eos=frozenset(end_tokens),
+        criteria=StoppingCriteriaList(),
+        processing=Processing(LogitsProcessorList(), [0]),
+        sample=False,
+        pad_token=0,
+        streamer=None,
+        scores=False,
+        logits=False,
+        dictionary=False,
+        beams=None,
+    )
+
+
+@torch.no_grad()
+def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    """Return the logits ``[K, V]`` of each draft after the text, given the drafts before it; -inf for tokens that are not drafted."""
+    tokens_1T = torch.tensor([text], device=drafter.backbone.device)
+    features = drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps)
+    state = drafter.reserve(drafter.begin(features), len(text) + 2 * len(drafts))
+    given, rows, zero_11 = [int(text[-1]), *drafts[:-1]], [], torch.zeros_like(tokens_1T[:, :1])
+    all_BKD = None
+    for depth, token in enumerate(given):
+        token_11 = torch.full_like(zero_11, token)
+        if drafter.all_depths_at_once:
+            if all_BKD is None:
+                all_BKD, state = drafter.step(state, token_11, zero_11, 0)
+            hidden = all_BKD[:, depth : depth + 1]
+        else:
+            hidden, state = drafter.step(state, token_11, zero_11, depth)
+        logits_DV = drafter.readout(hidden, depth, token_11)[0, 0].float()
+        whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
+        rows.append(logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV))
+    return torch.stack(rows)

@@ -1,0 +1,62 @@
+"""The reference reading of what a checkpoint's files say drafts what Headstart drafts, token by token, with the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, backbone, random_drafter, texts
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.serving.reference.decode import begin, logits_at
+from headstart.inference.serving.reference.files import read_files
+from headstart.inference.serving.reference.methods import read_heads
+from headstart.inference.serving.reference.target import Target
+from headstart.inference.serving.transcript import mean_acceptance_length, tau
+from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.verification.headstart import headstart_drafts, headstart_logits
+from headstart.inference.serving.verification.reference import reference_drafts
+
+HEADS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "eagle3", {}),
+    ("qwen3", "eagle3", {"draft_vocab_size": 23, "layers": 2, "sliding_window": 6}),
+    ("llama", "eagle3", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 4, 6]}),
+    ("llama", "eagle3", {"norm_before_fc": True}),
+    ("gemma3", "eagle", {"depth": 3}),
+    ("gpt2", "medusa", {"layers": 2, "draft_vocab_size": 23}),
+    ("llama", "mlp", {}),
+    ("llama", "mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
+    ("qwen3", "block", {"depth": 3, "layers": 2, "correction": "none"}),
+    ("llama", "block", {"depth": 3, "layers": 1, "correction": "markov", "correction_rank": 6}),
+    ("llama", "block", {"depth": 3, "layers": 2, "correction": "recurrent", "correction_rank": 6}),
+    ("llama", "mtp", {}),
+    ("llama", "mtp", {"shared": False, "layout": "mimo"}),
+    ("llama", "mtp", {"layout": "qwen3_5"}),
+    ("llama", "draft_model", {"layers": 2}),
+    ("llama", "draft_model", {"parallel": True, "depth": 3}),
+]
+
+
+@pytest.mark.parametrize("family,kind,arguments", HEADS, ids=[f"{kind}-{'-'.join(arguments)}" for _, kind, arguments in HEADS])
+def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind: str, arguments: dict[str, Any]) -> None:
+    on = backbone(family)
+    drafter = random_drafter(kind, on, **arguments)
+    if drafter.vocabulary is not None:
+        drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:23])
+    drafter.save_pretrained(tmp_path)
+    target = Target(on.model)
+    reading = read_heads(read_files(tmp_path), target)
+    assert not reading.faults and not reading.remarks
+    depth = 3
+    settings = EngineSettings(depth, 12)
+    prompts = [texts(1, 7, seed)[0].tolist() for seed in range(3)]
+    ours = headstart_drafts(SpeculativeModel(on, drafter, capture="off"), prompts, settings)
+    theirs = reference_drafts(reading, target, prompts, settings)
+    assert ours == theirs
+    assert sum(len(one.rounds) for one in ours) > 10
+    assert tau(ours) <= mean_acceptance_length(ours)
+    text = ours[0].text[:9]
+    expected = headstart_logits(drafter, text, [3, 8, 1])
+    found = logits_at(begin(reading, target, [*text, 3, 8, 1]), len(text), [3, 8, 1])
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
