@@ -5,6 +5,7 @@
     ...                     further files that engines expect (`Drafter.engine_files`)
     headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
     adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
+    custom_generate/        code for transformers' `custom_generate`; loading heads does not run it
     drafter_adapter/        the drafter's own PEFT adapter, if any (drafter.lora), which loading adds to the weights
 """
 
@@ -24,6 +25,7 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
+from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
@@ -58,7 +60,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     if adapter is not None:
         with atomic(folder / ADAPTER, folder=True) as adapter_folder:
             adapter.save(adapter_folder)
-    for name, content in files.items():
+    for name, content in (files | carried_files()).items():
         with atomic(folder / name) as further_file:
             further_file.write_bytes(content)
     weights = {"file": drafter.file_name} | _save_lora(drafter, folder)

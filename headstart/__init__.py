@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headstart.heads.base import Drafter
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
+    from headstart.inference.serving.custom_generate import custom_generate
     from headstart.training.recipe.recipe import load_recipe
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "SpeculativeModel",
     "TreeShape",
     "__version__",
+    "custom_generate",
     "load",
     "load_backbone",
     "load_recipe",
@@ -34,6 +36,7 @@ _HOME = {
     "Features": "headstart.heads.backbone.features",
     "SpeculativeModel": "headstart.inference.generate",
     "TreeShape": "headstart.inference.engine.tree",
+    "custom_generate": "headstart.inference.serving.custom_generate",
     "load": "headstart.inference.generate",
     "load_backbone": "headstart.heads.backbone.backbone",
     "load_recipe": "headstart.training.recipe.recipe",

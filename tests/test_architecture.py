@@ -36,6 +36,7 @@ PUBLIC = {
     "SpeculativeModel",
     "TreeShape",
     "__version__",
+    "custom_generate",
     "load",
     "load_backbone",
     "load_recipe",

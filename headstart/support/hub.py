@@ -13,16 +13,17 @@ from huggingface_hub.errors import HTTPError as ConnectionFault
 from headstart.support.errors import UserError
 
 
-def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None) -> Path:
+def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None, revision: str | None = None) -> Path:
     """Return the folder ``path`` or, if there is none, download the hub repository of that id, only ``files`` (patterns) if given.
 
+    ``revision``: the branch, tag or commit of a hub repository; None: its main branch.
     Raises UserError, saying ``what`` was looked for, if there is neither.
     """
     folder = Path(path).expanduser()
     if str(path) and folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(path), allow_patterns=None if files is None else list(files)))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         cause = " ".join(str(error).split())[:200]
         fault = f"no {what} at {str(path)!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id"

@@ -1,0 +1,73 @@
+"""What the ``custom_generate`` code in a checkpoint calls: find the heads, keep them on the model between calls, decode with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads.checkpoint import METADATA
+from headstart.inference.generate import GenerateOutput, SpeculativeModel, load
+from headstart.support.errors import UserError
+from headstart.support.hub import find_folder
+
+OPTIONS = ("revision", "allow_finetuned", "custom_generate", "trust_remote_code")
+"""Arguments of the call that are not for `SpeculativeModel.generate`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Loaded heads, and the state of the checkpoint and the model when they were loaded."""
+
+    folder: Path
+    state: tuple[Any, ...]
+    heads: SpeculativeModel
+
+
+@dataclass
+class Loaded:
+    """The heads that were loaded onto a model, by checkpoint; kept as its attribute. Copies of the model start without."""
+
+    entries: dict[tuple[str, str | None, bool], Entry] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[type[Loaded], tuple[()]]:
+        return Loaded, ()
+
+
+def custom_generate(model: PreTrainedModel, heads: str | Path | None, arguments: Mapping[str, Any]) -> GenerateOutput | Tensor:
+    """Decode with the heads in a folder or hub repository; ``arguments`` are those of the model's ``generate``.
+
+    Besides those of `SpeculativeModel.generate`: ``revision`` of the hub repository, and ``allow_finetuned`` (see `load`). The heads are
+    loaded once for each model, and again if the checkpoint changes. Without ``heads``, a model loaded from a folder that carries this code,
+    as a draft model is, generates alone. Raises UserError if the heads are damaged or belong to another model.
+    """
+    rest = {name: value for name, value in arguments.items() if name not in OPTIONS}
+    heads = arguments.get("custom_generate") if heads is None else heads
+    if heads is None and "generate" in vars(model):   # from_pretrained(..., trust_remote_code=True) has replaced its generate
+        return type(model).generate(model, **rest)
+    if not isinstance(heads, str | Path):
+        raise UserError(f"custom_generate names no folder or hub id of heads (got {heads!r}); pass it as heads= too")
+    loaded = _loaded(model, str(heads), arguments.get("revision"), bool(arguments.get("allow_finetuned")))
+    return type(model).generate(model, custom_generate=loaded.generate, **rest)
+
+
+def _loaded(model: PreTrainedModel, path: str, revision: str | None, allow_finetuned: bool) -> SpeculativeModel:
+    kept = vars(model).setdefault("_headstart_loaded", Loaded())
+    key = (path, revision, allow_finetuned)
+    entry = kept.entries.get(key)
+    if entry is None or entry.state != _state(model, entry.folder):
+        folder = find_folder(path, "heads", revision=revision)
+        state = _state(model, folder)
+        entry = kept.entries[key] = Entry(folder, state, load(folder, model, allow_finetuned=allow_finetuned))
+    return entry.heads
+
+
+def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
+    """What loaded heads depend on: the checkpoint's metadata, which is written last, and where and in which dtype the model is."""
+    file = folder / METADATA
+    status = file.stat() if file.is_file() else None
+    return model.device, model.dtype, status and (status.st_mtime_ns, status.st_size)

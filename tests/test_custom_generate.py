@@ -1,0 +1,155 @@
+"""transformers decodes with the code that a checkpoint carries: ``model.generate(custom_generate=folder, trust_remote_code=True)``."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import Noted, heads, left_padded, prompts, random_drafter, tiny, unpadded
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+
+import headstart
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.checkpoint import METADATA
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import GenerateOutput
+from headstart.support.errors import UserError
+
+ROWS = left_padded(prompts((9, 4, 6)))
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def copies_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies remote code to a folder of its own."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def folders(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    on, folder = Backbone(model), tmp_path_factory.mktemp("heads")
+    for kind in ("eagle3", "medusa", "draft_model"):
+        random_drafter(kind, on).save_pretrained(folder / kind)
+    return {kind: folder / kind for kind in ("eagle3", "medusa", "draft_model")}
+
+
+def carried(model: PreTrainedModel, folder: Path, rows: dict[str, Tensor] = ROWS, **options: Any) -> Any:
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "trust_remote_code": True} | options
+    return model.generate(**rows, custom_generate=str(folder), **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_it_writes_what_the_model_writes_alone(model: PreTrainedModel, folders: dict[str, Path], kind: str) -> None:
+    folder = folders[kind]
+    plain = model.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
+    assert torch.equal(carried(model, folder), plain)
+    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
+    out = carried(model, folder, return_dict_in_generate=True, tree=TreeShape(8, 3), **sampled)
+    assert isinstance(out, GenerateOutput) and out.nodes is not None and max(out.nodes) == 8
+    assert torch.equal(out.sequences, carried(model, folder, speculate=False, **sampled))
+    one = {"input_ids": prompts((9,))[0][None]}
+    alone = model.generate(**one, max_new_tokens=LENGTH, do_sample=False)
+    eos = int(alone[0, 13])
+    stopped = carried(model, folder, one, eos_token_id=eos, streamer=(noted := Noted()))
+    assert torch.equal(stopped, model.generate(**one, max_new_tokens=LENGTH, do_sample=False, eos_token_id=eos))
+    assert torch.equal(torch.cat([part.flatten() for part in noted.got]), stopped[0]) and noted.ended == 1
+    with pytest.raises(UserError, match="tree is 'auto' or a TreeShape"):
+        carried(model, folder, tree=3)
+
+
+def test_left_padding_and_beams(model: PreTrainedModel, folders: dict[str, Path]) -> None:
+    texts = unpadded(carried(model, folders["eagle3"]), ROWS)
+    for text, prompt in zip(texts, prompts((9, 4, 6)), strict=True):
+        assert text == carried(model, folders["eagle3"], {"input_ids": prompt[None]})[0].tolist()
+    plain = model.generate(**ROWS, max_new_tokens=8, do_sample=False, num_beams=2)
+    assert torch.equal(carried(model, folders["eagle3"], max_new_tokens=8, num_beams=2), plain)
+
+
+def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Path], tmp_path: Path) -> None:
+    model, folder = tiny("llama"), tmp_path / "mine"
+    shutil.copytree(folders["eagle3"], folder)
+    kept = lambda: [entry.heads for entry in vars(model)["_headstart_loaded"].entries.values()]  # noqa: E731
+    carried(model, folder)
+    (first,) = kept()
+    carried(model, folder)
+    assert kept() == [first] and first.drafter is not None
+    random_drafter("eagle3", Backbone(model), seed=5).save_pretrained(folder)
+    plain = model.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
+    assert torch.equal(carried(model, folder), plain)
+    (second,) = kept()
+    assert second is not first and second.drafter is not None
+    assert not torch.equal(second.drafter.state_dict()["fc.weight"], first.drafter.state_dict()["fc.weight"])
+    twin = copy.deepcopy(model)   # a copy has heads of its own
+    assert not vars(twin)["_headstart_loaded"].entries
+    model.double()
+    assert carried(model, folder).shape == plain.shape and kept()[0].drafter.fc.weight.dtype == torch.float64
+
+
+def test_code_in_a_checkpoint_runs_only_where_it_is_trusted(model: PreTrainedModel, folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        carried(model, folders["eagle3"], trust_remote_code=False)
+    (folders["eagle3"] / "custom_generate" / "generate.py").write_text("raise RuntimeError('run')\n")
+    drafter = headstart.load(folders["eagle3"], backbone=model).drafter   # loading heads does not read it
+    assert drafter is not None
+    drafter.save_pretrained(folders["eagle3"])
+    assert (folders["eagle3"] / "custom_generate" / "requirements.txt").read_text() == f"headstart>={headstart.__version__}\n"
+
+
+def test_heads_of_another_model_and_damaged_heads(model: PreTrainedModel, folders: dict[str, Path], tmp_path: Path) -> None:
+    other = tiny("llama", seed=4)
+    with pytest.raises(UserError, match="with other weights") as caught:
+        carried(other, folders["medusa"])
+    assert "\n" not in str(caught.value)
+    plain = other.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
+    assert torch.equal(carried(other, folders["medusa"], allow_finetuned=True), plain)
+    with pytest.raises(UserError, match="hidden_size|model_type"):
+        carried(tiny("gpt2"), folders["medusa"])
+    shutil.copytree(folders["medusa"], tmp_path / "damaged")
+    card = json.loads((tmp_path / "damaged" / METADATA).read_text())
+    (tmp_path / "damaged" / METADATA).write_text(json.dumps(card | {"format": 99}))
+    with pytest.raises(UserError, match="format 99"):
+        carried(model, tmp_path / "damaged")
+    (tmp_path / "damaged" / METADATA).unlink()
+    with pytest.raises(UserError, match=f"no {METADATA}"):
+        carried(model, tmp_path / "damaged")
+
+
+def test_without_headstart_it_says_what_is_missing(
+    model: PreTrainedModel, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "headstart":
+            raise ModuleNotFoundError("No module named 'headstart'")
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install headstart") as caught:
+        carried(model, folders["medusa"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_loaded_as_a_model_generates_alone(folders: dict[str, Path]) -> None:
+    """from_pretrained replaces the ``generate`` of a model in whose folder it finds this code."""
+    alone = AutoModelForCausalLM.from_pretrained(folders["draft_model"])
+    trusted = AutoModelForCausalLM.from_pretrained(folders["draft_model"], trust_remote_code=True)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert "generate" in vars(trusted)
+    assert torch.equal(trusted.generate(**ROWS, **options), alone.generate(**ROWS, **options))
+    model = heads("llama", "medusa").backbone.model
+    with pytest.raises(UserError, match="pass it as heads="):
+        headstart.custom_generate(model, None, {})
