@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headstart.heads.base import Drafter
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
+    from headstart.inference.serving.assisted import assisted
     from headstart.inference.serving.custom_generate import custom_generate
     from headstart.training.recipe.recipe import load_recipe
 
@@ -23,6 +24,7 @@ __all__ = [
     "SpeculativeModel",
     "TreeShape",
     "__version__",
+    "assisted",
     "custom_generate",
     "load",
     "load_backbone",
@@ -36,6 +38,7 @@ _HOME = {
     "Features": "headstart.heads.backbone.features",
     "SpeculativeModel": "headstart.inference.generate",
     "TreeShape": "headstart.inference.engine.tree",
+    "assisted": "headstart.inference.serving.assisted",
     "custom_generate": "headstart.inference.serving.custom_generate",
     "load": "headstart.inference.generate",
     "load_backbone": "headstart.heads.backbone.backbone",

@@ -65,7 +65,11 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
 
 
-class SpeculativeModel:
+class Decoding:
+    """Base class of what has a method for ``custom_generate``, which then gets the call's streamer and tokenizer (see `_hand_over`)."""
+
+
+class SpeculativeModel(Decoding):
     """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
 
     ``capture``: the backend that captures forward passes and replays them without Python's overhead (see `capture`): "auto", "trace",
@@ -260,7 +264,7 @@ def _hand_over(model: PreTrainedModel) -> None:
     ) -> dict[str, Any]:
         tokenizer = kwargs.get("tokenizer")
         arguments = original(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
-        if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, SpeculativeModel):
+        if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, Decoding):
             if assistant_model is not None:
                 raise UserError("assistant_model and heads both draft; leave assistant_model out")
             dropped = {"streamer": streamer, "tokenizer": tokenizer}   # with beams, transformers rejects even streamer=None

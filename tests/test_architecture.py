@@ -36,6 +36,7 @@ PUBLIC = {
     "SpeculativeModel",
     "TreeShape",
     "__version__",
+    "assisted",
     "custom_generate",
     "load",
     "load_backbone",
