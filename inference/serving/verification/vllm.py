@@ -1,0 +1,152 @@
+"""Drafts of vLLM, for comparison with Headstart's own: `draft` runs `vllm_driver.py` in an environment with vLLM's CPU build.
+
+vLLM and Headstart need other versions of the same libraries, so vLLM runs in an environment of its own, which `make engines` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.backbone.backbone import resolve
+from headstart.inference.serving.transcript import Round, Transcript
+from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.verification.widening import head_width, write_widened
+from headstart.support.errors import UserError
+from headstart.support.hub import find_folder
+
+PYTHON = "HEADSTART_VLLM_PYTHON"
+"""Environment variable: the Python of the environment with vLLM."""
+ENGINES = Path(__file__).resolve().parents[3] / ".venv-engines" / "bin" / "python"
+"""Where `make engines` installs vLLM in a checkout."""
+DRIVER = Path(__file__).with_name("vllm_driver.py")
+HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM 0.32's CPU kernels take."""
+METHODS = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "EagleLlamaForCausalLM": "eagle",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
+}
+"""vLLM's method by the architecture in ``config.json``; Medusa names none, and draft models name their own."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What vLLM did: its version, one transcript for each prompt, and its own counters by name."""
+
+    version: str
+    transcripts: list[Transcript]
+    counters: dict[str, Any]
+
+
+def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+    """Decode the prompts in vLLM with the heads in ``folder``. Raises UserError if vLLM is not installed or refuses the heads."""
+    return serve(folder, backbone, prompts, settings).transcripts
+
+
+def serve(folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> Served:
+    """Decode the prompts in vLLM, in fp32, greedily and one at a time, with the heads in ``folder`` or, for None, without speculation.
+
+    Raises UserError if vLLM is not installed, cannot serve the heads, or the prompts leave no room in the backbone's context.
+    """
+    python, base = find_python(), find_folder(resolve(backbone), "backbone")
+    config = _read_config(base)
+    speculative = None if folder is None else speculative_config(folder, settings.depth)
+    room = max(map(len, prompts)) + settings.new_tokens + 2 * settings.depth + 2
+    limit = config.get("max_position_embeddings")
+    if limit is not None and room > limit:
+        raise UserError(f"prompts, new tokens and drafts take {room} positions, and the backbone has {limit}; take shorter prompts")
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        if speculative is not None:
+            speculative["model"] = str(_fitting(Path(speculative["model"]), work / "heads"))
+        job = {
+            "backbone": str(_fitting(base, work / "backbone")),
+            "prompts": [list(prompt) for prompt in prompts],
+            "new_tokens": settings.new_tokens,
+            "stop": list(settings.end_tokens),
+            "max_model_len": room,
+            "speculative": speculative,
+        }
+        result = _run(python, job, work)
+    pairs = zip(prompts, result["texts"], result["passes"], strict=True)
+    return Served(result["version"], [_transcript(*pair) for pair in pairs], result["counters"])
+
+
+def find_python() -> Path:
+    """Return the Python of an environment with vLLM: `PYTHON`, or what `make engines` installed. Raises UserError if there is none."""
+    named = os.environ.get(PYTHON)
+    if named is not None and not Path(named).is_file():
+        raise UserError(f"{PYTHON}={named} is no file; name the Python of an environment with vLLM 0.32")
+    python = ENGINES if named is None else Path(named)
+    if not python.is_file():
+        where = f"in a checkout, or set {PYTHON} to the Python of an environment with vLLM 0.32"
+        raise UserError(f"vLLM is not installed: run `make engines` {where}")
+    return python
+
+
+def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
+    """Return vLLM's ``--speculative-config`` for the heads in ``folder``. Raises UserError for heads that vLLM has no method for."""
+    config = _read_config(folder)
+    architecture = (config.get("architectures") or ["Medusa" if "medusa_num_heads" in config else "none"])[0]
+    method = METHODS.get(architecture, "medusa" if architecture == "Medusa" else "draft_model")
+    projector = config.get("dflash_config", {}).get("projector_type", "dflash")
+    if projector != "dflash":
+        raise UserError(f"{folder} holds {projector} heads, which vLLM 0.32 does not have; serve them with SGLang")
+    if method == "draft_model" and not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UserError(f"{folder} holds {architecture}, which vLLM has no method for; export the heads first (`headstart export`)")
+    parallel = {"parallel_drafting": True} if method == "draft_model" and "pard_token" in config else {}
+    return {"method": method, "model": str(folder), "num_speculative_tokens": depth, **parallel}
+
+
+def _run(python: Path, job: dict[str, Any], work: Path) -> dict[str, Any]:
+    """Run the driver. Raises UserError with vLLM's own words if it fails."""
+    (work / "job.json").write_text(json.dumps(job))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [python, "-I", DRIVER, work / "job.json", work / "result.json"]   # -I: this folder's vllm.py is not vLLM
+    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["it said nothing"]
+        errors = [line for line in said if "Error" in line.partition(": ")[0]]
+        raise UserError(f"vLLM cannot serve this: {(errors or said)[-1][:300]}")
+    result: dict[str, Any] = json.loads((work / "result.json").read_text())
+    return result
+
+
+def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, list[int]]]) -> Transcript:
+    """Make rounds of passes: the first pass reads the prompt and keeps the root; each later one keeps drafts and a token of its own."""
+    ends = list(accumulate((len(one["kept"]) for one in passes), initial=len(prompt)))
+    rounds = [
+        Round(position, tuple(before["drafted"]), len(after["kept"]) - 1)
+        for position, (before, after) in zip(ends[1:-1], pairwise(passes), strict=True)
+    ]
+    return Transcript(tuple(prompt), tuple(text), tuple(rounds))
+
+
+def _fitting(source: Path, target: Path) -> Path:
+    """Return the folder, or a copy with attention heads of a width that vLLM's CPU kernels take."""
+    width = head_width(_read_config(source))
+    if width is None or width in HEAD_WIDTHS:
+        return source.resolve()
+    wider = next((one for one in HEAD_WIDTHS if one % width == 0), None)
+    if wider is None:
+        raise UserError(f"{source} has attention heads of {width}, and vLLM's CPU kernels take {', '.join(map(str, HEAD_WIDTHS))}")
+    return write_widened(source, target, wider)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} has no config.json that can be read ({error}); name the folder of a model or of heads") from None
+    assert isinstance(config, dict)
+    return config

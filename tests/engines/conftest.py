@@ -1,0 +1,31 @@
+"""Prompts, and whether there is an engine. `make test-engines` runs these tests; `make test` does not."""
+
+from __future__ import annotations
+
+import pytest
+from trained import ROOT
+
+from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.inference.serving.verification import vllm
+from headstart.support.errors import UserError
+from headstart.support.jsonl import read_jsonl
+
+LENGTHS = (24, 31, 40, 47, 64)
+PROMPTS = 6
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine() -> None:
+    """Skip where vLLM is not installed."""
+    try:
+        vllm.find_python()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Held-out texts, cut to different lengths."""
+    tokenizer = load_tokenizer("embedded")
+    texts = [row["text"] for _, row in read_jsonl(ROOT / "recipes" / "quickstart" / "prompts.jsonl")][:PROMPTS]
+    return [tokenizer(text)["input_ids"][: LENGTHS[i % len(LENGTHS)]] for i, text in enumerate(texts)]

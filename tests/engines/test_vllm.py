@@ -1,0 +1,46 @@
+"""vLLM serves heads trained here: the text of vLLM without speculation, and the drafts of Headstart, token by token (fp32, greedy)."""
+
+from __future__ import annotations
+
+import pytest
+from trained import HEADS, trained
+
+from headstart.inference.serving.transcript import acceptance_rate_per_position, mean_acceptance_length
+from headstart.inference.serving.verification import headstart, vllm
+from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.support.errors import UserError
+
+NEW_TOKENS = 24
+REFUSED = {
+    "mlp": "Unknown speculative decoding method: mlp_speculator",
+    "dspark": "dspark",
+}
+"""Heads that vLLM 0.32's CPU build does not serve -> its words."""
+
+
+@pytest.fixture(scope="session")
+def plain(prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """What vLLM writes without speculation."""
+    served = vllm.serve(None, "embedded", prompts, EngineSettings(0, NEW_TOKENS))
+    return [one.written for one in served.transcripts]
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name not in REFUSED])
+def test_vllm_drafts_what_headstart_drafts(name: str, prompts: list[list[int]], plain: list[tuple[int, ...]]) -> None:
+    folder, settings = trained(name), EngineSettings(HEADS[name].depth, NEW_TOKENS)
+    served = vllm.serve(folder, "embedded", prompts, settings)
+    assert served.version.startswith("0.32.0")
+    assert [one.written for one in served.transcripts] == plain
+    assert served.transcripts == headstart.draft(folder, "embedded", prompts, settings)
+    kept = [round(rate * served.counters["num_drafts"]) for rate in acceptance_rate_per_position(served.transcripts)]
+    rounds = sum(len(one.rounds) for one in served.transcripts)
+    assert served.counters["num_drafts"] == rounds and served.counters["num_accepted_tokens_per_pos"] == kept
+    print(f"{name}: {len(prompts)} prompts, {rounds} rounds of {settings.depth}, accepted {kept}, "
+          f"mean acceptance length {mean_acceptance_length(served.transcripts):.3f}")  # fmt: skip
+    assert kept[0], "no draft was accepted: this test compares heads that have learnt nothing"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_refuses(name: str, prompts: list[list[int]]) -> None:
+    with pytest.raises(UserError, match=REFUSED[name]):
+        vllm.draft(trained(name), "embedded", prompts[:1], EngineSettings(HEADS[name].depth, 4))
