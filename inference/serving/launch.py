@@ -25,11 +25,10 @@ class Served:
     """Tokens drafted in a pass."""
     config: dict[str, Any]
     """``config.json`` of the exported folder."""
-    layout: str
     adapter: str | None = None
     """Folder of an adapter that is kept apart."""
     rank: int = 0
-    """Rank of that adapter."""
+    """Rank of that adapter; 0 without one."""
 
 
 def launch_line(engine: str, served: Served) -> str:

@@ -55,11 +55,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def require_new(folder: Path) -> None:
     """Raise UserError if ``folder`` exists and is not an empty folder, or if it lies inside a file."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not an empty folder; give a new one")
-    parent = next(one for one in folder.absolute().parents if one.exists())
-    if not parent.is_dir():
-        raise UserError(f"{folder} cannot be written: {parent} is a file; give a new folder")
+    if files := [parent for parent in folder.absolute().parents if parent.is_file()]:
+        raise UserError(f"{folder} cannot be written: {files[0]} is a file; give a new folder")
 
 
 def write_files(layout: Layout, folder: Path) -> None:

@@ -35,6 +35,7 @@ def layer_shapes(config: Config, prefix: str, inputs: int = 1, qk_norm: bool = F
     """Return the tensors of a decoder layer whose attention reads ``inputs`` times the width; no input norm."""
     D, FF, hd = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
+    biases = {"q": q, "k": kv, "v": kv} if config.get("attention_bias") else {}
     shapes = {
         "self_attn.q_proj": [q, inputs * D],
         "self_attn.k_proj": [kv, inputs * D],
@@ -46,21 +47,27 @@ def layer_shapes(config: Config, prefix: str, inputs: int = 1, qk_norm: bool = F
         "post_attention_layernorm": [D],
     }
     shapes |= {"self_attn.q_norm": [hd], "self_attn.k_norm": [hd]} if qk_norm else {}
-    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    named = {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    return named | {f"{prefix}self_attn.{name}_proj.bias": [width] for name, width in biases.items()}
 
 
 def eagle3_shapes(config: Config, first: str = "midlayer.") -> Shapes:
     """Return the tensors of an EAGLE-3 head, ``first`` being the prefix of its first layer."""
     D, V, A = config["hidden_size"], config["vocab_size"], config["num_aux_hidden_states"]
-    DV = config.get("draft_vocab_size") or V
+    DV, normed = config.get("draft_vocab_size") or V, has_qk_norm(config)
     shapes: Shapes = {"fc.weight": [D, A * D], "norm.weight": [D], "lm_head.weight": [DV, D]}
-    shapes |= layer_shapes(config, first, inputs=2) | {f"{first}{name}.weight": [D] for name in ("input_layernorm", "hidden_norm")}
+    shapes |= layer_shapes(config, first, 2, normed) | {f"{first}{name}.weight": [D] for name in ("input_layernorm", "hidden_norm")}
     for i in range(1, config["num_hidden_layers"]):
         names = ("input_layernorm",) if first.startswith("layers.") else ("input_layernorm", "hidden_norm")
-        shapes |= layer_shapes(config, f"layers.{i}.") | {f"layers.{i}.{name}.weight": [D] for name in names}
+        shapes |= layer_shapes(config, f"layers.{i}.", 1, normed) | {f"layers.{i}.{name}.weight": [D] for name in names}
     shapes |= {f"fc_norm.{i}.weight": [D] for i in range(A)} if config.get("fc_norm") else {}
     shapes |= {"input_norm.weight": [A * D]} if config.get("norm_before_fc") else {}
     return shapes | ({"d2t": [DV], "t2d": [V]} if DV < V else {})
+
+
+def has_qk_norm(config: Config) -> bool:
+    """Return whether an EAGLE-3 head norms queries and keys, which its architecture says."""
+    return "Eagle3Qwen3ForCausalLM" in config["architectures"]
 
 
 def eagle_shapes(config: Config) -> Shapes:

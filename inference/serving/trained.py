@@ -44,7 +44,9 @@ class Trained:
     tensors: dict[str, Tensor]
     """The weights, with the drafter's own adapter, if any, added to them."""
     backbone: str
-    """Folder or hub id from which engines load the backbone."""
+    """Folder or hub id of the backbone."""
+    served: str
+    """Folder or hub id from which engines load it: another one if an adapter is merged into it."""
 
     @property
     def depth(self) -> int:
@@ -110,7 +112,7 @@ def read_trained(path: str, backbone: str | None) -> Trained:
     if method not in METHODS:
         raise UserError(f"{path} holds heads of kind {method!r}, which is code of your own; engines read {', '.join(METHODS)}")
     config, tensors = _files(path, folder, card) if "adapter" not in card["weights"] else _merged(path, folder, card, name)
-    return Trained(path, folder, card, method, config, tensors, name)
+    return Trained(path, folder, card, method, config, tensors, name, name)
 
 
 def backbone_config(name: str, heads: str, contract: dict[str, Any]) -> dict[str, Any]:

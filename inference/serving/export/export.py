@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ def export(request: Request) -> dict[str, Any]:
     trained = read_trained(request.heads, request.backbone)
     layout, engine = _chosen(request.to, trained, known)
     rank = _rank(trained, request.adapter, engine)
+    if trained.adapter is not None and request.adapter == "merge":
+        trained = replace(trained, served=str(request.out.absolute() / BACKBONE))
     require_sound(trained)
     require_finite(trained.tensors)
     with new_folder(request.out) as folder:
@@ -55,7 +57,7 @@ def export(request: Request) -> dict[str, Any]:
         if trained.adapter is not None:
             (merge if request.adapter == "merge" else keep)(trained, folder)
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        served = _served(trained, request, config, layout.name, rank)
+        served = _served(trained, request, config, rank)
         report = _report(trained, request, layout, served, engine)
         stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
         (folder / PROVENANCE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
@@ -67,16 +69,16 @@ def _chosen(to: str, trained: Trained, known: dict[str, Format]) -> tuple[Format
     if to in ENGINES:
         layouts = layouts_of(trained.method)
         require_engine(to, trained.method, layouts)
-        fitting = [known[name] for name in layouts if to in known[name].readers(trained)]
-        if not fitting:
-            fault = "; ".join(known[layouts[0]].notes(trained)[-1:])
-            raise UserError(f"{ENGINES[to]} does not read {trained.path}: {fault}; --to {layouts[0]} writes them all the same")
-        return fitting[0], to
+        layout = next(known[name] for name in layouts if to in known[name].engines)
+        if reason := layout.unread(trained).get(to):
+            raise UserError(f"{ENGINES[to]} does not read {trained.path}: {reason}; --to {layout.name} writes the layout all the same")
+        return layout, to
     known[to].require(trained)
     return known[to], None
 
 
 def _rank(trained: Trained, how: str, engine: str | None) -> int:
+    """Return the rank of an adapter that is kept; 0: none is."""
     if trained.adapter is None:
         if how == "keep":
             raise UserError(f"{trained.path} was trained without an adapter on the backbone; leave out --adapter keep")
@@ -84,26 +86,19 @@ def _rank(trained: Trained, how: str, engine: str | None) -> int:
     return require_keepable(trained, engine) if how == "keep" else 0
 
 
-def _served(trained: Trained, request: Request, config: dict[str, Any], layout: str, rank: int) -> Served:
+def _served(trained: Trained, request: Request, config: dict[str, Any], rank: int) -> Served:
     out = str(request.out.absolute())
-    merged = trained.adapter is not None and request.adapter == "merge"
-    return Served(
-        method=trained.method,
-        folder=out,
-        backbone=f"{out}/{BACKBONE}" if merged else trained.backbone,
-        depth=trained.depth,
-        config=config,
-        layout=layout,
-        adapter=f"{out}/{ADAPTER}" if trained.adapter is not None and not merged else None,
-        rank=rank,
-    )
+    adapter = f"{out}/{ADAPTER}" if rank else None
+    return Served(trained.method, out, trained.served, trained.depth, config, adapter, rank)
 
 
 def _report(trained: Trained, request: Request, layout: Format, served: Served, engine: str | None) -> dict[str, Any]:
-    reading = {name: entry for name, entry in readers(trained.method).items() if name in layout.readers(trained) and engine in (None, name)}
+    unread, asked = layout.unread(trained), layout.engines if engine is None else (engine,)
     if served.adapter is not None:
-        reading = {name: entry for name, entry in reading.items() if name == "vllm"}
+        asked = ("vllm",)
+    reading = {name: entry for name, entry in readers(trained.method).items() if name in asked and name not in unread}
     notes = layout.notes(trained) or ["the checkpoint's own layout: names, shapes, values and layer numbers checked, nothing changed"]
+    notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
     if request.dtype != "auto":
         notes.append(f"weights are written in {request.dtype}")
     return {

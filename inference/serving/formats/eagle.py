@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headstart.inference.serving.formats.format import Format
+from headstart.inference.serving.trained import Trained
 
 
 class EagleFormat(Format):
@@ -11,3 +12,7 @@ class EagleFormat(Format):
     about = "EAGLE-1 for vLLM, SGLang and SafeAILab's code"
     methods = ("eagle",)
     engines = ("vllm", "sglang")
+
+    def unread(self, trained: Trained) -> dict[str, str]:
+        biased = "fc.bias" in trained.tensors and bool(trained.tensors["fc.bias"].any())
+        return {"vllm": "it drops the bias of fc and would draft other tokens"} if biased else {}

@@ -28,9 +28,9 @@ class Format:
     def name(self) -> str:
         return type(self).__module__.rpartition(".")[2].replace("_", "-")
 
-    def readers(self, trained: Trained) -> tuple[str, ...]:
-        """Return the engines that read this layout with these heads in it."""
-        return self.engines
+    def unread(self, trained: Trained) -> dict[str, str]:
+        """Return the engines of `engines` that do not read these heads in particular, and why."""
+        return {}
 
     def require(self, trained: Trained) -> None:
         """Raise UserError if the layout does not hold heads of this method."""

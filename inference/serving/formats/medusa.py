@@ -27,7 +27,7 @@ class MedusaFormat(Format):
     def lay_out(self, trained: Trained, dtype: Dtype) -> Layout:
         config, tensors = trained.cast(dtype)
         config = {key: value for key, value in config.items() if key != "draft_vocab_size"}
-        config |= {"base_model_name_or_path": trained.backbone}
+        config |= {"base_model_name_or_path": trained.served}
         if "t2d" in tensors:
             tokens, layer = tensors["t2d"].nonzero().flatten(), f".{config['medusa_num_layers']}.weight"
             heads = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}

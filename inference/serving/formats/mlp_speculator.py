@@ -19,16 +19,15 @@ class MlpSpeculatorFormat(Format):
     def lay_out(self, trained: Trained, dtype: Dtype) -> Layout:
         config, tensors = trained.cast(dtype)
         config = {key: value for key, value in config.items() if key != "draft_vocab_size"}
-        config |= {"base_model_name_or_path": trained.backbone}
+        config |= {"base_model_name_or_path": trained.served}
         if "t2d" in tensors:
             tokens, vocab = tensors["t2d"].nonzero().flatten(), config["vocab_size"]
             heads = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
             tensors = {name: expanded(x, tokens, vocab) if ".head." in name else x for name, x in heads.items()}
         return Layout(config, tensors, "model.safetensors")
 
-    def readers(self, trained: Trained) -> tuple[str, ...]:
-        return self.engines if trained.config["tie_weights"] else ("vllm",)
+    def unread(self, trained: Trained) -> dict[str, str]:
+        return {} if trained.config["tie_weights"] else {"tgi": "it reads speculators with drafter.tie_weights only"}
 
     def notes(self, trained: Trained) -> list[str]:
-        untied = [] if trained.config["tie_weights"] else ["TGI reads speculators with drafter.tie_weights only; this one is not tied"]
-        return [WHOLE, *untied] if "t2d" in trained.tensors else untied
+        return [WHOLE] if "t2d" in trained.tensors else []

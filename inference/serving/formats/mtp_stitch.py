@@ -31,22 +31,17 @@ class MtpStitchFormat(Format):
         if dtype != "auto":
             raise UserError(f"--dtype {dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out")
         if trained.adapter is not None:
-            raise UserError(f"{trained.path} was trained with an adapter on the backbone, which is in no copy of it: merge it and train on that")
+            raise UserError(f"{trained.path} was trained with an adapter, which a copy of the backbone lacks: merge it and train on that")
         drafter = read_drafter(trained.path, trained.folder, trained.card, trained.load_backbone())
         assert isinstance(drafter, Mtp)
         require_finite(drafter.tensors())
         write_back(drafter, folder)
         assert drafter.tensors().keys() <= weight_files(folder).keys()
 
-    def readers(self, trained: Trained) -> tuple[str, ...]:
-        return self.engines if _kinds(trained) in SERVED else ()
+    def unread(self, trained: Trained) -> dict[str, str]:
+        layout, kind = str(trained.card["arguments"]["layout"]), str(trained.card["contract"]["model_type"])
+        reason = f"it is not known to read {layout} modules of dense layers in a model of type {kind}; it reads MiMo's and Qwen3.5's"
+        return {} if (layout, kind) in SERVED else dict.fromkeys(self.engines, reason)
 
     def notes(self, trained: Trained) -> list[str]:
-        written, (layout, kind) = f"a copy of {trained.backbone} with the modules' weights", _kinds(trained)
-        unread = f"no engine is known to read {layout} modules of dense layers in a model of type {kind}; MiMo's and Qwen3.5's are read"
-        return [written] if self.readers(trained) else [written, unread]
-
-
-def _kinds(trained: Trained) -> tuple[str, str]:
-    """Return the layout of the modules and the type of the backbone."""
-    return str(trained.card["arguments"]["layout"]), str(trained.card["contract"]["model_type"])
+        return [f"a copy of {trained.backbone} with the modules' weights"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.inference.serving.formats.format import Format
 from headstart.inference.serving.layout import Layout
-from headstart.inference.serving.shapes import block_shapes, eagle3_shapes, require_shapes
+from headstart.inference.serving.shapes import block_shapes, eagle3_shapes, has_qk_norm, require_shapes
 from headstart.inference.serving.trained import EMBEDDING, Dtype, Trained
 
 VERSION = "0.9.0"
@@ -50,6 +50,7 @@ class SpeculatorsFormat(Format):
             expected = eagle3_shapes(config, "layers.0.") | {EMBEDDING: [config["vocab_size"], config["hidden_size"]]}
             own = _eagle3_config(config)
             layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]   # vLLM reads it here only
+            layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
         else:
             expected, own = block_shapes(config), _block_config(config)
         require_shapes(tensors, expected, {}, trained.path)
@@ -65,7 +66,7 @@ class SpeculatorsFormat(Format):
 def _proposal(trained: Trained) -> dict[str, Any]:
     """Return which backbone is drafted for, and how many tokens."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": trained.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": trained.backbone, "architectures": trained.backbone_config.get("architectures") or []}
+    verifier = {"name_or_path": trained.served, "architectures": trained.backbone_config.get("architectures") or []}
     return {
         "algorithm": trained.method,
         "default_proposal_method": "greedy",
@@ -77,7 +78,8 @@ def _proposal(trained: Trained) -> dict[str, Any]:
 def _eagle3_config(config: dict[str, Any]) -> dict[str, Any]:
     norms = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output")}
     taps = config["eagle_aux_hidden_state_layer_ids"]
-    return norms | {"norm_before_residual": False, "embed_requires_grad": False, "eagle_aux_hidden_state_layer_ids": taps}
+    before = bool(config["norm_before_residual"])
+    return norms | {"norm_before_residual": before, "embed_requires_grad": False, "eagle_aux_hidden_state_layer_ids": taps}
 
 
 def _eagle3_tensors(tensors: dict[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
