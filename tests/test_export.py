@@ -1,4 +1,4 @@
-"""`headstart export`: what is written is what was trained, in the layout of an engine; what an engine cannot read is refused in one line."""
+"""`headstart export`: what is written is what was trained, in the layout of an engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from every_head import VARIANTS
-from families import VOCAB, prompts, random_drafter, tiny
-from safetensors.torch import load_file, save_file
+from exported import DV, KINDS, D, exported, make_home, refused
+from families import VOCAB, prompts, random_drafter
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
@@ -20,34 +20,9 @@ from headstart.cli.main import main
 from headstart.heads.backbone.adapter import new_adapter
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.base import Drafter
-from headstart.heads.methods import build_drafter
-from headstart.inference.serving.engine_table import with_table
-from headstart.inference.serving.engines import ENGINES, METHODS, TABLE, method_of
 from headstart.inference.serving.export.export import PROVENANCE, Request, export
-from headstart.inference.serving.formats.format import formats, layouts_of, require_sound
-from headstart.inference.serving.layout import Layout, write_layout
-from headstart.inference.serving.trained import read_trained
-from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 
-DV, D = 23, 32
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("eagle3", {"depth": 3}),
-    "eagle3-small": ("eagle3", {"depth": 3, "draft_vocab_size": DV, "layers": 2, "fc_norm": True, "norm_output": True}),
-    "eagle": ("eagle", {}),
-    "medusa": ("medusa", {"depth": 3}),
-    "medusa-small": ("medusa", {"depth": 2, "layers": 2, "draft_vocab_size": DV}),
-    "mlp": ("mlp", {"depth": 3, "tie_weights": True}),
-    "mlp-small": ("mlp", {"depth": 3, "draft_vocab_size": DV}),
-    "hydra": ("hydra", {"depth": 2}),
-    "dflash": ("block", {"depth": 4, "correction": "none", "taps": [1, 3, 5]}),
-    "dspark": ("block", {"depth": 4}),
-    "domino": ("block", {"depth": 4, "correction": "recurrent"}),
-    "mtp": ("mtp", {"depth": 2}),
-    "draft_model": ("draft_model", {"layers": 2}),
-    "pard": ("draft_model", {"layers": 2, "parallel": True, "depth": 3}),
-}
 COPIED = {
     "eagle3": "vllm sglang trtllm", "eagle3-small": "vllm", "eagle": "vllm sglang", "dflash": "vllm sglang trtllm", "dspark": "vllm sglang",
     "domino": "sglang", "draft_model": "vllm sglang trtllm transformers", "pard": "vllm trtllm", "mlp": "tgi",
@@ -57,33 +32,7 @@ COPIED = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a saved backbone and heads of every kind."""
-    folder = tmp_path_factory.mktemp("export")
-    tiny("llama").save_pretrained(folder / "backbone")
-    on = load_backbone(str(folder / "backbone"))
-    for name, (kind, arguments) in KINDS.items():
-        drafter = random_drafter(kind, on, **arguments)
-        if arguments.get("draft_vocab_size"):
-            drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV])
-        drafter.save_pretrained(folder / name)
-    return folder
-
-
-def exported(home: Path, name: str, to: str, out: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """The report, the configuration and the tensors of an export."""
-    report = export(Request(str(home / name), to, out, **options))
-    weights = next(iter(out.glob("*.safetensors")))
-    return report, json.loads((out / "config.json").read_text()), load_file(weights)
-
-
-def refused(home: Path, name: str, to: str, out: Path, **options: Any) -> str:
-    """The message of an export that writes nothing."""
-    before = sorted(out.parent.iterdir())
-    with pytest.raises(UserError) as caught:
-        export(Request(str(home / name), to, out, **options))
-    assert sorted(out.parent.iterdir()) == before
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return make_home(tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize("name", COPIED)
@@ -123,7 +72,9 @@ def test_dtype_is_written_and_stated(home: Path, tmp_path: Path) -> None:
     assert kinds.pop("d2t") == torch.int64 and kinds.pop("t2d") == torch.bool and {*kinds.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name,layout,head", [("medusa-small", "medusa", "{}.2.weight"), ("mlp-small", "mlp-speculator", "speculator.head.{}.weight")])
+@pytest.mark.parametrize(
+    "name,layout,head", [("medusa-small", "medusa", "{}.2.weight"), ("mlp-small", "mlp-speculator", "speculator.head.{}.weight")]
+)
 def test_truncated_output_layers_are_written_over_the_whole_vocabulary(
     home: Path, tmp_path: Path, name: str, layout: str, head: str
 ) -> None:
@@ -236,102 +187,6 @@ def test_an_adapter_is_merged_or_kept(home: Path, tmp_path: Path) -> None:
     assert "without an adapter" in refused(home, "medusa", "medusa", tmp_path / "no", adapter="keep")
 
 
-@pytest.mark.parametrize(
-    "name,to,parts",
-    [
-        ("eagle3", "vlm", ("unknown format 'vlm'", "'vllm'", "speculators")),
-        ("medusa", "vllm", ("up to version 0.32 only", "TGI reads them", "--to medusa")),
-        ("medusa", "sglang", ("SGLang does not read Medusa", "TGI")),
-        ("mlp", "vllm", ("0.9.2", "TGI")),
-        ("mlp-small", "tgi", ("tie_weights only", "--to mlp-speculator")),
-        ("hydra", "vllm", ("no other engine reads them today", "headstart.load")),
-        ("hydra", "medusa", ("holds Hydra heads", "no engine reads these")),
-        ("eagle", "trtllm", ("1.2.1", "EAGLE-3 only", "vLLM and SGLang read them")),
-        ("domino", "vllm", ("Domino's correction", "SGLang reads them")),
-        ("dspark", "dflash-hf", ("is of DFlash", "dflash, speculators")),
-        ("eagle3", "transformers", ("does not read EAGLE-3",)),
-        ("absent", "vllm", ("no heads at", "not on the hub")),
-        ("backbone", "vllm", ("has no headstart.json",)),
-    ],
-)
-def test_refusals(home: Path, tmp_path: Path, name: str, to: str, parts: tuple[str, ...]) -> None:
-    message = refused(home, name, to, tmp_path / "out")
-    assert all(part in message for part in parts), message
-
-
-def test_folders_and_backbones_that_do_not_fit(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    assert "not an empty folder" in refused(home, "eagle3", "vllm", tmp_path / "full")
-    with pytest.raises(UserError, match="is a file; give a new folder"):
-        export(Request(str(home / "eagle3"), "vllm", tmp_path / "full" / "file" / "out"))
-    assert "no backbone at 'nobody/nothing'" in refused(home, "eagle3", "vllm", tmp_path / "out", backbone="nobody/nothing")
-    tiny("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
-    message = refused(home, "eagle3", "vllm", tmp_path / "out", backbone=str(tmp_path / "other"))
-    assert "num_hidden_layers 6" in message and "has 2" in message
-
-
-def damaged(home: Path, folder: Path, name: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
-    """Write heads with other tensors and another configuration, and return why they are refused."""
-    folder.mkdir()
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
-    card = json.loads((home / name / "headstart.json").read_text())
-    card["weights"]["sha256"] = file_hash(folder / "model.safetensors")
-    (folder / "headstart.json").write_text(json.dumps(card))
-    (folder / "config.json").write_text(json.dumps(config))
-    return refused(folder.parent, folder.name, "vllm", folder.parent / "out")
-
-
-def test_damaged_heads(home: Path, tmp_path: Path) -> None:
-    name = "eagle3-small"
-    tensors, config = load_file(home / name / "model.safetensors"), json.loads((home / name / "config.json").read_text())
-    fc, shifted = tensors["fc.weight"], {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 3]}}
-    cases = [
-        ({"fc.weight": fc * torch.nan}, {}, "fc.weight holds NaN"),
-        ({"fc.weight": fc.T}, {}, "tensor fc.weight of"),
-        ({"norm.weight": None}, {}, "lacks tensor norm.weight [32]"),
-        ({"norm.bias": torch.zeros(D)}, {}, "holds tensor norm.bias, for which config.json has no place"),
-        ({"d2t": tensors["d2t"] + torch.arange(DV)}, {}, "d2t and t2d"),
-        ({}, {"num_aux_hidden_states": 2}, "config.json says [32, 64]"),
-        ({}, shifted, "not one less each"),
-        ({}, {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": {}}, "from 0 to 6"),
-    ]
-    for i, (changes, stated, part) in enumerate(cases):
-        changed = {key: tensor for key, tensor in (tensors | changes).items() if tensor is not None}
-        assert part in damaged(home, tmp_path / str(i), name, changed, config | stated), part
-
-
-@pytest.mark.parametrize(("kind", "arguments"), [*VARIANTS, ("mlp", {"tie_weights": True}), ("eagle3", {"norm_before_fc": True})])
-def test_the_shapes_expected_of_a_configuration_are_those_written(home: Path, tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
-    arguments |= {"draft_vocab_size": DV} if "draft_vocab_size" in arguments else {}
-    arguments |= {"depth": 2} if "parallel" in arguments else {}
-    random: Drafter = random_drafter(kind, load_backbone(str(home / "backbone")), **arguments)
-    random.save_pretrained(tmp_path / "heads")
-    require_sound(read_trained(str(tmp_path / "heads"), None))
-
-
-def test_heads_that_only_vllm_computes(home: Path, tmp_path: Path) -> None:
-    drafter = build_drafter("eagle", load_backbone(str(home / "backbone")), {})
-    drafter.save_pretrained(tmp_path / "heads")
-    tensors = load_file(tmp_path / "heads" / "model.safetensors") | {"fc.bias": torch.ones(D)}
-    config = json.loads((tmp_path / "heads" / "config.json").read_text())
-    assert "drops the bias of fc" in damaged(tmp_path, tmp_path / "biased", "heads", tensors, config)
-
-
-def test_the_table_of_engines_is_that_of_the_docs() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
-    assert with_table(page) == page, "run python -m headstart.inference.serving.engine_table docs/serving.md"
-
-
-def test_every_method_has_an_answer_from_every_engine() -> None:
-    assert {(engine, method) for engine in ("vllm", "sglang", "trtllm") for method in METHODS} <= TABLE.keys()
-    assert {method_of(kind, arguments) for kind, arguments in KINDS.values()} == METHODS.keys()
-    assert {engine for engine, _ in TABLE} == ENGINES.keys()
-    readable = {method for (_, method), entry in TABLE.items() if hasattr(entry, "how")}
-    assert readable == {method for method in METHODS if layouts_of(method)}
-    assert all(one.about and {*one.methods} <= METHODS.keys() and {*one.engines} <= ENGINES.keys() for one in formats().values())
-
-
 def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["export", "--heads", str(home / "eagle3"), "--out", str(tmp_path / "out"), "--to"]
     assert main([*arguments, "vllm", "--json", str(tmp_path / "report.json")]) == 0
@@ -340,17 +195,3 @@ def test_the_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads((tmp_path / "report.json").read_text())["layout"] == "eagle3"
     assert main([*arguments, "vllm"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_a_layout_is_written_as_a_whole(tmp_path: Path) -> None:
-    shared = torch.ones(4, 4)
-    layout = Layout({"a": 1}, {"x": shared, "y": shared, "z": shared[1:2]}, "w.safetensors", {"code/run.py": b"pass"})
-    write_layout(layout, tmp_path / "out")
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
-        "out/config.json", "out/w.safetensors", "out/code/run.py",
-    }  # fmt: skip
-    with pytest.raises(UserError, match="tensor x holds NaN"):
-        write_layout(Layout({}, {"x": shared / 0 * 0}, "w.safetensors"), tmp_path / "nan")
-    with pytest.raises(AssertionError):
-        write_layout(Layout({}, {}, "w.safetensors", {"../out/config.json": b""}), tmp_path / "escape")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

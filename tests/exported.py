@@ -1,0 +1,64 @@
+"""Heads of every kind saved on disk, and exports of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, random_drafter, tiny
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.inference.serving.export.export import Request, export
+from headstart.support.errors import UserError
+
+DV, D = 23, 32
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {"depth": 3}),
+    "eagle3-small": ("eagle3", {"depth": 3, "draft_vocab_size": DV, "layers": 2, "fc_norm": True, "norm_output": True}),
+    "eagle": ("eagle", {}),
+    "medusa": ("medusa", {"depth": 3}),
+    "medusa-small": ("medusa", {"depth": 2, "layers": 2, "draft_vocab_size": DV}),
+    "mlp": ("mlp", {"depth": 3, "tie_weights": True}),
+    "mlp-small": ("mlp", {"depth": 3, "draft_vocab_size": DV}),
+    "hydra": ("hydra", {"depth": 2}),
+    "dflash": ("block", {"depth": 4, "correction": "none", "taps": [1, 3, 5]}),
+    "dspark": ("block", {"depth": 4}),
+    "domino": ("block", {"depth": 4, "correction": "recurrent"}),
+    "mtp": ("mtp", {"depth": 2}),
+    "draft_model": ("draft_model", {"layers": 2}),
+    "pard": ("draft_model", {"layers": 2, "parallel": True, "depth": 3}),
+}
+
+
+def make_home(folder: Path) -> Path:
+    """Save a backbone and heads of every kind in a folder."""
+    tiny("llama").save_pretrained(folder / "backbone")
+    on = load_backbone(str(folder / "backbone"))
+    for name, (kind, arguments) in KINDS.items():
+        drafter = random_drafter(kind, on, **arguments)
+        if arguments.get("draft_vocab_size"):
+            drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DV])
+        drafter.save_pretrained(folder / name)
+    return folder
+
+
+def exported(home: Path, name: str, to: str, out: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The report, the configuration and the tensors of an export."""
+    report = export(Request(str(home / name), to, out, **options))
+    weights = next(iter(out.glob("*.safetensors")))
+    return report, json.loads((out / "config.json").read_text()), load_file(weights)
+
+
+def refused(home: Path, name: str, to: str, out: Path, **options: Any) -> str:
+    """The message of an export that writes nothing."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(UserError) as caught:
+        export(Request(str(home / name), to, out, **options))
+    assert sorted(out.parent.iterdir()) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
