@@ -22,16 +22,18 @@ from headstart.support.errors import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the function ``name`` in ``headstart/cli/<module>.py``."""
+    """A subcommand: the function of its name in ``headstart/cli/<module>.py``."""
 
     name: str
     module: str
     about: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     example: str
+    function: str = ""
+    """Name of the function where it is not the command's."""
 
     def __call__(self, args: argparse.Namespace) -> int:
-        status: int = getattr(importlib.import_module(f"headstart.cli.{self.module}"), self.name)(args)
+        status: int = getattr(importlib.import_module(f"headstart.cli.{self.module}"), self.function or self.name)(args)
         return status
 
 
@@ -54,6 +56,8 @@ COMMANDS = (
     Command("export", "export", "Write heads in the layout of a serving engine, with the line that starts it",
             serving_arguments.add_export, serving_arguments.EXPORT_EXAMPLE),
     Command("push", "push", "Upload heads to the hub with a model card", serving_arguments.add_push, serving_arguments.PUSH_EXAMPLE),
+    Command("import", "importing", "Import heads that another trainer wrote", serving_arguments.add_import,
+            serving_arguments.IMPORT_EXAMPLE, "import_heads"),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors", arguments.add_schema, arguments.SCHEMA_EXAMPLE),
 )  # fmt: skip
 

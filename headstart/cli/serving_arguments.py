@@ -8,6 +8,11 @@ from pathlib import Path
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --dry-run out/card"""
+from headstart.cli.arguments import count
+
+IMPORT_EXAMPLE = """examples:
+  headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
+  headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
 
 
@@ -42,3 +47,21 @@ def add_push(parser: argparse.ArgumentParser) -> None:
         "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
     )
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart import``."""
+    formats = "EAGLE-1 to 3, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
+    parser.add_argument("heads", metavar="DIR|HUB_ID", help=f"the heads: {formats}")
+    parser.add_argument("--backbone", required=True, metavar="M", help="the backbone of their training: folder, hub id or 'embedded'")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the Headstart checkpoint")
+    about = "what layer ids mean: states after j layers, or outputs of layer j (default: what the layout says; where it is open, measured)"
+    parser.add_argument("--counting", choices=("hs", "layer"), help=about)
+    parser.add_argument("--depth", type=count(1), metavar="K", help="tokens to draft (default: as the files say, or the method's)")
+    own = "the embedded backbone's own, or texts that the backbone writes itself"
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts to measure acceptance on, as for bench (default: {own})")
+    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
+                        help="of the backbone (auto: fp32 on the CPU)")
+    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")

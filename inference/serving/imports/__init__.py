@@ -1,0 +1,1 @@
+"""Heads that other trainers wrote, as ordinary heads of Headstart."""

@@ -1,0 +1,48 @@
+"""Prompts to measure imported heads on: a file's, those that ship with the embedded backbone, or texts that the backbone writes itself.
+
+Shape suffix: T positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import EMBEDDED, Backbone, load_tokenizer, resolve
+from headstart.inference.bench.prompts import Prompter, read_prompts
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Settings, continue_texts
+from headstart.support.errors import UserError
+
+PROMPTS, WRITTEN = 8, 24
+"""Number of prompts, and how long those are that the backbone writes."""
+
+
+def prompts_for(backbone: Backbone, file: str | None, trust_remote_code: bool = False) -> tuple[list[Tensor], str]:
+    """Return prompts (int64 ``[T]``) and a description of where they are from. Raises UserError."""
+    if file is None and backbone.name == EMBEDDED:
+        file = str(Path(resolve(EMBEDDED)).parent / "prompts.jsonl")
+    if file is not None:
+        prompter = Prompter(load_tokenizer(backbone.name, trust_remote_code=trust_remote_code))
+        return [prompt.ids_T for prompt in read_prompts(file, prompter, PROMPTS)], f"{PROMPTS} prompts of {Path(file).name}"
+    return written(backbone), f"{PROMPTS} texts that the backbone wrote itself"
+
+
+def written(backbone: Backbone) -> list[Tensor]:
+    """Return the beginnings of texts that the backbone samples from its first token, or from different tokens if it has none."""
+    first = backbone.config.bos_token_id
+    starts = [first] * PROMPTS if isinstance(first, int) else torch.linspace(1, backbone.vocab - 1, PROMPTS).long().tolist()
+    prompts = [torch.tensor([start]) for start in starts]
+    output = continue_texts(
+        SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
+    )
+    assert output.accept_lengths is not None
+    found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
+    ends = backbone.model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    usable = [row_T for row_T in found if int(row_T[-1]) not in ends]
+    if not usable:
+        raise UserError(f"{backbone.name or 'the backbone'} ends every text that it begins itself; give prompts with --prompts FILE")
+    return usable
