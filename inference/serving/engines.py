@@ -43,6 +43,14 @@ class Support:
     """A condition on the heads or the engine; why the engine dropped them."""
 
 
+    def __str__(self) -> str:
+        """Say which versions read the heads, and how that is known."""
+        how = {"run": "run in", "read": "read in the source of", "documented": "as documented for"}[self.how]
+        spans = [f"from {self.since}"] if self.since else []
+        spans += [f"up to {self.until}"] if self.until else []
+        return ", ".join([*spans, f"{how} {self.versions}", *([self.note] if self.note else [])])
+
+
 @dataclass(frozen=True)
 class Unsupported:
     """That an engine never read a method's heads."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from headstart import __version__
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
-from headstart.inference.serving.engines import ENGINES, METHODS, Support, readers, require_engine
+from headstart.inference.serving.engines import ENGINES, METHODS, readers, require_engine
 from headstart.inference.serving.export.adapter import BACKBONE, keep, merge, require_keepable
 from headstart.inference.serving.formats.format import Format, find_format, formats, layouts_of, require_sound
 from headstart.inference.serving.launch import Served, launch_line
@@ -117,17 +117,8 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
         "depth": trained.depth,
         "adapter": None if trained.adapter is None else request.adapter,
         "notes": notes,
-        "launch": {name: {"line": launch_line(name, served), "support": _support(name, entry)} for name, entry in reading.items()},
+        "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
     }
-
-
-def _support(engine: str, entry: Support) -> str:
-    """Say which versions of an engine read the heads, and how that is known."""
-    how = {"run": "run in", "read": "read in the source of", "documented": "as documented for"}[entry.how]
-    spans = [f"from {entry.since}"] if entry.since else []
-    spans += [f"up to {entry.until}"] if entry.until else []
-    known = f"{how} {entry.versions}" + (f"; {entry.note}" if entry.note else "")
-    return f"{ENGINES[engine]} {' '.join([*spans, f'({known})'])}"
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:

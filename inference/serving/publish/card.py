@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
-from headstart.inference.serving.engines import ENGINES, METHODS, Support, readers
+from headstart.inference.serving.engines import ENGINES, METHODS, readers
 from headstart.inference.serving.export.adapter import BACKBONE
 from headstart.inference.serving.formats.format import find_format, layouts_of
 from headstart.inference.serving.launch import Served, launch_line
@@ -101,7 +101,7 @@ def _serving(heads: Heads, repo: str) -> str:
     parts = ["## Serving"]
     for engine, entry in reading.items():
         first, served = _served(heads, repo, engine if entry.until is None else _layout(heads.method, engine))
-        parts += [f"{ENGINES[engine]}, {_versions(entry)}:", "```\n" + "\n".join([*first, launch_line(engine, served)]) + "\n```"]
+        parts += [f"{ENGINES[engine]}, {entry}:", "```\n" + "\n".join([*first, launch_line(engine, served)]) + "\n```"]
     return "\n\n".join(parts)
 
 
@@ -123,14 +123,7 @@ def _served(heads: Heads, repo: str, to: str) -> tuple[list[str], Served]:
     if adapted and BACKBONE in own:
         backbone = f"{folder}/{BACKBONE}"
     kept = f"{folder}/{ADAPTER}" if adapted and ADAPTER in own else None
-    return first, Served(heads.method, folder, backbone, heads.depth, heads.config, heads.layout or "", kept, heads.rank if kept else 0)
-
-
-def _versions(entry: Support) -> str:
-    how = {"run": "run in", "read": "read in the source of", "documented": "as documented for"}[entry.how]
-    spans = [f"from {entry.since}"] if entry.since else []
-    spans += [f"up to {entry.until}"] if entry.until else []
-    return ", ".join([*spans, f"{how} {entry.versions}", *([entry.note] if entry.note else [])])
+    return first, Served(heads.method, folder, backbone, heads.depth, heads.config, kept, heads.rank if kept else 0)
 
 
 def _loading(heads: Heads, repo: str) -> str:
