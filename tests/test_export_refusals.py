@@ -18,6 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
+from headstart.inference.serving.engine_table import with_table
 from headstart.inference.serving.engines import ENGINES, METHODS, TABLE, method_of
 from headstart.inference.serving.export.export import Request, export
 from headstart.inference.serving.formats.format import formats, layouts_of, require_sound
@@ -112,6 +113,11 @@ def test_heads_that_only_vllm_computes(home: Path, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "heads" / "model.safetensors") | {"fc.bias": torch.ones(D)}
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert "drops the bias of fc" in damaged(tmp_path, tmp_path / "biased", "heads", tensors, config)
+
+
+def test_the_table_of_engines_is_that_of_the_docs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
+    assert with_table(page) == page, "run python -m headstart.inference.serving.engine_table docs/serving.md"
 
 
 def test_every_method_has_an_answer_from_every_engine() -> None:
