@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, backbone, random_drafter, texts
+
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.reference.decode import begin, logits_at
 from headstart.inference.serving.reference.files import read_files

@@ -58,6 +58,8 @@ COMMANDS = (
     Command("push", "push", "Upload heads to the hub with a model card", serving_arguments.add_push, serving_arguments.PUSH_EXAMPLE),
     Command("import", "importing", "Import heads that another trainer wrote", serving_arguments.add_import,
             serving_arguments.IMPORT_EXAMPLE, "import_heads"),
+    Command("verify", "verify", "Compare an engine's drafts with Headstart's, token by token, and name the cause of a difference",
+            serving_arguments.add_verify, serving_arguments.VERIFY_EXAMPLE),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors", arguments.add_schema, arguments.SCHEMA_EXAMPLE),
 )  # fmt: skip
 

@@ -13,6 +13,12 @@ from headstart.cli.arguments import count
 IMPORT_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
+from headstart.cli.arguments import count
+
+VERIFY_EXAMPLE = """examples:
+  headstart verify out/served --heads out/quickstart/eagle3
+  headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
+  headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
 
 
@@ -65,3 +71,24 @@ def add_import(parser: argparse.ArgumentParser) -> None:
                         help="of the backbone (auto: fp32 on the CPU)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart verify``."""
+    parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
+    parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    parser.add_argument(
+        "--heads", metavar="DIR",
+        help="the heads that were exported (default: DIR itself if it is a checkpoint of Headstart; otherwise the files are judged by how "
+        "much of the backbone's own text they draft)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine", choices=("reference", "vllm", "transformers"), default="reference",
+        help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
+    )  # fmt: skip
+    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
+    parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
+    parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
+    parser.add_argument("--max-new-tokens", type=count(2), default=32, metavar="N", help="tokens to generate after each prompt (32)")
+    parser.add_argument("--depth", type=count(1), metavar="K", help="tokens per draft (default: as many as the heads draft)")
+    parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
+    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")

@@ -17,9 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.inference.serving.reference.files import Files
+from headstart.inference.serving.reference.files import DamagedError, Files
 from headstart.inference.serving.reference.layer import (
-    KeysValues, attend, finish, join, keys_values, layer_shapes, linear, norm, queries, read_shape, under,
+    KeysValues,
+    attend,
+    finish,
+    join,
+    keys_values,
+    layer_shapes,
+    linear,
+    norm,
+    queries,
+    read_shape,
+    under,
 )  # fmt: skip
 from headstart.inference.serving.reference.reading import Drafting, NextToken, Reading, load, vocabulary_shapes, whole_number
 from headstart.inference.serving.reference.target import Target, Text
@@ -53,7 +63,9 @@ class BlockDrafting(Drafting):
 
     @classmethod
     def read(cls, files: Files, target: Target) -> Reading:
-        config, remarks = _flat(files.config), []
+        config = _flat(files.config)
+        remarks: list[str] = []
+        notes: list[str] = []
         if config.get("use_swa") or any(kind == "sliding_attention" for kind in config.get("layer_types") or []):
             raise UserError(f"{files.folder} holds a block head with sliding windows, which the reference engine does not read")
         shape, names = read_shape(config), {RENAMED.get(name, name): name for name in files.names if not name.startswith(UNUSED)}
@@ -63,7 +75,7 @@ class BlockDrafting(Drafting):
         kind = "markov" if config.get("markov_rank") else "recurrent" if config.get("projector_type") == "domino" else "none"
         anchored = bool(config.get("sample_from_anchor", kind == "markov") or config.get("shift_label"))
         if anchored and "speculators_model_type" in files.config:
-            remarks.append("sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft")
+            notes.append("sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft")
         options = {"elements": whole_number(config, "block_size"), "mask": mask, "anchored": anchored, "correction": kind}
         vocab = config.get("vocab_size") or target.vocab
         draft_vocab = config.get("draft_vocab_size") or vocab
@@ -80,7 +92,7 @@ class BlockDrafting(Drafting):
             own = layer_shapes(shape, shape.hidden, head_norms=True) | {"input_layernorm.weight": (shape.hidden,)}
             shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
         optional = frozenset({"embed_tokens.weight", "lm_head.weight", "t2d"} - ({"lm_head.weight"} if draft_vocab < vocab else set()))
-        return Reading(cls.method, load(files, names), shapes, taps, shape, options, optional, tuple(remarks))
+        return Reading(cls.method, load(files, names), shapes, taps, shape, options, optional, tuple(remarks), tuple(notes))
 
     @property
     def max_depth(self) -> int:
@@ -151,7 +163,8 @@ def _taps(config: Mapping[str, Any], num_layers: int, remarks: list[str]) -> tup
             f"{[tap - 1 for tap in passed]}; vLLM reads the former, SGLang and transformers the latter"
         )
     if not chosen or any(not isinstance(tap, int) or not 0 <= tap <= num_layers for tap in chosen):
-        raise UserError(f"config.json reads the backbone after the layers {chosen}, but it has {num_layers}: shifted layer ids, or another backbone")
+        fault = f"config.json reads the backbone after the layers {chosen}, but it has {num_layers}"
+        raise DamagedError(f"{fault}: shifted layer ids, or another backbone")
     return tuple(sorted(set(chosen)))
 
 
@@ -161,6 +174,6 @@ def _correction_shapes(config: Mapping[str, Any], kind: str, D: int, vocab: int,
         return {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (draft_vocab, rank)}
     if kind == "recurrent":
         G, rank = whole_number(config, "gru_hidden_dim"), whole_number(config, "emb_dim")
-        gru = {"prefix_gru.weight_ih_l0": (3 * G, D), "prefix_gru.weight_hh_l0": (3 * G, G)}
+        gru: dict[str, tuple[int, ...]] = {"prefix_gru.weight_ih_l0": (3 * G, D), "prefix_gru.weight_hh_l0": (3 * G, G)}
         return gru | {"embed_proj.0.weight": (rank, D + G), "embed_proj.2.weight": (vocab, rank)}
     return {}

@@ -38,7 +38,8 @@ class DraftModelDrafting(Drafting):
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise UserError(f"{files.folder} is no model that transformers loads: {' '.join(str(error).split())[:200]}") from None
         if report["missing_keys"]:
-            raise DamagedError(f"{files.folder} lacks {sorted(report['missing_keys'])[0]}: a tensor is missing (half-written); export it again")
+            lacking = sorted(report["missing_keys"])[0]
+            raise DamagedError(f"{files.folder} lacks {lacking}: a tensor is missing (half-written); export it again")
         remarks = []
         vocab = model.get_output_embeddings().weight.shape[0]
         if vocab != target.vocab:

@@ -37,12 +37,11 @@ class EagleDrafting(PairDrafting):
             own = layer_shapes(shape, D) | ({"input_layernorm.weight": (D,)} if i else {})
             shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
         tensors = load(files, {name: name for name in files.names})
-        remarks = []
+        notes = []
         if "fc.bias" in tensors and bool(tensors["fc.bias"].any()):
-            remarks.append("fc.bias is not zero: SGLang adds it, vLLM drops it")
-        return Reading(
-            cls.method, tensors, shapes, (), shape, {}, frozenset({"fc.bias", "embed_tokens.weight", "lm_head.weight"}), tuple(remarks)
-        )
+            notes.append("fc.bias is not zero: SGLang adds it, vLLM drops it")
+        optional = frozenset({"fc.bias", "embed_tokens.weight", "lm_head.weight"})
+        return Reading(cls.method, tensors, shapes, (), shape, {}, optional, notes=tuple(notes))
 
     def states(self) -> Tensor:
         return self.text.hidden_TD

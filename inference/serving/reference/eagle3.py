@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference.serving.reference.files import Files
+from headstart.inference.serving.reference.files import DamagedError, Files
 from headstart.inference.serving.reference.layer import LayerShape, layer_shapes, linear, norm, read_shape
 from headstart.inference.serving.reference.pairs import PairDrafting
 from headstart.inference.serving.reference.reading import Reading, load, vocabulary_shapes, whole_number
@@ -39,22 +39,25 @@ class Eagle3Drafting(PairDrafting):
     @classmethod
     def read(cls, files: Files, target: Target) -> Reading:
         if "mask_hidden" in files.names:
-            raise UserError(f"{files.folder} holds parallel EAGLE-3 (P-EAGLE), which the reference engine does not read; verify with --engine vllm")
-        config, remarks = _flat(files.config), []
+            raise UserError(f"{files.folder} holds P-EAGLE (parallel EAGLE-3), which the reference engine does not read; use --engine vllm")
+        config = _flat(files.config)
+        remarks: list[str] = []
+        notes: list[str] = []
         shape = read_shape(config)
         taps = _taps(config, target.num_layers, remarks)
         options = {flag: bool(config.get(flag)) for flag in FLAGS}
+        options["qk_norm"] = any(name.endswith("self_attn.q_norm.weight") for name in files.names)
         options["norm_before_fc"] |= bool((config.get("eagle_config") or {}).get("norm_before_fc"))
         if options["norm_before_residual"] and "speculators_model_type" not in files.config:
-            remarks.append("norm_before_residual is true, which SGLang and TensorRT-LLM ignore")
+            notes.append("norm_before_residual is true, which SGLang and TensorRT-LLM ignore")
         vocab = config.get("vocab_size") or target.vocab
         draft_vocab = whole_number(config, "draft_vocab_size", vocab) if config.get("draft_vocab_size") else vocab
         wide = config.get("target_hidden_size") or target.dim
         shapes = _shapes(shape, len(taps) * wide, draft_vocab, vocab, options)
         optional = {"lm_head.weight", "embed_tokens.weight", "t2d"} if draft_vocab == vocab else {"embed_tokens.weight", "t2d"}
-        names = _names(files, remarks)
+        names = _names(files, remarks, notes)
         return Reading(
-            cls.method, load(files, names), shapes, taps, shape, options, frozenset(optional), tuple(remarks)
+            cls.method, load(files, names), shapes, taps, shape, options, frozenset(optional), tuple(remarks), tuple(notes)
         )
 
     def states(self) -> Tensor:
@@ -93,7 +96,7 @@ def _taps(config: Mapping[str, Any], num_layers: int, remarks: list[str]) -> tup
     """Return the layers read, ascending, as engines order them; contradictions go to ``remarks``."""
     eagle = config.get("eagle_config") or {}
     if eagle.get("use_aux_hidden_state") is False:
-        raise UserError("eagle_config.use_aux_hidden_state is false: such EAGLE-3 heads read the final hidden state, which is not read here")
+        raise UserError("eagle_config.use_aux_hidden_state is false: the reference engine reads EAGLE-3 heads of tapped layers only")
     top, nested = config.get(IDS), eagle.get(IDS)
     chosen = top or ([tap + 1 for tap in nested] if nested else [2, num_layers // 2, num_layers - 3])
     if top and nested and sorted(top) != sorted(tap + 1 for tap in nested):
@@ -102,7 +105,8 @@ def _taps(config: Mapping[str, Any], num_layers: int, remarks: list[str]) -> tup
             f"{[tap - 1 for tap in top]}; vLLM reads the former, SGLang the latter"
         )
     if any(not isinstance(tap, int) or not 0 <= tap <= num_layers for tap in chosen):
-        raise UserError(f"config.json reads the backbone after the layers {chosen}, but it has {num_layers}: shifted layer ids, or another backbone")
+        fault = f"config.json reads the backbone after the layers {chosen}, but it has {num_layers}"
+        raise DamagedError(f"{fault}: shifted layer ids, or another backbone")
     return tuple(sorted(set(chosen)))
 
 
@@ -119,7 +123,7 @@ def _shapes(
         **vocabulary_shapes(draft_vocab, vocab),
     }
     for i in range(shape.layers):
-        own = layer_shapes(shape, D if i else 2 * D) | {"input_layernorm.weight": (D,)}
+        own = layer_shapes(shape, D if i else 2 * D, bool(options["qk_norm"])) | {"input_layernorm.weight": (D,)}
         shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
     if options["norm_before_fc"]:
         shapes["input_norm.weight"] = (width,)
@@ -128,15 +132,16 @@ def _shapes(
     return shapes
 
 
-def _names(files: Files, remarks: list[str]) -> dict[str, str]:
+def _names(files: Files, remarks: list[str], notes: list[str]) -> dict[str, str]:
     """Map the names used here to those in the file. A later layer's input norm may be there twice, for vLLM and for SGLang."""
     names = {name.replace("midlayer.", "layers.0.", 1): name for name in files.names}
     for name in sorted(names):
         ours = name.replace("hidden_norm", "input_layernorm")
         if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0."):
-            copy = files.read({"copy": names.pop(name)})["copy"]
+            copy_name = names.pop(name)
             if ours not in names:
-                remarks.append(f"{ours} is missing, which vLLM reads for a later layer; SGLang reads {name}")
-            elif not torch.equal(copy, files.read({"norm": names[ours]})["norm"]):
+                names[ours] = copy_name
+                notes.append(f"{ours} is missing, which vLLM reads for a later layer; SGLang reads {name}")
+            elif not torch.equal(*files.read({"norm": names[ours], "copy": copy_name}).values()):
                 remarks.append(f"{ours} and {name} differ, but engines read either as the same norm: swapped or damaged norms")
     return names

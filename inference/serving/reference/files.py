@@ -109,7 +109,8 @@ def _pickled(folder: Path) -> dict[str, Tensor]:
             try:
                 held = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError:
-                raise UserError(f"{path} holds more than tensors, and unpickling it could run code; save its tensors as safetensors") from None
+                fault = f"{path} holds more than tensors, and unpickling it could run code"
+                raise UserError(f"{fault}; save its tensors as safetensors") from None
             except (RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
                 raise _cut_short(path, error) from None
             if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):

@@ -44,7 +44,8 @@ def read_shape(config: Mapping[str, Any], layers: int | None = None) -> LayerSha
     sizes = {}
     for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
         if not isinstance(config.get(name), int) or config[name] < 1:
-            raise UserError(f"config.json states {name} as {config.get(name)!r}, which is a whole number of at least 1; export the heads again")
+            stated = f"config.json states {name} as {config.get(name)!r}"
+            raise UserError(f"{stated}, which is a whole number of at least 1; export the heads again")
         sizes[name] = config[name]
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"config.json states hidden_act {act!r}; the reference engine reads silu only: verify with --engine vllm")

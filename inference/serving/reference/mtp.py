@@ -99,7 +99,8 @@ class MtpDrafting(PairDrafting):
         assert family is not None
         config = files.config.get("text_config") or files.config
         shape = replace(read_shape(config, 1), bias=family.name == "mimo")
-        modules, names = 0, {}
+        names: dict[str, str] = {}
+        modules = 0
         while (of_module := family.names(modules, target.num_layers, files.names))[f"{modules}.eh_proj.weight"] in files.names:
             names |= of_module
             modules += 1

@@ -36,14 +36,18 @@ class Reading:
     optional: frozenset[str] = frozenset()
     """Names among ``shapes`` that may be absent."""
     remarks: tuple[str, ...] = ()
-    """Contradictions and traps found while reading, in words."""
+    """Contradictions found while reading, in words: some engine reads other heads than these."""
+    notes: tuple[str, ...] = ()
+    """What some engine does not have, in words."""
 
     @property
     def faults(self) -> list[str]:
         """Name the tensors that are missing, unexpected or misshapen."""
         missing = sorted(set(self.shapes) - set(self.tensors) - self.optional)
         extra = sorted(set(self.tensors) - set(self.shapes))
-        faults = [f"tensor {name} is missing" for name in missing] + [f"tensor {name} is not expected" for name in extra]
+        skipped = "half-written, or left out by the exporter; engines keep random values there"
+        faults = [f"tensor {name} is missing: {skipped}" for name in missing]
+        faults += [f"tensor {name} is not expected" for name in extra]
         for name in sorted(set(self.shapes) & set(self.tensors)):
             found, wanted = tuple(self.tensors[name].shape), self.shapes[name]
             if found != wanted:

@@ -41,7 +41,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     scaling = stated or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in KINDS:
-        raise UserError(f"rope of type {kind!r} is not read by the reference engine, which reads {', '.join(KINDS)}; verify with --engine vllm")
+        raise UserError(f"rope of type {kind!r} is not read by the reference engine, which reads {', '.join(KINDS)}; use --engine vllm")
     wanted = {"default": (), "linear": ("factor",), "llama3": ("factor", *LLAMA3)}[kind]
     if lacking := [name for name in wanted if name not in scaling]:
         raise UserError(f"rope of type {kind} lacks {lacking[0]} in config.json; copy the backbone's rope_parameters")

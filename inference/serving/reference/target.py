@@ -46,9 +46,9 @@ class Target:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
-        lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == self.num_layers]
+        lists = [one for one in model.base_model.modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
         if not lists:
-            raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers; the reference engine cannot read it")
+            raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers, which the reference engine reads")
         self._layers = lists[0]
 
     def embed(self, tokens_T: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ class Target:
         written: list[int] = []
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
         for _ in range(count):
-            out = self.model.base_model(input_ids=torch.tensor([tokens], device=self.unembed_VD.device), past_key_values=cache, use_cache=True)
+            ids_1T = torch.tensor([tokens], device=self.unembed_VD.device)
+            out = self.model.base_model(input_ids=ids_1T, past_key_values=cache, use_cache=True)
             tokens = [int(self.logits(out.last_hidden_state[0, -1]).argmax())]
             written += tokens
         return written

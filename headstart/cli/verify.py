@@ -1,0 +1,93 @@
+"""``headstart verify``; libraries are imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstart.heads.backbone.backbone import Backbone
+
+TEXTS = (
+    "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
+    "The capital of France is Paris. The capital of Italy is",
+    "def mean(values):\n    \"\"\"Return the arithmetic mean of a list of numbers.\"\"\"\n",
+    "Q: A farmer has 12 cows and buys 7 more. How many cows does he have now?\nA:",
+    "Dear Ms Walker,\n\nthank you for your letter of 3 May. I am glad to tell you that",
+    "To make tea, boil water, put the leaves into a pot, and",
+)
+"""Prompts where none are given."""
+RANDOM = 6
+"""Number of random prompts for a backbone without a tokenizer."""
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Verify heads; the exit status is 0 if they agree and 1 if they differ."""
+    import torch
+
+    from headstart.cli.loading import backbone_name, quiet
+    from headstart.heads.backbone.backbone import load_backbone
+    from headstart.heads.checkpoint import METADATA
+    from headstart.inference.serving.verification.verification import Check
+    from headstart.inference.serving.verification.verification import verify as examine
+    from headstart.support.errors import UserError
+    from headstart.support.files import require_writable, write_json
+    from headstart.support.hub import find_folder
+
+    require_writable("--json", args.json)
+    quiet()
+    folder = find_folder(args.folder, "heads")
+    heads = args.heads or (str(folder) if (folder / METADATA).is_file() else None)
+    if args.backbone is None and heads is None:
+        raise UserError(f"{args.folder} does not say what its backbone is; give --backbone, or the heads that were exported with --heads")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    backbone = load_backbone(backbone_name(args.backbone, [heads] if heads else []), dtype="fp32", device="cpu")
+    verdict = examine(
+        Check(
+            folder=folder,
+            backbone=backbone,
+            heads=args.heads,
+            engine=args.engine,
+            prompts=_prompts(args, backbone),
+            new_tokens=args.max_new_tokens,
+            depth=args.depth,
+            end_tokens=_end_tokens(backbone),
+            allow_finetuned=args.allow_finetuned,
+        )
+    )
+    print("\n".join(verdict.lines()))
+    write_json(args.json, verdict.report())
+    return 0 if verdict.equal else 1
+
+
+def _prompts(args: argparse.Namespace, backbone: Backbone) -> list[list[int]]:
+    """Return the token ids of the prompts, cut to fit. Without files: some texts, or random tokens if there is no tokenizer."""
+    import torch
+
+    from headstart.heads.backbone.backbone import load_tokenizer
+    from headstart.inference.bench.prompts import Prompter, read_prompts
+    from headstart.support.errors import UserError
+
+    room = min(args.prompt_tokens, (backbone.max_positions or 1 << 31) - args.max_new_tokens - 16)
+    if room < 2:
+        limit = f"the backbone's {backbone.max_positions} positions"
+        raise UserError(f"--max-new-tokens {args.max_new_tokens} leaves no room for prompts in {limit}; lower it")
+    try:
+        prompter = Prompter(load_tokenizer(backbone.name))
+    except UserError:
+        if args.prompts:
+            raise
+        noise = torch.Generator().manual_seed(0)
+        return torch.randint(backbone.vocab, (RANDOM, min(room, 12)), generator=noise).tolist()
+    if args.prompts:
+        found: list[Any] = [prompt.ids_T for file in args.prompts for prompt in read_prompts(Path(file), prompter, args.limit)]
+    else:
+        found = [prompter.begin(text) for text in TEXTS]
+    return [ids_T[-room:].tolist() for ids_T in found]
+
+
+def _end_tokens(backbone: Backbone) -> tuple[int, ...]:
+    end = backbone.model.generation_config.eos_token_id
+    return tuple(end) if isinstance(end, list) else () if end is None else (int(end),)

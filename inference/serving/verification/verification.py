@@ -1,0 +1,215 @@
+"""Verify a folder of heads: an engine's drafts against Headstart's, token by token, and if they differ, why.
+
+Files are checked first: names, shapes, finite numbers, the draft vocabulary, the configuration against the backbone and, tensor by tensor,
+against the original heads. Then both sides decode the same prompts. Where they differ, other readings of the files are tried, and the
+verdict names the mistake whose correction restores agreement.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.serving.reference.files import DamagedError, Files, read_files
+from headstart.inference.serving.reference.methods import read_heads
+from headstart.inference.serving.reference.reading import Reading
+from headstart.inference.serving.reference.target import Target
+from headstart.inference.serving.transcript import Transcript
+from headstart.inference.serving.verification.comparison import compare
+from headstart.inference.serving.verification.engine import Engine, EngineSettings
+from headstart.inference.serving.verification.evidence import Evidence, Fit, evidence_of, evidence_of_texts
+from headstart.inference.serving.verification.headstart import headstart_drafts
+from headstart.inference.serving.verification.hypotheses import hypotheses
+from headstart.inference.serving.verification.reference import reference_drafts
+from headstart.inference.serving.verification.structure import changes, faults_of
+from headstart.inference.serving.verification.verdict import Verdict
+from headstart.support.errors import UserError
+from headstart.support.files import file_hash
+
+ENGINES = ("reference", "vllm", "transformers")
+BETTER = 1.25
+"""Without original heads, a reading that drafts so many times as much of the backbone's text is taken for the right one."""
+LEAST = 0.05
+
+
+@dataclass(frozen=True)
+class Check:
+    """What to verify, on which prompts."""
+
+    folder: Path
+    backbone: Backbone
+    heads: str | None
+    """The original heads: a folder or hub id (None: the folder itself if it is a checkpoint of Headstart, otherwise none)."""
+    engine: str
+    prompts: list[list[int]]
+    new_tokens: int
+    depth: int | None = None
+    """Tokens per draft (None: as many as the heads draft)."""
+    end_tokens: tuple[int, ...] = ()
+    allow_finetuned: bool = False
+
+    @property
+    def original(self) -> str | None:
+        own = str(self.folder) if (self.folder / METADATA).is_file() else None
+        return self.heads if self.heads is not None else own
+
+
+def find_engine(name: str) -> Engine:
+    """Return the engine of that name. Raises UserError if there is none."""
+    if name not in ENGINES:
+        raise UserError(f"no engine {name!r}; known: {', '.join(ENGINES)}")
+    engine: Engine = importlib.import_module(f"headstart.inference.serving.verification.{name}").draft
+    return engine
+
+
+@torch.no_grad()
+def verify(check: Check) -> Verdict:
+    """Verify a folder. Raises UserError for a missing folder, heads that the engine does not read, or an engine that is not installed."""
+    verdict = Verdict(str(check.folder), check.original, check.engine, check.backbone.name)
+    try:
+        files = read_files(check.folder)
+        _require_unchanged(check)
+        heads = _headstart(check)
+        target = Target(check.backbone.model)
+        reading = read_heads(files, target)
+    except DamagedError as error:
+        verdict.faults.append(str(error))
+        return verdict
+    verdict.method, verdict.notes = reading.method, list(reading.notes)
+    verdict.faults += faults_of(reading, target, files.config)
+    original = None if check.original is None else _original(check, target, reading)
+    if original is not None:
+        verdict.changes += changes(reading, original)
+    if heads is not None and heads.drafter is not None:
+        _round_as_stored(heads, files)
+    _compare(check, verdict, heads, reading, original)
+    return verdict
+
+
+def _require_unchanged(check: Check) -> None:
+    """Raise DamagedError if the folder is a checkpoint whose weights are not those that were saved."""
+    if not (check.folder / METADATA).is_file() or check.heads is not None:
+        return
+    _, card = read_metadata(check.folder)
+    file = check.folder / card["weights"]["file"]
+    if not file.is_file() or file_hash(file) != card["weights"]["sha256"]:
+        fault = "changed or cut short since it was saved: its hash is not" if file.is_file() else "missing, and not"
+        raise DamagedError(f"{file} is {fault} the one in {METADATA} (half-written, or edited); give the heads as they were with --heads")
+
+
+def _headstart(check: Check) -> SpeculativeModel | None:
+    if check.original is None:
+        return None
+    return load(check.original, check.backbone, allow_finetuned=check.allow_finetuned, capture="off")
+
+
+def _original(check: Check, target: Target, reading: Reading) -> Reading | None:
+    """Read the original heads' own files; None if they are the folder itself."""
+    assert check.original is not None
+    folder, _ = read_metadata(check.original)
+    if folder.resolve() == check.folder.resolve():
+        return None
+    return read_heads(read_files(folder), target)
+
+
+def _round_as_stored(heads: SpeculativeModel, files: Files) -> None:
+    """Round Headstart's heads to the precision in which the folder stores them."""
+    assert heads.drafter is not None
+    name = next(iter(sorted(files.names)))
+    dtypes = [tensor.dtype for tensor in files.read({"one": name}).values() if tensor.is_floating_point()]
+    if dtypes and dtypes[0].itemsize < heads.drafter.backbone.dtype.itemsize:
+        heads.drafter.to(dtypes[0]).to(heads.drafter.backbone.dtype)
+
+
+def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:
+    """Decode on both sides and look for the cause of a difference."""
+    target = Target(check.backbone.model)
+    settings = EngineSettings(_depth(check, heads, reading), check.new_tokens, check.end_tokens)
+    ours = None if heads is None else headstart_drafts(heads, check.prompts, settings)
+    theirs = _engine_drafts(check, verdict, reading, target, settings)
+    whole = not reading.faults
+    if ours is None and check.engine != "reference" and whole:
+        ours = reference_drafts(reading, target, check.prompts, settings)
+    if theirs is not None:
+        verdict.comparison = compare(ours or theirs, theirs)
+        verdict.checked = "against Headstart" if heads else "against the reference engine" if ours else "drafts by the files as they are"
+    drafter = None if heads is None else heads.drafter
+    if ours is not None:
+        evidence = evidence_of(target, ours, drafter)
+    elif theirs is not None:
+        evidence = evidence_of_texts(target, theirs, settings.depth)
+    else:
+        return
+    fit = evidence.fit(reading) if whole else None
+    if drafter is not None and fit is not None:
+        verdict.distance, verdict.logits_agree = fit.distance, fit.whole
+    if heads is None and check.engine == "reference":
+        _look_for_better(verdict, evidence, reading, fit)
+    elif fit is None or not fit.whole:
+        _look_for_cause(verdict, evidence, reading, original)
+    elif theirs is not None and verdict.comparison is not None and not verdict.comparison.equal:
+        _explain_engine(verdict, evidence_of(target, theirs), reading)
+
+
+def _depth(check: Check, heads: SpeculativeModel | None, reading: Reading) -> int:
+    if check.depth is not None:
+        return check.depth
+    if heads is not None and heads.drafter is not None:
+        return heads.drafter.depth
+    known = reading.options.get("elements", 0) - (0 if reading.options.get("anchored") else 1)
+    return int(max(known, reading.options.get("heads", 0), reading.options.get("n_predict", 0), reading.options.get("modules", 0))) or 4
+
+
+def _engine_drafts(
+    check: Check, verdict: Verdict, reading: Reading, target: Target, settings: EngineSettings
+) -> list[Transcript] | None:
+    """The engine's transcripts; None if the files are too damaged to draft with."""
+    if check.engine == "reference":
+        return None if reading.faults else reference_drafts(reading, target, check.prompts, settings)
+    engine = find_engine(check.engine)
+    try:
+        return engine(check.folder, check.backbone.name, check.prompts, settings)
+    except UserError as error:
+        if not verdict.faults:
+            raise
+        verdict.notes.append(f"the engine refuses the folder: {error}")
+        return None
+
+
+def _look_for_cause(verdict: Verdict, evidence: Evidence, reading: Reading, original: Reading | None) -> None:
+    """Try other readings until one gives what is expected."""
+    for one in hypotheses(reading, evidence.target, original):
+        verdict.tried += 1
+        fit = evidence.fit(one.reading, first_only=True)
+        if fit is not None and fit.whole:
+            verdict.found = one.cause
+            return
+
+
+def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit: Fit | None) -> None:
+    """Without original heads: look for a reading that drafts much more of the backbone's own text."""
+    best, share = None, max((fit.share if fit else 0.0) * BETTER, LEAST)
+    for one in hypotheses(reading, evidence.target, None):
+        verdict.tried += 1
+        other = evidence.fit(one.reading)
+        if other is not None and other.share > share:
+            best, share = one, other.share
+    if best is not None:
+        verdict.found = f"{best.cause}; read so, {share:.0%} of the drafts are right instead of {fit.share if fit else 0:.0%}"
+
+
+def _explain_engine(verdict: Verdict, evidence: Evidence, reading: Reading) -> None:
+    """The files are right, but an engine drafts otherwise: look for the reading by which it drafts."""
+    verdict.notes.append("the reference engine agrees with Headstart on these files: the difference is the engine's own")
+    for one in hypotheses(reading, evidence.target, None):
+        verdict.tried += 1
+        fit = evidence.fit(one.reading, first_only=True)
+        if fit is not None and fit.whole:
+            verdict.notes.append(f"the engine drafts as if: {one.cause}")
+            return
