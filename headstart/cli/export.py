@@ -13,7 +13,7 @@ def export(args: argparse.Namespace) -> int:
 
     require_writable("--json", args.json)
     quiet()
-    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter))
+    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
     print("\n".join(exporting.lines(report, args.out)))
     write_json(args.json, report)
     return 0

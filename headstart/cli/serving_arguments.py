@@ -40,6 +40,9 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
         "(merge, the default), or the adapter as it is (keep)",
     )  # fmt: skip
+    parser.add_argument(
+        "--quantize", choices=("int8", "fp8"), help="store the decoder layers' linear weights in 8 bits, as compressed-tensors does"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
 
 

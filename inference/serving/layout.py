@@ -90,7 +90,8 @@ def inside(name: str) -> str:
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError naming the first tensor that holds a NaN or an infinite value."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        values = tensor.float() if tensor.element_size() == 1 else tensor   # isfinite takes no 8-bit floats
+        if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise UserError(f"tensor {name} holds NaN or infinite values, so it is damaged or training diverged; nothing is written")
 
 

@@ -13,7 +13,8 @@ from headstart.inference.serving.engines import ENGINES, METHODS, readers, requi
 from headstart.inference.serving.export.adapter import BACKBONE, keep, merge, require_keepable
 from headstart.inference.serving.formats.format import Format, find_format, formats, layouts_of, require_sound
 from headstart.inference.serving.launch import Served, launch_line
-from headstart.inference.serving.layout import new_folder, require_finite, require_new
+from headstart.inference.serving.layout import new_folder, require_finite, require_new, write_files
+from headstart.inference.serving.quantize import READ, How, quantize_notes, quantized, require_quantizable
 from headstart.inference.serving.trained import Dtype, Trained, read_trained
 from headstart.support.errors import UserError
 
@@ -34,6 +35,8 @@ class Request:
     """From where engines load the backbone (None: from where it was trained)."""
     dtype: Dtype = "auto"
     adapter: Literal["merge", "keep"] = "merge"
+    quantize: How | None = None
+    """Store the weights of linear layers in 8 bits."""
 
 
 def export(request: Request) -> dict[str, Any]:
@@ -48,12 +51,17 @@ def export(request: Request) -> dict[str, Any]:
     trained = read_trained(request.heads, request.backbone)
     layout, engine = _chosen(request.to, trained, known)
     rank = _rank(trained, request.adapter, engine)
+    if request.quantize is not None:
+        require_quantizable(request.quantize, trained.method, layout.name, engine)
     if trained.adapter is not None and request.adapter == "merge":
         trained = replace(trained, served=str(request.out.absolute() / BACKBONE))
     require_sound(trained)
     require_finite(trained.tensors)
     with new_folder(request.out) as folder:
-        layout.write(trained, request.dtype, folder)
+        if request.quantize is None:
+            layout.write(trained, request.dtype, folder)
+        else:
+            write_files(quantized(layout.lay_out(trained, request.dtype), request.quantize), folder)
         if trained.adapter is not None:
             (merge if request.adapter == "merge" else keep)(trained, folder)
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -97,8 +105,12 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
     if served.adapter is not None:
         asked = ("vllm",)
     reading = {name: entry for name, entry in readers(trained.method).items() if name in asked and name not in unread}
-    notes = layout.notes(trained) or ["the checkpoint's own layout: names, shapes, values and layer numbers checked, nothing changed"]
+    same = "the checkpoint's own layout: names, shapes, values and layer numbers checked"
+    notes = layout.notes(trained) or [same + (", nothing changed" if request.quantize is None else "")]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
+    if request.quantize is not None:
+        reading = {name: entry for name, entry in reading.items() if (name, trained.method) in READ}
+        notes += quantize_notes(request.quantize, trained.method)
     if request.dtype != "auto":
         notes.append(f"weights are written in {request.dtype}")
     return {
@@ -114,6 +126,7 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
         "backbone": served.backbone,
         "contract": trained.card["contract"],
         "dtype": request.dtype,
+        "quantize": request.quantize,
         "depth": trained.depth,
         "adapter": None if trained.adapter is None else request.adapter,
         "notes": notes,
