@@ -107,12 +107,19 @@ def test_the_shapes_expected_of_a_configuration_are_those_written(home: Path, tm
     require_sound(read_trained(str(tmp_path / "heads"), None))
 
 
-def test_heads_that_only_vllm_computes(home: Path, tmp_path: Path) -> None:
+def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path) -> None:
     drafter = build_drafter("eagle", load_backbone(str(home / "backbone")), {})
     drafter.save_pretrained(tmp_path / "heads")
     tensors = load_file(tmp_path / "heads" / "model.safetensors") | {"fc.bias": torch.ones(D)}
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert "drops the bias of fc" in damaged(tmp_path, tmp_path / "biased", "heads", tensors, config)
+    tiny("gemma3").save_pretrained(tmp_path / "gemma3")   # its embedding is scaled, which engines leave out where heads embed
+    for kind, read in (("eagle3", True), ("eagle", False), ("block", False)):
+        random_drafter(kind, load_backbone(str(tmp_path / "gemma3"))).save_pretrained(tmp_path / kind)
+        if read:
+            export(Request(str(tmp_path / kind), "vllm", tmp_path / f"{kind}-out"))
+        else:
+            assert "without its factor" in refused(tmp_path, kind, "vllm", tmp_path / "out")
 
 
 def test_the_table_of_engines_is_that_of_the_docs() -> None:

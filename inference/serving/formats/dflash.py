@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headstart.inference.serving.formats.format import Format
+from headstart.inference.serving.formats.format import Format, embedding_unread
+from headstart.inference.serving.trained import Trained
 
 
 class DflashFormat(Format):
@@ -11,3 +12,6 @@ class DflashFormat(Format):
     about = "DFlash, DSpark and Domino for vLLM, SGLang and TensorRT-LLM"
     methods = ("dflash", "dspark", "domino")
     engines = ("vllm", "sglang", "trtllm")
+
+    def unread(self, trained: Trained) -> dict[str, str]:
+        return embedding_unread(trained, self.engines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.inference.serving.formats.format import Format
+from headstart.inference.serving.formats.format import Format, embedding_unread
 from headstart.inference.serving.trained import Trained
 
 
@@ -15,4 +15,5 @@ class EagleFormat(Format):
 
     def unread(self, trained: Trained) -> dict[str, str]:
         biased = "fc.bias" in trained.tensors and bool(trained.tensors["fc.bias"].any())
-        return {"vllm": "it drops the bias of fc and would draft other tokens"} if biased else {}
+        reasons = {"vllm": "it drops the bias of fc and would draft other tokens"} if biased else {}
+        return reasons | embedding_unread(trained, self.engines)

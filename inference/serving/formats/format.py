@@ -15,6 +15,9 @@ from headstart.inference.serving.shapes import SHAPES, require_shapes
 from headstart.inference.serving.trained import Dtype, Trained
 from headstart.support.errors import UserError
 
+SCALED = ("gemma3", "gemma4")
+"""Beginnings of model types whose embedding multiplies by the square root of the width, here but not where engines embed for heads."""
+
 
 class Format:
     """A layout that holds the heads of some methods; by default the checkpoint's own."""
@@ -51,6 +54,13 @@ class Format:
     def write(self, trained: Trained, dtype: Dtype, folder: Path) -> None:
         """Write the files into an empty folder."""
         write_files(self.lay_out(trained, dtype), folder)
+
+
+def embedding_unread(trained: Trained, engines: tuple[str, ...]) -> dict[str, str]:
+    """Return what `Format.unread` says of heads that take a backbone's scaled embedding without a norm."""
+    kind = str(trained.card["contract"]["model_type"])
+    reason = f"it gives heads the embedding of a {kind} backbone without its factor (read in the source of vLLM 0.32.0)"
+    return dict.fromkeys(engines, reason) if kind.startswith(SCALED) else {}
 
 
 def require_sound(trained: Trained) -> None:

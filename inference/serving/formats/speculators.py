@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.inference.serving.formats.format import Format
+from headstart.inference.serving.formats.format import Format, embedding_unread
 from headstart.inference.serving.layout import Layout
 from headstart.inference.serving.shapes import block_shapes, eagle3_shapes, has_qk_norm, require_shapes
 from headstart.inference.serving.trained import EMBEDDING, Dtype, Trained
@@ -55,6 +55,9 @@ class SpeculatorsFormat(Format):
             expected, own = block_shapes(config), _block_config(config)
         require_shapes(tensors, expected, {}, trained.path)
         return Layout(common | own | {"transformer_layer_config": layers}, tensors, "model.safetensors")
+
+    def unread(self, trained: Trained) -> dict[str, str]:
+        return {} if trained.method == "eagle3" else embedding_unread(trained, self.engines)   # EAGLE-3 norms the embedding
 
     def notes(self, trained: Trained) -> list[str]:
         moved = ["the configuration is that of speculators 0.9"]
