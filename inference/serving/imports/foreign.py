@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,8 @@ def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):   # of pickle protocols, where the error says it
+            found = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         cause = " ".join(str(error).split())[:120]
         raise UserError(f"{file} is no file of tensors alone, or damaged ({cause}); nothing else is unpickled: fetch it again") from None

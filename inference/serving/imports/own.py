@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata
 from headstart.inference.serving.imports.foreign import Foreign
@@ -24,6 +22,6 @@ def sizes(foreign: Foreign) -> Sizes:
 def readings(foreign: Foreign, backbone: Backbone, counting: Counting | None) -> list[Reading]:
     folder, card = read_metadata(foreign.folder)
     check_contract(foreign.path, card, backbone, allow_finetuned=True)
-    drafter = read_drafter(foreign.path, folder, card, backbone)
-    trained = json.dumps(card["backbone"])
-    return [Reading(card["kind"], card["arguments"], drafter.tensors(), notes=(f"saved by Headstart, trained on {trained}",))]
+    drafter = read_drafter(foreign.path, folder, card, backbone)   # checks the files, and adds the heads' own adapter
+    tensors = foreign.read(foreign.shapes) if card["weights"].get("adapter") is None else drafter.tensors()
+    return [Reading(card["kind"], card["arguments"], tensors, notes=(f"saved by Headstart, trained on {card['backbone']}",))]
