@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.methods import build_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
+from headstart.inference.serving.reference.files import read_files
+from headstart.inference.serving.reference.methods import read_heads
+from headstart.inference.serving.reference.target import load_target
+from headstart.inference.serving.transcript import Transcript
+from headstart.inference.serving.verification import verification
+from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.verification.reference import reference_drafts
 from headstart.inference.serving.verification.verdict import Verdict
 from headstart.inference.serving.verification.verification import Check, verify
 
@@ -165,12 +174,124 @@ DAMAGES: list[tuple[str, Damage, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind,damage,cause,detail", DAMAGES, ids=[f"{kind}-{i}-{one[1].__name__}" for i, one in enumerate(DAMAGES) for kind in one[:1]])
-def test_damage_is_named(
-    house: Path, backbone: Backbone, tmp_path: Path, kind: str, damage: Damage, cause: str, detail: str
-) -> None:
+@pytest.mark.parametrize("kind,damage,cause,detail", DAMAGES, ids=[f"{kind}-{damage.__name__}" for kind, damage, _, _ in DAMAGES])
+def test_damage_is_named(house: Path, backbone: Backbone, tmp_path: Path, kind: str, damage: Damage, cause: str, detail: str) -> None:
     verdict = verdict_of(copied(house / kind, tmp_path / "export", damage), backbone, house / kind)
     text = "\n".join(verdict.lines())
     assert not verdict.equal and text.startswith("DIFFERENT")
     assert verdict.cause is not None and cause in verdict.cause, text
     assert detail in text, text
+
+
+def test_an_export_in_bfloat16_is_compared_with_heads_rounded_alike(house: Path, backbone: Backbone, tmp_path: Path) -> None:
+    def rounded(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+    verdict = verdict_of(copied(house / "eagle3", tmp_path / "export", rounded), backbone, house / "eagle3")
+    assert verdict.equal, list(verdict.lines())
+
+
+@pytest.mark.parametrize("file,left", [("model.safetensors", 2000), ("model.safetensors", 4), ("config.json", 200), ("config.json", 0)])
+def test_half_written_files_are_named(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, left: int) -> None:
+    folder = copied(house / "eagle3", tmp_path / "export")
+    (folder / file).write_bytes((folder / file).read_bytes()[:left])
+    assert main(["verify", str(folder), "--heads", str(house / "eagle3"), "--backbone", str(house / "backbone")]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("DIFFERENT") and f"{file} is cut short" in out and "half-written" in out
+
+
+def test_missing_files_are_named(house: Path, backbone: Backbone, tmp_path: Path) -> None:
+    for number, (break_it, cause) in enumerate({
+        lambda folder: (folder / "model.safetensors").unlink(): "no weights (*.safetensors, *.bin, *.pt): half-written",
+        lambda folder: (folder / "config.json").unlink(): "has no config.json: half-written",
+        lambda folder: (folder / ".model.safetensors.12ab.tmp").touch(): "was interrupted (half-written)",
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}'):
+            "lists model-2.safetensors, which is not in the folder (half-written)",
+    }.items()):  # fmt: skip
+        folder = copied(house / "eagle3", tmp_path / str(number))
+        break_it(folder)
+        verdict = verdict_of(folder, backbone, house / "eagle3")
+        assert not verdict.equal and verdict.cause is not None and cause in verdict.cause
+
+
+def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "verdict.json"
+    command = ["verify", str(house / "eagle3"), "--max-new-tokens", "6", "--prompt-tokens", "6"]
+    assert main([*command, "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("EQUAL") and "tau" in out and "mean acceptance length" in out and "6 equal texts" in out
+    stored = json.loads(report.read_text())
+    assert stored["equal"] and stored["cause"] is None and stored["comparison"]["equal_drafts"] == stored["comparison"]["drafts"] > 10
+    assert stored["logits_distance"] < 1e-4 and stored["comparison"]["figures"]["engine"]["tau"] >= 1
+
+    changed = tmp_path / "changed"
+    shutil.copytree(house / "eagle3", changed)
+    tensors = load_file(changed / "model.safetensors")
+    tensors["norm.weight"] *= 2
+    save_file(tensors, changed / "model.safetensors")
+    assert main(["verify", str(changed)]) == 1
+    assert "changed or cut short since it was saved" in capsys.readouterr().out
+
+
+def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = copied(house / "eagle3", tmp_path / "export")
+    config = json.loads((plain / "config.json").read_text())
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text('{"architectures": ["Strange"]}')
+    save_file({"x": torch.ones(2)}, odd / "model.safetensors")
+    yarn = copied(house / "eagle", tmp_path / "yarn", lambda config, tensors: config.update(rope_parameters={"rope_type": "yarn"}))
+    tiny("llama", seed=5).save_pretrained(tmp_path / "other")
+    on = ["--backbone", str(house / "backbone")]
+    for arguments, fault in [
+        ([str(tmp_path / "nowhere"), *on], "no heads at"),
+        ([str(plain)], "does not say what its backbone is; give --backbone"),
+        ([str(odd), *on], "holds no heads that the reference engine reads; it reads medusa"),
+        ([str(yarn), *on], "rope of type 'yarn' is not read by the reference engine"),
+        ([str(plain), "--heads", str(house / "eagle3"), "--backbone", str(tmp_path / "other")], "with other weights"),
+        ([str(plain), *on, "--max-new-tokens", "250"], "leaves no room for prompts"),
+        ([str(plain), *on, "--engine", "sglang"], "invalid choice: 'sglang'"),
+    ]:
+        try:
+            status = main(["verify", *arguments])
+        except SystemExit as left:
+            status = int(str(left.code))
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert status == 2 and fault in error, error
+    assert config == json.loads((plain / "config.json").read_text())
+
+
+def test_an_engine_that_reads_other_layers_is_found_out(house: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+        target = load_target(backbone)
+        reading = read_heads(read_files(folder), target)
+        return reference_drafts(replace(reading, taps=tuple(tap + 1 for tap in reading.taps)), target, prompts, settings)
+
+    monkeypatch.setattr(verification, "find_engine", lambda name: engine)
+    verdict = verify(Check(house / "eagle3", backbone, None, "vllm", PROMPTS, new_tokens=6))
+    assert not verdict.equal
+    assert any("the difference is the engine's own" in note for note in verdict.notes)
+    assert any("the engine drafts as if: shifted layer ids" in note for note in verdict.notes)
+
+
+def test_without_the_original_heads_the_backbones_text_decides(house: Path, backbone: Backbone, tmp_path: Path) -> None:
+    """Heads trained on what the backbone writes: a wrong reading of their files drafts less of it."""
+    torch.manual_seed(0)
+    drafter = build_drafter("eagle3", backbone, {"depth": 3})
+    tokens_BT = backbone.model.generate(torch.tensor(PROMPTS[:1] + [[8, 3, 2, 6, 1]]), max_new_tokens=24, do_sample=False)
+    features, optimizer = backbone.read(tokens_BT, taps=drafter.taps), torch.optim.Adam(drafter.parameters(), 0.01)
+    for _ in range(40):
+        losses = []
+        for k, hidden in enumerate(drafter.forward_dense(features)):
+            logits = drafter.readout(hidden, k).flatten(0, 1)
+            losses.append(torch.nn.functional.cross_entropy(logits, tokens_BT[:, 2 + k :].flatten()))
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+    drafter.save_pretrained(tmp_path / "trained")
+    right = copied(tmp_path / "trained", tmp_path / "right")
+    wrong = copied(tmp_path / "trained", tmp_path / "wrong", shift_ids)
+    verdicts = [verify(Check(folder, backbone, None, "reference", tokens_BT[:, :5].tolist(), 20, 3)) for folder in (right, wrong)]
+    assert verdicts[0].equal, list(verdicts[0].lines())
+    assert not verdicts[1].equal and verdicts[1].cause is not None and "shifted layer ids" in verdicts[1].cause
+    assert "of the drafts are right instead of" in verdicts[1].cause

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headstart.cli.arguments import count
+
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --dry-run out/card"""
-from headstart.cli.arguments import count
 
 IMPORT_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
-from headstart.cli.arguments import count
 
 VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3

@@ -8,14 +8,16 @@ verdict names the mistake whose correction restores agreement.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone, resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.serving.reference.decode import begin, logits_at
 from headstart.inference.serving.reference.files import DamagedError, Files, read_files
 from headstart.inference.serving.reference.methods import read_heads
 from headstart.inference.serving.reference.reading import Reading
@@ -23,7 +25,7 @@ from headstart.inference.serving.reference.target import Target
 from headstart.inference.serving.transcript import Transcript
 from headstart.inference.serving.verification.comparison import compare
 from headstart.inference.serving.verification.engine import Engine, EngineSettings
-from headstart.inference.serving.verification.evidence import Evidence, Fit, evidence_of, evidence_of_texts
+from headstart.inference.serving.verification.evidence import TOLERANCE, Evidence, Fit, evidence_of, evidence_of_texts
 from headstart.inference.serving.verification.headstart import headstart_drafts
 from headstart.inference.serving.verification.hypotheses import hypotheses
 from headstart.inference.serving.verification.reference import reference_drafts
@@ -36,6 +38,7 @@ ENGINES = ("reference", "vllm", "transformers")
 BETTER = 1.25
 """Without original heads, a reading that drafts so many times as much of the backbone's text is taken for the right one."""
 LEAST = 0.05
+AGREES = "the reference engine agrees with Headstart on these files: the difference is the engine's own"
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,10 @@ def _original(check: Check, target: Target, reading: Reading) -> Reading | None:
 def _round_as_stored(heads: SpeculativeModel, files: Files) -> None:
     """Round Headstart's heads to the precision in which the folder stores them."""
     assert heads.drafter is not None
-    name = next(iter(sorted(files.names)))
-    dtypes = [tensor.dtype for tensor in files.read({"one": name}).values() if tensor.is_floating_point()]
-    if dtypes and dtypes[0].itemsize < heads.drafter.backbone.dtype.itemsize:
-        heads.drafter.to(dtypes[0]).to(heads.drafter.backbone.dtype)
+    tensors = (files.read({name: name})[name] for name in sorted(files.names))
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+    if dtype.itemsize < heads.drafter.backbone.dtype.itemsize:
+        heads.drafter.to(dtype).to(heads.drafter.backbone.dtype)
 
 
 def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:
@@ -154,7 +157,9 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
     elif fit is None or not fit.whole:
         _look_for_cause(verdict, evidence, reading, original)
     elif theirs is not None and verdict.comparison is not None and not verdict.comparison.equal:
-        _explain_engine(verdict, evidence_of(target, theirs), reading)
+        verdict.notes.append(AGREES)
+        if not _is_near_tie(verdict, theirs, reading, target):
+            _explain_engine(verdict, evidence_of(target, theirs), reading)
 
 
 def _depth(check: Check, heads: SpeculativeModel | None, reading: Reading) -> int:
@@ -173,8 +178,11 @@ def _engine_drafts(
     if check.engine == "reference":
         return None if reading.faults else reference_drafts(reading, target, check.prompts, settings)
     engine = find_engine(check.engine)
+    if check.backbone.adapter is not None:
+        merged = "export them with the adapter merged (headstart export --adapter merge)"
+        raise UserError(f"{check.original} drafts for a backbone with an adapter, which {check.engine} is not given here: {merged}")
     try:
-        return engine(check.folder, check.backbone.name, check.prompts, settings)
+        return engine(check.folder, resolve(check.backbone.name), check.prompts, settings)
     except UserError as error:
         if not verdict.faults:
             raise
@@ -204,9 +212,22 @@ def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit
         verdict.found = f"{best.cause}; read so, {share:.0%} of the drafts are right instead of {fit.share if fit else 0:.0%}"
 
 
+def _is_near_tie(verdict: Verdict, theirs: Sequence[Transcript], reading: Reading, target: Target) -> bool:
+    """Whether the first draft that differs is one of two about equally likely tokens, which rounding decides."""
+    first = None if verdict.comparison is None else verdict.comparison.first
+    if first is None:
+        return False
+    transcript = theirs[first.prompt - 1]
+    drafts = next(one.drafts for one in transcript.rounds if one.position == first.position)
+    logits_V = logits_at(begin(reading, target, transcript.text), first.position, drafts[: first.depth + 1])[-1]
+    gap = float((logits_V[first.ours] - logits_V[first.theirs]).abs() / logits_V[logits_V.isfinite()].abs().max())
+    if gap <= TOLERANCE:
+        verdict.notes.append(f"the first difference is a near-tie, which rounding decides: two logits {gap:.1e} of the largest apart")
+    return gap <= TOLERANCE
+
+
 def _explain_engine(verdict: Verdict, evidence: Evidence, reading: Reading) -> None:
     """The files are right, but an engine drafts otherwise: look for the reading by which it drafts."""
-    verdict.notes.append("the reference engine agrees with Headstart on these files: the difference is the engine's own")
     for one in hypotheses(reading, evidence.target, None):
         verdict.tried += 1
         fit = evidence.fit(one.reading, first_only=True)
