@@ -1,8 +1,8 @@
 """What `headstart export` refuses: each in one line, and nothing is written."""
 
-
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headstart.cli.serving_arguments import add_export
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
@@ -133,7 +134,14 @@ def test_every_method_has_an_answer_from_every_engine() -> None:
     assert {engine for engine, _ in TABLE} == ENGINES.keys()
     readable = {method for (_, method), entry in TABLE.items() if hasattr(entry, "how")}
     assert readable == {method for method in METHODS if layouts_of(method)}
-    assert all(one.about and {*one.methods} <= METHODS.keys() and {*one.engines} <= ENGINES.keys() for one in formats().values())
+    assert all({*one.methods} <= METHODS.keys() and {*one.engines} <= ENGINES.keys() for one in formats().values())
+    page, parser = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8"), argparse.ArgumentParser()
+    add_export(parser)
+    said = " ".join(parser.format_help().split()).replace("- ", "-")
+    for name in (*formats(), *ENGINES):
+        assert name in said and (name in ENGINES or f"| `{name}` |" in page)
+    held = {(engine, method) for one in formats().values() for engine in one.engines for method in one.methods}
+    assert {key for key, entry in TABLE.items() if hasattr(entry, "how") and entry.until is None} <= held
 
 
 def test_a_layout_is_written_as_a_whole(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ IMPORT_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 
+IMPORT_EXAMPLE = """examples:
+  headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
+  headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3
   headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
@@ -27,8 +30,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
     parser.add_argument(
         "--to", required=True, metavar="FORMAT",
-        help="an engine (vllm, sglang, trtllm), whose layout follows from the heads' kind, or a layout by name: speculators, dflash-hf, "
-        "medusa, eagle, mlp-speculator, mtp-stitch",
+        help="an engine (vllm, sglang, trtllm, tgi, transformers), whose layout follows from the heads' kind, or a layout by name: eagle3, "
+        "eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
     )  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--backbone", metavar="M", help="the backbone, folder or hub id, as engines shall load it (default: as trained)")
@@ -56,6 +59,8 @@ def add_push(parser: argparse.ArgumentParser) -> None:
         "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
     )
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
+
+
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``headstart import``."""
     formats = "EAGLE-1 to 3, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
@@ -74,6 +79,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
                         help="of the backbone (auto: fp32 on the CPU)")
     parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``headstart verify``."""
     parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")

@@ -9,7 +9,6 @@ from headstart.inference.serving.trained import Trained
 class DflashFormat(Format):
     """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
 
-    about = "DFlash, DSpark and Domino for vLLM, SGLang and TensorRT-LLM"
     methods = ("dflash", "dspark", "domino")
     engines = ("vllm", "sglang", "trtllm")
 

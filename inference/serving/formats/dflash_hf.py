@@ -24,7 +24,6 @@ KEPT = (
 class DflashHfFormat(Format):
     """Loaded by ``AutoModel``."""
 
-    about = "DFlash for transformers, speculation_type=\"dflash\""
     methods = ("dflash",)
     engines = ("transformers",)
 

@@ -19,7 +19,6 @@ TEXT = {".json", ".txt", ".model", ".jinja"}
 class DraftModelFormat(Format):
     """Weights, configuration and the backbone's tokenizer."""
 
-    about = "draft models, parallel ones too, for vLLM, SGLang, TensorRT-LLM and transformers"
     methods = ("draft_model", "pard")
     engines = ("vllm", "sglang", "trtllm", "transformers")
 

@@ -9,7 +9,6 @@ from headstart.inference.serving.trained import Trained
 class EagleFormat(Format):
     """Two architectures: vLLM takes ``EagleLlamaForCausalLM``, SGLang ``LlamaForCausalLMEagle``."""
 
-    about = "EAGLE-1 for vLLM, SGLang and SafeAILab's code"
     methods = ("eagle",)
     engines = ("vllm", "sglang")
 

@@ -10,7 +10,6 @@ from headstart.inference.serving.trained import Trained
 class Eagle3Format(Format):
     """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use."""
 
-    about = "EAGLE-3 for vLLM, SGLang, TensorRT-LLM and SafeAILab's code"
     methods = ("eagle3",)
     engines = ("vllm", "sglang", "trtllm")
 

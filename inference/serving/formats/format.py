@@ -22,7 +22,6 @@ SCALED = ("gemma3", "gemma4")
 class Format:
     """A layout that holds the heads of some methods; by default the checkpoint's own."""
 
-    about: ClassVar[str]
     methods: ClassVar[tuple[str, ...]]
     engines: ClassVar[tuple[str, ...]]
     """Engines that read this layout, where they read the method."""

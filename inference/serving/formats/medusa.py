@@ -20,7 +20,6 @@ WHOLE = (
 class MedusaFormat(Format):
     """FasterDecoding's names; no ``architectures``, with which TGI refuses the directory."""
 
-    about = "Medusa for vLLM up to 0.32, TGI and FasterDecoding's code"
     methods = ("medusa",)
     engines = ("vllm", "tgi", "trtllm")
 

@@ -12,7 +12,6 @@ from headstart.inference.serving.trained import Dtype, Trained
 class MlpSpeculatorFormat(Format):
     """The checkpoint as it is, over the whole vocabulary."""
 
-    about = "MLP speculators for TGI (tied weights) and vLLM up to 0.9.2"
     methods = ("mlp",)
     engines = ("vllm", "tgi")
 

@@ -20,7 +20,6 @@ SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 class MtpStitchFormat(Format):
     """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
 
-    about = "MTP modules in a copy of the backbone, for vLLM and SGLang"
     methods = ("mtp",)
     engines = ("vllm", "sglang")
 

@@ -28,7 +28,6 @@ CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark":
 class SpeculatorsFormat(Format):
     """EAGLE-3, DFlash and DSpark."""
 
-    about = "EAGLE-3, DFlash and DSpark in the speculators format, for vLLM and the speculators library"
     methods = ("eagle3", "dflash", "dspark")
     engines = ("vllm",)
 
