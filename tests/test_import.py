@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict
     "accelerator-tied": (lambda: foreign.accelerator(True), "mlp", {"tie_weights": True}),
     "dflash": (lambda: foreign.block("dflash"), "block", {"taps": [2, 5], "depth": 3, "correction": "none", "mask_token": 60}),
     "dspark": (lambda: foreign.block("dspark"), "block", {"taps": [2, 5], "depth": 4, "correction": "markov", "correction_rank": 6}),
-    "domino": (lambda: foreign.block("domino"), "block", {"depth": 4, "correction": "recurrent", "recurrent_size": 8}),
+    "domino": (lambda: foreign.block("domino"), "block", {"depth": 4, "correction": "recurrent", "correction_rank": 6}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headstart.heads.backbone.backbone import Backbone
@@ -14,10 +15,13 @@ from headstart.support.errors import UserError
 
 NAME = "DFlash, DSpark or Domino"
 CONFIDENCE = "confidence_head."
+ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Names of transformers' DFlash class, and z-lab's."""
 
 
 def recognises(foreign: Foreign) -> bool:
-    return "fc.weight" in foreign.shapes and {"hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= foreign.shapes.keys()
+    names = {ENCODER.get(name, name) for name in foreign.shapes}
+    return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
 def sizes(foreign: Foreign) -> Sizes:
@@ -41,7 +45,7 @@ def readings(foreign: Foreign, backbone: Backbone, counting: Counting | None) ->
 
 
 def _chosen(reading: Reading, choice: str) -> Reading:
-    return Reading(reading.kind, reading.arguments, reading.tensors, notes=reading.notes, choice=choice)
+    return replace(reading, choice=choice)
 
 
 def read_block(foreign: Foreign, config: Mapping[str, Any], taps: list[int], backbone: Backbone) -> Reading:
@@ -68,17 +72,18 @@ def read_block(foreign: Foreign, config: Mapping[str, Any], taps: list[int], bac
         window = config.get("sliding_window") or config.get("swa_window_size")
         notes.append(f"trained with a window of {window} positions, here without: limit(window={window}, sink=0) bounds it")
     tensors, of_copies = without_copies(foreign.read(names), backbone, path)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    tensors = {ENCODER.get(name, name): tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     arguments = {
         **layer_arguments({**config, "model_type": "qwen3"}, backbone, path),
-        **_sizes_of(foreign, correction),
+        **_sizes_of(foreign, correction, backbone),
         "depth": elements - (correction == "none"),
         "layers": len({name.split(".")[1] for name in names if name.startswith("layers.")}),
         "taps": tuple(taps),
         "correction": correction,
         "mask_token": config.get("mask_token_id"),
     }
-    return Reading("block", arguments, tensors, notes=(*notes, *of_copies))
+    origin = {ours: theirs for theirs, ours in ENCODER.items() if theirs in foreign.shapes}
+    return Reading("block", arguments, tensors, origin, (*notes, *of_copies))
 
 
 def _correction(foreign: Foreign, config: Mapping[str, Any]) -> str:
@@ -95,11 +100,11 @@ def _correction(foreign: Foreign, config: Mapping[str, Any]) -> str:
     return "none"
 
 
-def _sizes_of(foreign: Foreign, correction: str) -> dict[str, Any]:
+def _sizes_of(foreign: Foreign, correction: str, backbone: Backbone) -> dict[str, Any]:
     """Return the sizes of the correction, from the shapes."""
     if correction == "markov":
         return {"correction_rank": foreign.shapes["markov_head.markov_w1.weight"][-1]}
     if correction == "recurrent":
         state, rank = foreign.shapes["prefix_gru.weight_hh_l0"][-1], foreign.shapes["embed_proj.0.weight"][0]
-        return {"correction_rank": rank, "recurrent_size": state}
+        return {"correction_rank": rank, "recurrent_size": None if state == max(1, backbone.dim // 4) else state}
     return {}

@@ -31,7 +31,7 @@ def readings(foreign: Foreign, backbone: Backbone, counting: Counting | None) ->
     smaller.resize(small.model, backbone.vocab)
     arguments: dict[str, Any] = {"architecture": smaller.stated_config(small.model.config)}
     if (mask := foreign.config.get("pard_token")) is not None:
-        arguments |= {"parallel": True, "mask_token": mask, "depth": PARALLEL_DEPTH}
+        arguments |= {"parallel": True, "mask_token": None if mask == backbone.vocab - 1 else mask, "depth": PARALLEL_DEPTH}
         notes.append(f"drafts in parallel; its files do not say how many tokens, {PARALLEL_DEPTH} here: --depth N for others")
     tensors = DraftModel(backbone, DraftModel.Config(**arguments), small.model).tensors()
     return [Reading("draft_model", arguments, tensors, notes=tuple(notes))]

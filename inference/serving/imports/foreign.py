@@ -73,7 +73,7 @@ class Foreign:
 def read_foreign(path: str) -> Foreign:
     """Read the configuration and the tensors' names and shapes of a folder or hub id. Raises UserError for missing or damaged files."""
     folder = find_folder(path, "heads", FILES)
-    config = _json(folder / "config.json", path)
+    config = read_json(folder / "config.json")
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pickled: dict[str, Tensor] = {}
@@ -91,9 +91,10 @@ def read_foreign(path: str) -> Foreign:
     return Foreign(path, folder, config, files, shapes, pickled)
 
 
-def _json(file: Path, path: str) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError for a missing or damaged file."""
     if not file.is_file():
-        raise UserError(f"{path} has no {file.name}; give a folder or hub id of trained heads")
+        raise UserError(f"{file.parent} has no {file.name}; give a folder or hub id of trained heads")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -107,7 +108,7 @@ def _weight_files(folder: Path, path: str) -> list[Path]:
     """List the weights files: those of an index if there is one, else all safetensors, else all pickles."""
     for name in INDEXES:
         if (folder / name).is_file():
-            shards = _json(folder / name, path).get("weight_map")
+            shards = read_json(folder / name).get("weight_map")
             if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
                 raise UserError(f"{folder / name} has no weight_map of tensors to files; fetch the heads again")
             return [_shard(folder, shard, name) for shard in sorted(set(shards.values()))]

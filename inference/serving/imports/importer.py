@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from headstart.heads.backbone.backbone import Backbone, resolve
 from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.checkpoint import save_drafter
+from headstart.inference.serving.export.export import PROVENANCE
 from headstart.inference.serving.imports import (
     accelerator,
     block,
@@ -25,7 +26,7 @@ from headstart.inference.serving.imports import (
     speculators,
 )
 from headstart.inference.serving.imports.choose import Measured, measure, verdict
-from headstart.inference.serving.imports.foreign import Foreign, read_foreign
+from headstart.inference.serving.imports.foreign import Foreign, read_foreign, read_json
 from headstart.inference.serving.imports.prompts import prompts_for
 from headstart.inference.serving.imports.reading import Counting, Reading, Source
 from headstart.inference.serving.imports.strict import stored_dtype
@@ -59,7 +60,8 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     source = recognise(foreign)
     require_fit(foreign, source, backbone_path, wishes.trust_remote_code)
     backbone = load()
-    readings = [_deep(reading, wishes.depth) for reading in source.readings(foreign, backbone, wishes.counting)]
+    depth = wishes.depth or _exported_depth(foreign)
+    readings = [_deep(reading, depth) for reading in source.readings(foreign, backbone, wishes.counting)]
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code)
     measured = measure(readings, backbone, path, prompts, wishes.new_tokens)
     best, lines = measured[0], verdict(measured)
@@ -109,6 +111,13 @@ def _named(foreign: Foreign) -> str:
     verifier = ((foreign.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     stated = foreign.config.get("base_model_name_or_path") or verifier
     return f", {stated}" if isinstance(stated, str) and stated else ""
+
+
+def _exported_depth(foreign: Foreign) -> int | None:
+    """Return the number of drafted tokens that `headstart export` states beside a layout, which does not."""
+    file = foreign.folder / PROVENANCE
+    stated = read_json(file).get("depth") if file.is_file() else None
+    return stated if isinstance(stated, int) and stated > 0 else None
 
 
 def _deep(reading: Reading, depth: int | None) -> Reading:
