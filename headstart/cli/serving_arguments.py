@@ -84,11 +84,11 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``headstart verify``."""
     parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
-    parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
     parser.add_argument(
         "--heads", metavar="DIR",
-        help="the heads that were exported (default: DIR itself if it is a checkpoint of Headstart; otherwise the files are judged by how "
-        "much of the backbone's own text they draft)",
+        help="the heads that were exported (default: those that DIR records or is; if there are none, the files are judged by how much of "
+        "the backbone's own text they draft)",
     )  # fmt: skip
     parser.add_argument(
         "--engine", choices=("reference", "vllm", "transformers"), default="reference",

@@ -28,7 +28,7 @@ def verify(args: argparse.Namespace) -> int:
 
     from headstart.cli.loading import backbone_name, quiet
     from headstart.heads.backbone.backbone import load_backbone
-    from headstart.heads.checkpoint import METADATA
+    from headstart.inference.serving.verification.recorded import recorded
     from headstart.inference.serving.verification.verification import Check
     from headstart.inference.serving.verification.verification import verify as examine
     from headstart.support.errors import UserError
@@ -38,17 +38,18 @@ def verify(args: argparse.Namespace) -> int:
     require_writable("--json", args.json)
     quiet()
     folder = find_folder(args.folder, "heads")
-    heads = args.heads or (str(folder) if (folder / METADATA).is_file() else None)
-    if args.backbone is None and heads is None:
+    exported, served = recorded(folder)
+    heads, name = args.heads or exported, args.backbone or served
+    if name is None and heads is None:
         raise UserError(f"{args.folder} does not say what its backbone is; give --backbone, or the heads that were exported with --heads")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    backbone = load_backbone(backbone_name(args.backbone, [heads] if heads else []), dtype="fp32", device="cpu")
+    backbone = load_backbone(backbone_name(name, [heads] if heads else []), dtype="fp32", device="cpu")
     verdict = examine(
         Check(
             folder=folder,
             backbone=backbone,
-            heads=args.heads,
+            heads=None if heads == str(folder) else heads,
             engine=args.engine,
             prompts=_prompts(args, backbone),
             new_tokens=args.max_new_tokens,

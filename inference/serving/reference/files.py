@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headstart.inference.serving.reference.packed import PARTS, require_known, unpack, whole_names
 from headstart.support.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -39,21 +40,33 @@ class Files:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(self.homes)
+        return frozenset(whole_names(self.homes) if self.quantised else self.homes)
+
+    @property
+    def quantised(self) -> str | None:
+        """How the weights are stored in 8 bits; None: they are not. Raises UserError for a way that is not read here."""
+        return require_known(self.config)
 
     def read(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Read these tensors, renamed: ``{new name: name in the file}``. Raises DamagedError."""
         tensors = {}
         for new, name in names.items():
-            if name in self.pickled:
-                tensors[new] = self.pickled[name]
-                continue
-            try:
-                with safe_open(self.homes[name], framework="pt") as file:
-                    tensors[new] = file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise _cut_short(self.homes[name], error) from None
+            parts = {part: f"{name}{part}" for part in ("", *PARTS) if f"{name}{part}" in self.homes}
+            if self.quantised and "_scale" in parts:
+                tensors[new] = unpack({part: self._tensor(stored) for part, stored in parts.items()})
+            else:
+                tensors[new] = self._tensor(name)
         return tensors
+
+    def _tensor(self, name: str) -> Tensor:
+        if name in self.pickled:
+            return self.pickled[name]
+        try:
+            with safe_open(self.homes[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise _cut_short(self.homes[name], error) from None
 
 
 def read_files(folder: Path) -> Files:

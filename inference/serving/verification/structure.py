@@ -72,8 +72,11 @@ def _ascending(values: Tensor) -> bool:
     return bool((values.diff() > 0).all())
 
 
-def changes(reading: Reading, original: Reading) -> list[str]:
-    """Return what differs from the original heads, in one line each, with the pattern that the difference has."""
+def changes(reading: Reading, original: Reading, quantised: bool = False) -> list[str]:
+    """Return what differs from the original heads, in one line each, with the pattern that the difference has.
+
+    ``quantised``: the weights of linear layers are rounded, and only the others are compared.
+    """
     if reading.method != original.method:
         return [f"the folder holds {reading.method} heads, the original ones are {original.method}"]
     found = []
@@ -85,7 +88,12 @@ def changes(reading: Reading, original: Reading) -> list[str]:
     for name in sorted(set(reading.options) & set(original.options) - {"model", "family"}):
         if reading.options[name] != original.options[name]:
             found.append(f"config: {name} is {reading.options[name]!r}, of the original heads {original.options[name]!r}")
-    return found + _tensor_changes(reading.tensors, original.tensors)
+    compared = {name: tensor for name, tensor in reading.tensors.items() if not (quantised and name.endswith("_proj.weight"))}
+    drafted = original.vocabulary
+    if drafted is not None and "d2t" not in compared:   # output layers that were written over the whole vocabulary
+        outputs = {name for name, tensor in original.tensors.items() if tensor.dim() == 2 and len(tensor) == len(drafted)}
+        compared |= {name: tensor[drafted] for name, tensor in compared.items() if name in outputs and len(tensor) > int(drafted.max())}
+    return found + _tensor_changes(compared, original.tensors)
 
 
 def _layer_changes(layer: LayerShape, original: LayerShape) -> list[str]:

@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, resolve
+from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.serving.layout import Layout
+from headstart.inference.serving.quantize import dequantized, quantized
 from headstart.inference.serving.reference.decode import begin, logits_at
 from headstart.inference.serving.reference.files import DamagedError, Files, read_files
 from headstart.inference.serving.reference.methods import read_heads
@@ -88,9 +91,11 @@ def verify(check: Check) -> Verdict:
     verdict.faults += faults_of(reading, target, files.config)
     original = None if check.original is None else _original(check, target, reading)
     if original is not None:
-        verdict.changes += changes(reading, original)
+        verdict.changes += changes(reading, original, files.quantised is not None)
     if heads is not None and heads.drafter is not None:
-        _round_as_stored(heads, files)
+        _round_as_stored(heads.drafter, files)
+        if files.quantised:
+            verdict.notes.append("weights are stored in 8 bits: Headstart drafts with its own rounded alike, and tau is that of these")
     _compare(check, verdict, heads, reading, original)
     return verdict
 
@@ -121,13 +126,16 @@ def _original(check: Check, target: Target, reading: Reading) -> Reading | None:
     return read_heads(read_files(folder), target)
 
 
-def _round_as_stored(heads: SpeculativeModel, files: Files) -> None:
+def _round_as_stored(drafter: Drafter, files: Files) -> None:
     """Round Headstart's heads to the precision in which the folder stores them."""
-    assert heads.drafter is not None
     tensors = (files.read({name: name})[name] for name in sorted(files.names))
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-    if dtype.itemsize < heads.drafter.backbone.dtype.itemsize:
-        heads.drafter.to(dtype).to(heads.drafter.backbone.dtype)
+    if dtype.itemsize < drafter.backbone.dtype.itemsize:
+        drafter.to(dtype).to(drafter.backbone.dtype)
+    if files.quantised:
+        whole = Layout({}, {name: tensor.detach().to(dtype) for name, tensor in drafter.tensors().items()}, drafter.file_name)
+        packed = quantized(whole, "int8" if files.quantised == "pack-quantized" else "fp8")
+        drafter.load_tensors(dequantized(packed.config, packed.tensors))
 
 
 def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:

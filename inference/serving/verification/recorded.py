@@ -1,0 +1,29 @@
+"""What an exported folder records about its origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.checkpoint import METADATA, read_metadata
+from headstart.inference.serving.export.export import PROVENANCE
+from headstart.support.errors import UserError
+
+
+def recorded(folder: Path) -> tuple[str | None, str | None]:
+    """Return the heads that a folder was exported from and the backbone that it is for, as far as they are recorded.
+
+    The heads are those of a folder that is still there, with the weights that were exported; a checkpoint of Headstart is its own.
+    """
+    if (folder / METADATA).is_file():
+        return str(folder), None
+    try:
+        stated: dict[str, Any] = json.loads((folder / PROVENANCE).read_text("utf-8"))
+        path, backbone = str(stated["heads"]["path"]), str(stated["backbone"])
+        _, card = read_metadata(path)
+        return (path if card["weights"]["sha256"] == stated["heads"]["sha256"] else None), backbone
+    except UserError:
+        return None, backbone
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
