@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from headstart.inference.serving.imports.strict import build
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.inference.serving.verification.headstart import headstart_drafts
 from headstart.support.errors import UserError
+from headstart.training.recipe.drafter import split_drafter
+from headstart.training.recipe.recipe import load_recipe
 
 TRIPS = [
     ("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "trtllm"), ("eagle3", "speculators"), ("eagle3-small", "vllm"),
@@ -73,10 +76,23 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
     before, after = (headstart_drafts(load(path, on, capture="off"), prompts, settings) for path in (heads, out))
     assert before == after
     start = read_warm_start(str(out), "eagle3", on)
-    drafter = build_drafter("eagle3", on, {"depth": 2, "draft_vocab_size": 23, "layers": 2, "fc_norm": True, "norm_output": True})
-    start.require_fits(drafter)
+    overrides = shlex.split(printed.err.splitlines()[-1].partition(" RECIPE ")[2])
+    recipe = load_recipe(Path(__file__).parent.parent / "recipes/quickstart/eagle3.yaml", overrides)
+    options, further = split_drafter(recipe.drafter)
+    assert options.init == str(out) and "drafter.fc_norm=true" in overrides
+    start.require_fits(build_drafter("eagle3", on, further))
     with pytest.raises(UserError, match=r"computes with drafter\.norm_output true, this drafter false: set drafter\.norm_output=true"):
         start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True}))
+
+
+def test_eight_bit_exports_give_what_they_stand_for(home: Path, on: Backbone, tmp_path: Path) -> None:
+    export(Request(str(home / "eagle3"), "vllm", tmp_path / "out", quantize="fp8"))
+    foreign = read_foreign(str(tmp_path / "out"))
+    found, before = build(importer.recognise(foreign).readings(foreign, on, None)[0], on, "out"), load(home / "eagle3", on).drafter
+    assert before is not None
+    name = "midlayer.mlp.up_proj.weight"
+    assert not torch.equal(found.tensors()[name], before.tensors()[name])
+    torch.testing.assert_close(found.tensors()[name], before.tensors()[name], atol=0.02, rtol=0.07)
 
 
 def test_heads_of_another_model_are_draft_models(home: Path, on: Backbone, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 
@@ -21,4 +22,5 @@ def import_heads(args: argparse.Namespace) -> int:
     for line in [*report["notes"], f"measured on {report['measured_on']}: {report['verdict'][0]}", *report["verdict"][1:]]:
         print(f"  {line}")
     print(f"written to {args.out}; decode with: headstart generate --heads {args.out} PROMPT", file=sys.stderr)
+    print(f"train further with: headstart train RECIPE {shlex.join(report['recipe'])}", file=sys.stderr)
     return 0

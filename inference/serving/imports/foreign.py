@@ -9,7 +9,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headstart.inference.serving.quantize import dequantized
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import find_folder
@@ -40,16 +41,16 @@ class Foreign:
     files: Mapping[str, Path]
     """The file of every tensor."""
     shapes: Mapping[str, tuple[int, ...]]
-    pickled: Mapping[str, Tensor]
-    """Tensors of pickles, which are read as a whole."""
+    loaded: Mapping[str, Tensor]
+    """Tensors in memory: those of pickles, which are read as a whole, and of quantised files."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return these tensors, on the CPU."""
         found: dict[str, Tensor] = {}
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            if name in self.pickled:
-                found[name] = self.pickled[name]
+            if name in self.loaded:
+                found[name] = self.loaded[name]
             else:
                 by_file.setdefault(self.files[name], []).append(name)
         for path, wanted in by_file.items():
@@ -76,19 +77,29 @@ def read_foreign(path: str) -> Foreign:
     config = read_json(folder / "config.json")
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    pickled: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for file in _weight_files(folder, path):
         if file.suffix == ".safetensors":
             held: Mapping[str, tuple[int, ...]] = _safetensors_shapes(file)
         else:
             tensors = _unpickled(file)
             held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            pickled |= tensors
+            loaded |= tensors
         if twice := sorted(files.keys() & held.keys()):
             raise UserError(f"{path} has the tensor {twice[0]} in {files[twice[0]].name} and in {file.name}; keep one of the files")
         files |= dict.fromkeys(held, file)
         shapes |= held
-    return Foreign(path, folder, config, files, shapes, pickled)
+    found = Foreign(path, folder, config, files, shapes, loaded)
+    return _in_full_precision(found) if config.get("quantization_config") else found
+
+
+def _in_full_precision(foreign: Foreign) -> Foreign:
+    """Return the folder with the weights that 8-bit ones stand for, in fp32. Raises UserError for quantisations other than Headstart's."""
+    try:
+        tensors = dequantized(foreign.config, foreign.read(foreign.shapes))
+    except UserError as error:
+        raise UserError(f"{foreign.path}: {error}; import the heads that were quantised") from None
+    return replace(foreign, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()}, loaded=tensors)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,18 +66,19 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code)
     measured = measure(readings, backbone, path, prompts, wishes.new_tokens)
     best, lines = measured[0], verdict(measured)
+    quantised = ["8-bit weights became the fp32 weights that they stand for"] if foreign.config.get("quantization_config") else []
     report = {
         "source": path,
         "layout": source.NAME,
         "kind": best.reading.kind,
         "arguments": best.drafter.arguments,
-        "notes": list(best.reading.notes),
+        "notes": [*best.reading.notes, *quantised],
         "measured_on": of_prompts,
         "readings": [{"choice": one.reading.choice, **one.figures} for one in measured],
         "files": foreign.hashes(),
     }
     _save(best, out, {"imported": report})
-    return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines}
+    return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
 
 
 def recognise(foreign: Foreign) -> Source:
@@ -126,6 +128,15 @@ def _deep(reading: Reading, depth: int | None) -> Reading:
         return reading
     key = "depth" if reading.arguments.get("parallel") else "draft_depth"
     return replace(reading, arguments={**reading.arguments, key: depth})
+
+
+def recipe_overrides(best: Measured, out: Path) -> list[str]:
+    """Return what a recipe needs to train these heads further: the arguments that are not the defaults."""
+    defaults = {name: field.default for name, field in type(best.drafter.config).model_fields.items()}
+    arguments = best.drafter.config.model_dump(mode="json", exclude_none=True)
+    own = {key: value for key, value in arguments.items() if value != defaults[key] and key not in ("architecture", "native")}
+    stated = {"kind": best.reading.kind, "init": str(out), **own}
+    return [f"drafter.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in stated.items()]
 
 
 def _save(best: Measured, out: Path, extra: dict[str, Any]) -> None:
