@@ -61,6 +61,8 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     assert words[words.index("--speculative-algorithm") + 1] == "DSPARK" and words[-2:] == ["--speculative-dspark-block-size", "4"]
     options = shlex.split(exported(home, "eagle3", "trtllm", tmp_path / "c")[0]["launch"]["trtllm"]["line"])[1]
     assert json.loads(options)["speculative_config"]["eagle3_layers_to_capture"] == [0, 2, 4]
+    block = exported(home, "dflash", "vllm", tmp_path / "e")[0]["launch"]["vllm"]["line"]
+    assert '"num_speculative_tokens": 4' in block   # a block of another length gives other drafts
     pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]
     assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
 

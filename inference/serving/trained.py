@@ -50,8 +50,10 @@ class Trained:
 
     @property
     def depth(self) -> int:
-        """How many tokens the heads draft beyond the root."""
+        """How many tokens the heads draft beyond the root; a block head its whole block, since its drafts depend on the block's length."""
         arguments = self.card["arguments"]
+        if self.card["kind"] == "block":
+            return int(arguments["depth"])
         least = DRAFT_DEPTH if self.method == "draft_model" else 1
         return int(arguments.get("draft_depth") or max(arguments["depth"], least))
 
