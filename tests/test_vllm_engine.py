@@ -59,9 +59,13 @@ def test_rounds_of_what_the_driver_recorded(tmp_path: Path, heads: Path, monkeyp
 
 
 def test_what_vllm_says_is_one_line(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_python(tmp_path, "echo 'Traceback (most recent call last):' >&2; echo 'ValueError: no such method' >&2; exit 1", monkeypatch)
+    model, settings = str(write_model(tmp_path / "model")), EngineSettings(2, 4)
+    write_python(tmp_path, """echo '{"error": "ValueError: no such\\\\n method"}' > "$4" """, monkeypatch)
     with pytest.raises(UserError, match="^vLLM cannot serve this: ValueError: no such method$"):
-        vllm.draft(heads, str(write_model(tmp_path / "model")), [[1]], EngineSettings(2, 4))
+        vllm.draft(heads, model, [[1]], settings)
+    write_python(tmp_path, "echo 'no module named' >&2; echo 'vllm' >&2; exit 3", monkeypatch)
+    with pytest.raises(UserError, match="^vLLM ended with status 3 and without a result: no module named vllm$"):
+        vllm.draft(heads, model, [[1]], settings)
 
 
 def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,12 +114,18 @@ def _run(python: Path, job: dict[str, Any], work: Path) -> dict[str, Any]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [python, "-I", DRIVER, work / "job.json", work / "result.json"]   # -I: this folder's vllm.py is not vLLM
     done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["it said nothing"]
-        errors = [line for line in said if "Error" in line.partition(": ")[0]]
-        raise UserError(f"vLLM cannot serve this: {(errors or said)[-1][:300]}")
-    result: dict[str, Any] = json.loads((work / "result.json").read_text())
+    file = work / "result.json"
+    if not file.is_file():
+        said = (done.stdout + done.stderr).split("\n")[-8:]
+        raise UserError(f"vLLM ended with status {done.returncode} and without a result: {_one_line(' '.join(said))}")
+    result: dict[str, Any] = json.loads(file.read_text())
+    if "error" in result:
+        raise UserError(f"vLLM cannot serve this: {_one_line(result['error'])}")
     return result
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:400]
 
 
 def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, list[int]]]) -> Transcript:

@@ -5,7 +5,7 @@
 It imports vLLM and torch alone, nothing of Headstart. Job: ``backbone`` (folder), ``prompts`` (lists of tokens), ``new_tokens``, ``stop``
 (tokens that end a text), ``max_model_len`` and ``speculative`` (vLLM's speculative configuration; null: none). Result: ``version``,
 ``texts`` (the tokens written after each prompt), ``passes`` (for each prompt, the tokens that each forward pass kept and the draft that
-followed it) and ``counters`` (vLLM's own metrics of speculative decoding).
+followed it) and ``counters`` (vLLM's own metrics of speculative decoding); or ``error``.
 
 Prompts are decoded one at a time, greedily and in fp32, without compiling, on one thread.
 """
@@ -45,6 +45,25 @@ def record_drafts() -> list[dict[str, list[int]]]:
     return passes
 
 
+def norm_context_keys_by_layer() -> None:
+    """Mend DFlash in builds whose ``rms_norm`` takes one weight: norm the context's keys of every draft layer with that layer's weight.
+
+    vLLM norms the keys of all layers in one call, with one row of weights per layer. The CUDA kernel takes the rows (vLLM #46761); the CPU
+    build's kernel of 0.32.0 uses the first layer's for all, as that of XPUs did (vLLM #56431), which lowers acceptance and raises no error.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(self: Any, all_k: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(all_k)
+        for layer, keys, weight in zip(output, all_k, self._k_norm_weights, strict=True):
+            ops.rms_norm(layer, keys, weight, self._rms_norm_eps)
+        return output
+
+    DFlashQwen3Model._normalize_context_k = normed
+
+
 def counters(engine: Any) -> dict[str, Any]:
     """Return vLLM's own metrics of speculative decoding: a number, or a list by draft position."""
     found = {}
@@ -59,6 +78,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     import vllm
 
     passes = record_drafts()
+    norm_context_keys_by_layer()
     engine = vllm.LLM(
         model=job["backbone"],
         speculative_config=job["speculative"],
@@ -85,9 +105,13 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(job: Path, result: Path) -> None:
-    """Run the job and write its result."""
+    """Run the job and write its result, or the error that stopped it."""
     os.environ.update(ENVIRONMENT)
-    result.write_text(json.dumps(decode(json.loads(job.read_text()))))
+    try:
+        found = decode(json.loads(job.read_text()))
+    except Exception as error:   # vLLM's own refusals are of many types
+        found = {"error": f"{type(error).__name__}: {error}"}
+    result.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
