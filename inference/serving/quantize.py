@@ -20,13 +20,14 @@ from headstart.inference.serving.layout import Layout
 from headstart.support.errors import UserError
 
 How = Literal["int8", "fp8"]
+LOADED = "loading run in 0.32.0"
 READ = {
-    ("vllm", "eagle3"): "0.32.0",
-    ("vllm", "eagle"): "0.32.0",
-    ("vllm", "dflash"): "0.32.0",
-    ("sglang", "eagle3"): "commit 03d5a77",
+    ("vllm", "eagle3"): LOADED,
+    ("vllm", "eagle"): LOADED,
+    ("vllm", "dflash"): LOADED,
+    ("sglang", "eagle3"): "read in the source of commit 03d5a77",
 }
-"""Engine and method -> version in whose source it was read that quantised heads load. None was run: weight-only kernels need a GPU."""
+"""Engine and method -> how it is known that quantised heads load (tests/engines/test_quantized.py). Their kernels run on a GPU only."""
 LAYOUTS = ("eagle3", "eagle", "dflash")
 QUANTIZED = re.compile(r"(midlayer|layers\.\d+)\.(self_attn|mlp)\.\w+_proj\.weight")
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -53,7 +54,7 @@ def quantize_notes(how: How, method: str) -> list[str]:
     readers = ", ".join(f"{ENGINES[engine]} ({version})" for (engine, other), version in READ.items() if other == method)
     return [
         f"the decoder layers' linear weights are stored in {how}, a scale for each row; fc, norms and the output layer are unchanged",
-        f"{how} heads were not run in an engine: loading was read in the source of {readers}; compare acceptance before you serve them",
+        f"{how} kernels of engines run on a GPU only and were not run here; known of {readers}: compare acceptance before you serve them",
     ]
 
 
