@@ -79,6 +79,7 @@ def test_a_dry_run_writes_what_would_be_uploaded(heads, tmp_path, capsys):
     assert metadata == {"library_name": "headstart", "tags": ["speculative-decoding", "eagle3", "headstart"]}
     assert text.startswith("\n# EAGLE-3 heads for tiny-llama") and "## Acceptance\n\nNot measured." in text
     assert "vllm serve tiny-llama --speculative-config" in text and '"model": "me/tiny-eagle3"' in text
+    assert 'custom_generate="me/tiny-eagle3", trust_remote_code=True' in text and "custom_generate/generate.py" in names
     assert 'headstart.load("me/tiny-eagle3", backbone=model)' in text and "| data | answers.jsonl |" in text
     before, after = read_metadata(heads)[1], read_metadata(out)[1]
     assert after["weights"] == before["weights"] and after["backbone"] == "tiny-llama" and after["contract"] == before["contract"]
@@ -126,6 +127,26 @@ def test_methods_that_engines_read_in_another_layout_are_exported_first(tmp_path
     for kind, expected in (("medusa", "--to medusa --backbone tiny-llama --out heads"), ("hydra", "No serving engine reads these")):
         assert main(["push", str(save(tmp_path / kind, kind)), "me/x", "--dry-run", str(tmp_path / f"{kind}-card")]) == 0
         assert expected in card(tmp_path / f"{kind}-card")[1]
+
+
+def test_an_exported_folder(tmp_path, capsys):
+    tiny("llama").save_pretrained(tmp_path / "tiny-llama")
+    on = Backbone(type(tiny("llama")).from_pretrained(tmp_path / "tiny-llama"))
+    random_drafter("eagle3", on).save_pretrained(tmp_path / "run", extra=provenance(tau=1.5))
+    (tmp_path / "run" / "log.jsonl").write_text(json.dumps({"step": 50, "tau": 1.5, "acceptance_per_depth": [0.5]}))
+    exported = tmp_path / "exported"
+    assert main(["export", "--heads", str(tmp_path / "run"), "--to", "vllm", "--quantize", "fp8", "--out", str(exported)]) == 0
+    assert main(["push", str(exported), "me/x", "--dry-run", str(tmp_path / "out")]) == 0
+    metadata, text = card(tmp_path / "out")
+    assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
+    assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
+    files = {file.name: file for file in (tmp_path / "out").iterdir()}
+    assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
+    assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()
+    (exported / "model.safetensors").unlink()
+    assert "lacks its weights" in refused(capsys, exported, "me/x")
+    (exported / "headstart_export.json").write_text("{}")
+    assert "is damaged (KeyError: 'heads'); export the heads again" in refused(capsys, exported, "me/x")
 
 
 class Hub:
