@@ -1,7 +1,7 @@
 """What an engine drafted and wrote for one prompt, and acceptance as Headstart and as the engines count it.
 
-A round is one draft and the forward pass that verifies it. ``vLLM`` counts all drafts that a round kept; Headstart counts the tokens written,
-which are fewer in the last round if the end of the text cuts it.
+A round is one draft and the forward pass that verifies it. vLLM counts all drafts that a round kept; Headstart counts the tokens
+written, which are fewer in the last round if the end of the text cuts it.
 """
 
 from __future__ import annotations
