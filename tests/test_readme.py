@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import dynamic_module_utils
 
 from headstart.cli.main import _parser
 from headstart.heads.backbone.backbone import load_backbone, resolve
@@ -45,10 +46,11 @@ def test_links_and_paths_lead_somewhere() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     build_drafter("eagle3", load_backbone("embedded"), {"depth": 3}).save_pretrained(tmp_path)
-    code = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    code = "".join(re.findall(r"```python\n(.*?)```", README, re.S))
     code = code.replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/qwen3-0.6b/eagle3", str(tmp_path))
     scope: dict[str, Any] = {}
     exec(code, scope)

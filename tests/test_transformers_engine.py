@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from families import prompts, random_drafter, tiny
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
+from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
 from headstart.inference.serving.export.export import Request, export
 from headstart.inference.serving.verification.engine import EngineSettings
@@ -60,14 +62,26 @@ def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kin
             assert list(transcript.text) == alone[0].tolist()
 
 
-def test_the_documented_call(model_folder: Path, tmp_path: Path) -> None:
-    """As in docs/serving.md, without anything of Headstart."""
-    folder = exported(saved(model_folder, "block", tmp_path / "heads", **BLOCK), "dflash-hf", tmp_path / "out")
-    model, assistant = AutoModelForCausalLM.from_pretrained(model_folder), AutoModel.from_pretrained(folder)
-    inputs = {"input_ids": torch.tensor([PROMPTS[0]])}
-    options = {"attention_mask": torch.ones(1, 9, dtype=torch.long), "do_sample": False, "max_new_tokens": 20}
-    text = model.generate(**inputs, assistant_model=assistant, speculation_type="dflash", **options)
-    assert torch.equal(text, model.generate(**inputs, **options))
+def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of docs/serving.md, on the embedded backbone; all of it writes what the model writes alone."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    on = load_backbone("embedded", dtype="fp32", device="cpu")
+    on.model.save_pretrained(tmp_path / "model")
+    load_tokenizer("embedded").save_pretrained(tmp_path / "model")
+    for name, kind, arguments in (
+        ("eagle3", "eagle3", {}), ("dflash", "block", {"correction": "none", "layers": 1}), ("draft-model", "draft_model", {"layers": 1})
+    ):  # fmt: skip
+        build_drafter(kind, on, arguments).save_pretrained(tmp_path / name)
+    exported(tmp_path / "dflash", "dflash-hf", tmp_path / "for-transformers")
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text("utf-8")
+    section = page.partition("\n## transformers\n")[2].partition("\n## ")[0]
+    code = "".join(re.findall(r"```python\n(.*?)```", section, re.S)).replace("max_new_tokens=32", "max_new_tokens=12")
+    scope: dict[str, Any] = {}
+    exec(code.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("out/", f"{tmp_path}/"), scope)
+    model, one = scope["model"], scope["one"]
+    assert torch.equal(scope["text"], model.generate(**scope["inputs"], max_new_tokens=12))
+    alone = model.generate(**one, max_new_tokens=12)
+    assert all(torch.equal(scope[name], alone) for name in ("assisted", "dflash", "drafted"))
 
 
 def refused(folder: Path, backbone: Path, depth: int = 3) -> str:
