@@ -134,6 +134,8 @@ def require_engine(engine: str, method: str, layouts: list[str]) -> None:
     where = f"{' and '.join(others)} {'reads' if len(others) == 1 else 'read'} them" if others else "no other engine reads them today"
     if isinstance(entry, Unsupported):
         advice = f"; write --to {layouts[0]}" if layouts and others else "; decode them with headstart.load"
+        if engine == "transformers":
+            advice = "; in transformers Headstart decodes them, by custom_generate (docs/serving.md)"
         raise UserError(f"{name} does not read {heads} heads: {entry.reason}; {where}{advice}")
     advice = f"--to {layouts[0]} writes the layout for {name} up to {entry.until}" if layouts else "decode them with headstart.load"
     raise UserError(f"{name} reads {heads} heads up to version {entry.until} only ({entry.note}); {where}; {advice}")

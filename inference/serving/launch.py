@@ -91,7 +91,7 @@ def _tgi(served: Served) -> str:
 
 def _transformers(served: Served) -> str:
     if served.method == "dflash":
-        load, how = f"AutoModel.from_pretrained({served.folder!r})", ', speculation_type="dflash"'
+        load, how = f"AutoModel.from_pretrained({served.folder!r}, dtype=model.dtype)", ', speculation_type="dflash"'
     else:
         load, how = f"AutoModelForCausalLM.from_pretrained({served.folder!r})", ""
     return f"model.generate(**inputs, assistant_model={load}{how})"
