@@ -146,7 +146,10 @@ def test_every_method_has_an_answer_from_every_engine() -> None:
     assert {key for key, entry in TABLE.items() if hasattr(entry, "how") and entry.until is None} <= held
 
 
-def test_a_layout_is_written_as_a_whole(tmp_path: Path) -> None:
+def test_a_layout_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     shared = torch.ones(4, 4)
     layout = Layout({"a": 1}, {"x": shared, "y": shared, "z": shared[1:2]}, "w.safetensors", {"code/run.py": b"pass"})
     write_layout(layout, tmp_path / "out")
@@ -157,4 +160,7 @@ def test_a_layout_is_written_as_a_whole(tmp_path: Path) -> None:
         write_layout(Layout({}, {"x": shared / 0 * 0}, "w.safetensors"), tmp_path / "nan")
     with pytest.raises(AssertionError):
         write_layout(Layout({}, {}, "w.safetensors", {"../out/config.json": b""}), tmp_path / "escape")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot write .*full \(.*No space left.*nothing is written"):
+        patch.setattr("headstart.inference.serving.layout.save_file", full)
+        write_layout(layout, tmp_path / "full")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

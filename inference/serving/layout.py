@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,8 +49,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         with atomic(folder, folder=True) as temporary:
             yield temporary
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}; nothing is written, choose another folder") from None
+    except (OSError, SafetensorError) as error:   # such as a full disk
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot write {folder} ({cause}); nothing is written: make room or choose another folder") from None
 
 
 def require_new(folder: Path) -> None:
