@@ -35,8 +35,11 @@ METHODS = {
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
+    "Eagle3Speculator": "eagle3",
+    "DFlashSpeculator": "dflash",
+    "DSparkSpeculator": "dspark",
 }
-"""vLLM's method by the architecture in ``config.json``; Medusa names none, and draft models name their own."""
+"""vLLM's method by the architecture in ``config.json``, the last three in the speculators format; Medusa names none, and draft models name their own."""
 
 
 @dataclass(frozen=True)
