@@ -39,7 +39,7 @@ METHODS = {
     "DFlashSpeculator": "dflash",
     "DSparkSpeculator": "dspark",
 }
-"""vLLM's method by the architecture in ``config.json``, the last three in the speculators format; Medusa names none, and draft models name their own."""
+"""vLLM's method by the architecture in ``config.json``, the last three of the speculators format; Medusa names none, draft models their own."""
 
 
 @dataclass(frozen=True)
