@@ -1,8 +1,8 @@
 # make demo    train heads on the embedded backbone and measure them (about 8 minutes on two cores)
 # make test    the test suite              make lint    ruff and mypy
 # make install only the environment, in .venv
-# make test-engines   heads served by vLLM (CPU build, in an environment of its own): drafts equal to Headstart's
-# make engines        only that environment, in .venv-engines (3.4 GB)
+# make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
+# make engines        only that environment, in .venv-engines (3.6 GB)
 #
 # PYTHON=python3.12 make test              another interpreter (3.11 or newer)
 
@@ -46,7 +46,7 @@ lint: $(INSTALLED)
 engines:
 	@PYTHON=$(PYTHON) bash tests/engines/install.sh
 
-# Not part of `make test`: it installs vLLM and trains heads (cached in out/engines). Skipped, in one line, where vLLM cannot be installed.
+# Not part of `make test`: it installs vLLM and trains heads for a minute each (kept in out/engines). Skipped, in one line, where vLLM cannot be installed.
 test-engines: $(INSTALLED)
 	@if PYTHON=$(PYTHON) bash tests/engines/install.sh; then $(BIN)/python -m pytest -q --durations=12 tests/engines; \
 	else echo "skipped: no engine to test with"; fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs vLLM's CPU build in an environment of its own, .venv-engines (3.4 GB). Where that is not possible: one line, exit status 1.
+# Installs vLLM's CPU build in an environment of its own, .venv-engines (3.6 GB), and SGLang's package beside it. Where that is not possible: one line, exit status 1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=tests/engines
@@ -10,12 +10,15 @@ fail() {
   exit 1
 }
 
-[ "$folder/.installed" -nt "$here/requirements.txt" ] && [ "$folder/.installed" -nt "$here/vllm.txt" ] && exit 0
+newest=$(ls -t "$here/requirements.txt" "$here/vllm.txt" "$here/sglang.txt" | head -1)
+[ "$folder/.installed" -nt "$newest" ] && exit 0
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "it is built for Linux on x86-64, and this is $(uname -sm)"
 [ "$(df --output=avail -k . | tail -1)" -gt 5000000 ] || fail "it needs 5 GB of disk"
-echo "installing vLLM 0.32.0 (CPU build) in $folder: 3.4 GB, some minutes; log in $folder/install.log"
+echo "installing vLLM 0.32.0 (CPU build) in $folder: 3.6 GB, some minutes; log in $folder/install.log"
 "${PYTHON:-python3}" -m venv "$folder" || fail "${PYTHON:-python3} -m venv failed"
 pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
 { "${pip[@]}" -r "$here/requirements.txt" && "${pip[@]}" --no-deps --require-hashes -r "$here/vllm.txt"; } >"$folder/install.log" 2>&1 ||
   fail "$(grep -a ERROR "$folder/install.log" | tail -1) (see $folder/install.log)"
+"${pip[@]}" --no-deps --require-hashes --upgrade --target "$folder/sglang" -r "$here/sglang.txt" >>"$folder/install.log" 2>&1 ||
+  { rm -rf "$folder/sglang"; echo "SGLang 0.5.23 cannot be installed beside it; its test will be skipped (see $folder/install.log)"; }
 touch "$folder/.installed"
