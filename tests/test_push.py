@@ -123,6 +123,13 @@ def test_the_backbones_licence(heads, tmp_path, file, text, license):
     assert metadata.get("license") == license and ("was not found" in shown) == (license is None)
 
 
+def test_engines_that_would_draft_other_tokens_are_left_out(tmp_path):
+    on = Backbone(tiny("llama"))
+    random_drafter("eagle3", on, norm_before_residual=True).save_pretrained(tmp_path / "run", extra=provenance())
+    assert main(["push", str(tmp_path / "run"), "me/x", "--dry-run", str(tmp_path / "out")]) == 0
+    assert "vllm serve" in card(tmp_path / "out")[1] and "SGLang" not in card(tmp_path / "out")[1]
+
+
 def test_methods_that_engines_read_in_another_layout_are_exported_first(tmp_path):
     for kind, expected in (("medusa", "--to medusa --backbone tiny-llama --out heads"), ("hydra", "No serving engine reads these")):
         assert main(["push", str(save(tmp_path / kind, kind)), "me/x", "--dry-run", str(tmp_path / f"{kind}-card")]) == 0
@@ -140,6 +147,7 @@ def test_an_exported_folder(tmp_path, capsys):
     metadata, text = card(tmp_path / "out")
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
+    assert "SGLang" not in text and "| weights of the decoder layers | fp8 |" in text   # exported for vLLM
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
     assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()

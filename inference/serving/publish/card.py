@@ -95,8 +95,8 @@ def _number(value: float | None) -> str:
 
 
 def _serving(heads: Heads, repo: str) -> str:
-    reading = readers(heads.method)
-    if heads.layout is None and not reading:
+    reading = {engine: entry for engine, entry in readers(heads.method).items() if engine in heads.engines}
+    if not reading:
         return "## Serving\n\nNo serving engine reads these heads; decode them with Headstart."
     parts = ["## Serving"]
     for engine, entry in reading.items():
@@ -159,6 +159,7 @@ def _training(heads: Heads) -> str:
         ("tokens", f"{given['tokens']:,}" if given.get("tokens") is not None else ""),
         ("chat template", f"hash {given['chat_template']}" if given.get("chat_template") else ""),
         ("layout", heads.layout or ""),
+        ("weights of the decoder layers", heads.quantize or ""),
         ("made with", ", ".join(f"{name} {number}" for name, number in versions.items())),
         ("commit of Headstart", given.get("commit") or ""),
     ]

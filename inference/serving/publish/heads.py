@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
+from safetensors.torch import load_file
 
 from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
-from headstart.inference.serving.engines import method_of
+from headstart.inference.serving.engines import method_of, readers
 from headstart.inference.serving.export.export import PROVENANCE as EXPORTED
+from headstart.inference.serving.formats.format import find_format, layouts_of
 from headstart.inference.serving.publish.scrub import last_part
+from headstart.inference.serving.trained import Trained
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import is_hub_id
@@ -41,11 +44,15 @@ class Heads:
     base_model: str | None
     """The backbone's hub id, if it is known."""
     depth: int
+    engines: tuple[str, ...]
+    """Engines that read the heads, exported first where their method needs it."""
     config: dict[str, Any]
     files: tuple[Path, ...]
     """Relative to the folder."""
     layout: str | None = None
     """Of an exported folder; None: a checkpoint."""
+    quantize: str | None = None
+    """Of an exported folder with weights in 8 bits: int8 or fp8."""
     names: tuple[str, ...] = ()
     """Under which names a report of `headstart bench` may list them."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -100,14 +107,17 @@ def _checkpoint(path: Path, base_model: str | None) -> Heads:
     for folder, wanted in ((ADAPTER, card["contract"].get("adapter")), (DRAFTER_ADAPTER, card["weights"].get("adapter"))):
         _require_adapter(path / folder, wanted is not None)
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
-    arguments = card["arguments"]
+    arguments, backbone, config = card["arguments"], card["backbone"], _json(path / "config.json")
+    tensors = load_file(path / card["weights"]["file"])
+    trained = Trained(str(path), path, card, method_of(card["kind"], arguments), config, tensors, backbone, backbone)
     return Heads(
         folder=path,
-        method=method_of(card["kind"], arguments),
-        backbone=card["backbone"],
-        base_model=base_model or _hub_id(card["backbone"]),
-        depth=int(arguments.get("draft_depth") or arguments.get("depth") or 1),
-        config=_json(path / "config.json"),
+        method=trained.method,
+        backbone=backbone,
+        base_model=base_model or _hub_id(backbone),
+        depth=trained.depth,
+        engines=_engines(trained),
+        config=config,
         files=tuple(sorted(names)),
         names=(path.resolve().name,),
         arguments=arguments,
@@ -122,7 +132,8 @@ def _exported(path: Path, base_model: str | None) -> Heads:
     try:
         trained, adapter = stated["heads"], stated["adapter"]
         of = Path(trained["path"])
-        heads = {"method": stated["method"], "depth": int(stated["depth"]), "layout": stated["layout"]}
+        heads = {"method": stated["method"], "depth": int(stated["depth"]), "layout": stated["layout"], "quantize": stated["quantize"]}
+        engines = tuple(stated["engines"])
         contract = dict(stated["contract"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path / EXPORTED} is damaged ({type(error).__name__}: {error}); export the heads again") from None
@@ -142,9 +153,18 @@ def _exported(path: Path, base_model: str | None) -> Heads:
         names=(path.resolve().name, of.name),
         arguments=checkpoint["arguments"],
         contract=contract,
+        engines=engines,
         provenance=checkpoint["provenance"],
         run=of if checkpoint["provenance"] else None,
         **heads,
+    )
+
+
+def _engines(trained: Trained) -> tuple[str, ...]:
+    """Return the engines that read a checkpoint in some layout."""
+    layouts = [find_format(name) for name in layouts_of(trained.method)]
+    return tuple(
+        engine for engine in readers(trained.method) if any(engine in one.engines and engine not in one.unread(trained) for one in layouts)
     )
 
 
