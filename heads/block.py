@@ -25,7 +25,7 @@ from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.layers.block_attention import lay_out
+from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rotary_at
 from headstart.heads.layers.draft_cache import DraftCache
@@ -78,6 +78,8 @@ class Block(Drafter):
         """Share of the label positions at which a step trains a block."""
         mask_token: Annotated[int, Ge(0)] | None = None
         """Token whose embedding stands for the tokens to draft (null: the backbone's end-of-text token, or the last)."""
+        causal: bool = False
+        """Elements attend to the earlier ones of their block alone, as in heads trained by speculators; false: to all."""
         layer: LayerShape | None = None
         """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
@@ -85,7 +87,7 @@ class Block(Drafter):
     reads_hidden = False
     capturable = True
     recomputing = False
-    fixed_arguments = ("mask_token", "layer")
+    fixed_arguments = ("mask_token", "causal", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps, mask = _taps(config.taps, backbone.num_layers), _mask_token(config.mask_token, backbone)
@@ -162,7 +164,7 @@ class Block(Drafter):
     def _blocks(self, features: Features, at: Anchors, roots_M: Tensor) -> Tensor:
         """Return the normed hidden states ``[M, K, D]`` of the blocks at the anchors."""
         (T, N), device = (features.tokens_BT.shape[1], self.elements), roots_M.device
-        layout = lay_out(at, features.tokens_BT, features.document_BT, N)
+        layout = lay_out(at, features.tokens_BT, features.document_BT, N, self.config.causal)
         context_BTD, block_MND = self.context(features), self._embed_blocks(roots_M)
         positions_MN = at.position_M[:, None] + 1 + torch.arange(N, device=device)
         rotations = self.rotary(0, T, device), rotary_at(self.rotary.table(T + N, device), positions_MN)
@@ -234,9 +236,9 @@ class Block(Drafter):
     def _draft(self, state: State, roots_B: Tensor) -> State:
         block_BND, caches = self._embed_blocks(roots_B), []
         N, device = self.elements, roots_B.device
-        offsets_N, all_BNN = torch.arange(N, device=device), torch.ones(len(roots_B), N, N, dtype=torch.bool, device=device)
+        offsets_N, seen_BNN = torch.arange(N, device=device), seen_elements(N, self.config.causal, device).expand(len(roots_B), -1, -1)
         for cached, cache in zip(self.cached, state.caches, strict=True):
-            block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, all_BNN, offsets_N)
+            block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, seen_BNN, offsets_N)
             caches.append(cache)
         return State(tuple(caches), self.norm(block_BND)[:, self.skipped :])
 
@@ -259,7 +261,8 @@ class Block(Drafter):
 
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""
-        layout = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
+        layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
+        layout |= {"causal": True} if self.config.causal else {}
         common = engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "model_type": "qwen3",
             "layer_types": ["full_attention"] * self.config.layers,

@@ -157,6 +157,20 @@ def block(kind: str) -> tuple[dict[str, Any], Tensors]:
     return config, tensors
 
 
+def speculators_block(kind: str) -> tuple[dict[str, Any], Tensors]:
+    """DFlash or DSpark as speculators 0.9 trains by default: layers with a window, which are causal inside a block."""
+    flat, tensors = block(kind)
+    own = ("block_size", "markov_rank", "enable_confidence_head", "sample_from_anchor")
+    stated = {key: value for key, value in flat.items() if key not in (*own, "architectures", "dflash_config", "num_target_layers")}
+    stated |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True}
+    config = {key: flat[key] for key in own if key in flat} | {
+        "speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 60, "draft_vocab_size": VOCAB,
+        "sliding_window_non_causal": False, "transformer_layer_config": stated,
+        "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": 3}]},
+    }  # fmt: skip
+    return config, tensors
+
+
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, name: str = "model.safetensors") -> Path:
     """Write a folder; a name that ends in ``.pt`` or ``.bin`` is pickled."""
     folder.mkdir(parents=True, exist_ok=True)

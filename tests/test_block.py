@@ -64,11 +64,11 @@ def naive(drafter: Block, features: Features, row: int, t: int) -> list[Tensor]:
         after = []
         for j, x in enumerate(inputs):
             query = turn(norm((weights[name + "q_proj.weight"] @ x).view(H, C), name + "q_norm.weight"), t + 1 + j)
-            mixed = []
+            seen, mixed = len(context) + j + 1 if drafter.config.causal else None, []
             for h in range(H):
                 g = h // (H // G)
-                shares = torch.stack([query[h] @ key[g] / C**0.5 for key in keys]).softmax(0)
-                mixed.append(sum(share * value[g] for share, value in zip(shares, values, strict=True)))
+                shares = torch.stack([query[h] @ key[g] / C**0.5 for key in keys[:seen]]).softmax(0)
+                mixed.append(sum(share * value[g] for share, value in zip(shares, values[:seen], strict=True)))
             y = block[j] + weights[name + "o_proj.weight"] @ torch.cat(mixed)
             z, mlp = norm(y, f"layers.{i}.post_attention_layernorm.weight"), f"layers.{i}.mlp."
             gate = torch.nn.functional.silu(weights[mlp + "gate_proj.weight"] @ z)
@@ -98,7 +98,7 @@ def domino(drafter: Block, hidden_D: Tensor, path_K: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_is_what_the_plain_reference_says(family: str, correction: str) -> None:
     on = backbone(family)
-    drafter = made(on, correction, depth=3, layers=2, taps=[1, 4])
+    drafter = made(on, correction, depth=3, layers=2, taps=[1, 4], causal=family == "qwen3")
     features, at = read(on, texts(2, 11), drafter), Anchors(torch.tensor([1, 0, 1]), torch.tensor([7, 0, 3]))
     hidden = drafter(features, at)
     for m, (row, t) in enumerate(zip(at.row_M.tolist(), at.position_M.tolist(), strict=True)):

@@ -1,4 +1,5 @@
-"""Attention of drafted blocks in training: the elements of a block attend to its row up to an anchor, and to all of the block.
+"""Attention of drafted blocks in training: the elements of a block attend to its row up to an anchor, and to all of the block or, causally,
+to its elements up to their own.
 
 Blocks of one row share the row's keys, so they are computed together, a few hundred elements at a time: their keys are the part of the
 row that they need and all their own, of which a mask leaves each block its own. Fused attention keeps no scores, so memory is linear.
@@ -32,6 +33,8 @@ class BlockLayout:
     """Last position that the block attends to; -1 at padding."""
     chunks: tuple[tuple[int, int, int, int], ...]
     """(first block, last block + 1, first key, last key + 1) of the blocks computed together."""
+    causal: bool = False
+    """Elements attend to the elements of their block up to their own, not to all."""
 
     def pad(self, x_MXNC: Tensor) -> Tensor:
         """Bring the blocks into rows: ``[B, A, X, N, C]``."""
@@ -40,7 +43,7 @@ class BlockLayout:
         return rows.unflatten(0, (B, A))
 
 
-def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements: int) -> BlockLayout:
+def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements: int, causal: bool = False) -> BlockLayout:
     """Lay out blocks of ``elements`` at anchors. A document is a run of equal numbers; copies the anchors to the host."""
     (B, T), device = tokens_BT.shape, tokens_BT.device
     row_M, position_M = at.row_M, at.position_M
@@ -64,7 +67,7 @@ def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements
         end = min(first + step, A)
         low = int(first_A[first:end].amin().item()) if packed else 0
         chunks.append((first, end, low, int(last_A[first:end].amax()) + 1))
-    return BlockLayout(place_M, start_BA, anchor_BA, tuple(chunks))
+    return BlockLayout(place_M, start_BA, anchor_BA, tuple(chunks), causal)
 
 
 def attend_blocks(query_MHNC: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], layout: BlockLayout) -> Tensor:
@@ -97,5 +100,12 @@ def _allowed(layout: BlockLayout, part: slice, past: slice, elements: int) -> Te
     key_S = torch.arange(past.start, past.stop, device=anchor_BK1.device)
     text_BKNS = ((key_S <= anchor_BK1) & (key_S >= start_BK1))[:, :, None].expand(-1, -1, elements, -1)
     B, K = anchor_BK1.shape[:2]
-    own_KKN = torch.eye(K, dtype=torch.bool, device=key_S.device)[:, :, None].expand(-1, -1, elements)
-    return torch.cat([text_BKNS, own_KKN.flatten(1)[None, :, None].expand(B, -1, elements, -1)], -1)
+    eye_KK, seen_NN = torch.eye(K, dtype=torch.bool, device=key_S.device), seen_elements(elements, layout.causal, key_S.device)
+    own_KNKN = eye_KK[:, None, :, None] & seen_NN[:, None]
+    return torch.cat([text_BKNS, own_KNKN.flatten(2)[None].expand(B, -1, -1, -1)], -1)
+
+
+def seen_elements(elements: int, causal: bool, device: torch.device) -> Tensor:
+    """Return the mask ``[N, N]`` of a block, True where an element attends to another."""
+    all_NN = torch.ones(elements, elements, dtype=torch.bool, device=device)
+    return all_NN.tril() if causal else all_NN

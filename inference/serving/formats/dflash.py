@@ -13,4 +13,6 @@ class DflashFormat(Format):
     engines = ("vllm", "sglang", "trtllm")
 
     def unread(self, trained: Trained) -> dict[str, str]:
+        if trained.config["dflash_config"].get("causal"):
+            return dict.fromkeys(self.engines, "it reads causal blocks (drafter.causal) in the layout speculators alone")
         return embedding_unread(trained, self.engines)

@@ -52,6 +52,10 @@ class SpeculatorsFormat(Format):
             layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
         else:
             expected, own = block_shapes(config), _block_config(config)
+            if config["dflash_config"].get("causal"):   # here layers with a window are causal inside a block, others never
+                kinds = ["sliding_attention"] * config["num_hidden_layers"]
+                window = {"sliding_window": config["max_position_embeddings"], "use_sliding_window": True}
+                layers, own = layers | {"layer_types": kinds} | window, own | {"sliding_window_non_causal": False}
         require_shapes(tensors, expected, {}, trained.path)
         return Layout(common | own | {"transformer_layer_config": layers}, tensors, "model.safetensors")
 

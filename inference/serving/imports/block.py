@@ -80,6 +80,7 @@ def read_block(foreign: Foreign, config: Mapping[str, Any], taps: list[int], bac
         "layers": len({name.split(".")[1] for name in names if name.startswith("layers.")}),
         "taps": tuple(taps),
         "correction": correction,
+        "causal": bool(config.get("causal", False)),
         "mask_token": config.get("mask_token_id"),
     }
     origin = {ours: theirs for theirs, ours in ENCODER.items() if theirs in foreign.shapes}

@@ -44,7 +44,8 @@ def measure(readings: Sequence[Reading], backbone: Backbone, path: str, prompts:
             figures = measure_tau(
                 SpeculativeModel(backbone, drafter, capture="off"), prompts, max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth)
             )
-        found.append(Measured(reading, drafter, figures))
+        rates = figures["acceptance_per_depth"][:depth]
+        found.append(Measured(reading, drafter, {**figures, "acceptance_per_depth": rates}))
     return sorted(found, key=lambda one: -one.tau)
 
 

@@ -52,11 +52,12 @@ def readings(foreign: Foreign, backbone: Backbone, counting: Counting | None) ->
         depth = _depth(config)
         found = [replace(one, arguments={**one.arguments, **depth}, choice=_without_taps(one.choice, taps[0][1])) for one in found]
         return [both for one in found for both in _residuals(one)] if RESIDUAL not in config else found
-    window = sliding_window(flat, backbone, path)
-    if config.get("sliding_window_non_causal") and window is not None:
-        raise UserError(f"{path} has layers with a non-causal window of {window} positions, which block heads here do not")
-    known = flat if window is not None else {**flat, "layer_types": None}
-    return [read_block(foreign, known, list(taps[0][0]), backbone)]
+    kinds = set(layer.get("layer_types") or [])
+    if len(kinds) > 1:
+        raise UserError(f"{path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
+    causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
+    unbounded = {"layer_types": None} if sliding_window(flat, backbone, path) is None else {}
+    return [read_block(foreign, {**flat, **unbounded, "causal": causal}, list(taps[0][0]), backbone)]
 
 
 def _depth(config: Any) -> dict[str, int]:

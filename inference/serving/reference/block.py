@@ -66,8 +66,11 @@ class BlockDrafting(Drafting):
         config = _flat(files.config)
         remarks: list[str] = []
         notes: list[str] = []
-        if config.get("use_swa") or any(kind == "sliding_attention" for kind in config.get("layer_types") or []):
+        window, kinds = config.get("sliding_window") or 0, set(config.get("layer_types") or [])
+        sliding = bool(config.get("use_swa")) or "sliding_attention" in kinds
+        if sliding and ("speculators_model_type" not in config or len(kinds) > 1 or window < (target.max_positions or 1 << 31)):
             raise UserError(f"{files.folder} holds a block head with sliding windows, which the reference engine does not read")
+        causal = bool(config.get("causal")) or (sliding and not config.get("sliding_window_non_causal"))
         shape, names = read_shape(config), {RENAMED.get(name, name): name for name in files.names if not name.startswith(UNUSED)}
         taps, mask = _taps(config, target.num_layers, remarks), config.get("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < target.vocab:
@@ -76,7 +79,7 @@ class BlockDrafting(Drafting):
         anchored = bool(config.get("sample_from_anchor", kind == "markov") or config.get("shift_label"))
         if anchored and "speculators_model_type" in files.config:
             notes.append("sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft")
-        options = {"elements": whole_number(config, "block_size"), "mask": mask, "anchored": anchored, "correction": kind}
+        options = {"elements": whole_number(config, "block_size"), "mask": mask, "anchored": anchored, "correction": kind, "causal": causal}
         vocab = config.get("vocab_size") or target.vocab
         draft_vocab = config.get("draft_vocab_size") or vocab
         shapes = {
@@ -125,11 +128,13 @@ class BlockDrafting(Drafting):
         root = int(self.text.tokens_T[first])
         block_ND = self.embed(torch.tensor([root] + [self.reading.options["mask"]] * (N - 1)))
         positions_N = torch.arange(first, first + N)
-        all_NS = torch.ones(N, first + N, dtype=torch.bool)
+        seen_NS = torch.ones(N, first + N, dtype=torch.bool)
+        if self.reading.options["causal"]:
+            seen_NS = seen_NS.tril(first)
         for layer, (keys, values) in zip(self.layers, self.known, strict=True):
             x_ND = norm(layer, "input_layernorm", block_ND, shape.eps)
             both = join((keys[:first], values[:first]), keys_values(layer, x_ND, shape, positions_N))
-            block_ND = finish(layer, block_ND, attend(queries(layer, x_ND, shape, positions_N), *both, all_NS), shape.eps)
+            block_ND = finish(layer, block_ND, attend(queries(layer, x_ND, shape, positions_N), *both, seen_NS), shape.eps)
         return norm(self.tensors, "norm", block_ND, shape.eps)
 
     def _advance(self, token: int, path_G: Tensor | None) -> Tensor:
