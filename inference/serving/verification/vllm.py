@@ -39,7 +39,7 @@ METHODS = {
     "DFlashSpeculator": "dflash",
     "DSparkSpeculator": "dspark",
 }
-"""vLLM's method by the architecture in ``config.json``, the last three of the speculators format; Medusa names none, draft models their own."""
+"""vLLM's method by the architecture in ``config.json`` (the last three: the speculators format). Medusa names none, draft models another."""
 
 
 @dataclass(frozen=True)
