@@ -85,6 +85,17 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
         start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True}))
 
 
+def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tmp_path: Path) -> None:
+    random_drafter("block", on, depth=4, causal=True, correction="none", taps=[1, 3]).save_pretrained(tmp_path / "heads")
+    export(Request(str(tmp_path / "heads"), "speculators", tmp_path / "out"))
+    foreign = read_foreign(str(tmp_path / "out"))
+    (reading,) = importer.recognise(foreign).readings(foreign, on, None)
+    assert build(reading, on, "out").arguments["causal"] and reading.arguments["taps"] == (1, 3)
+    for to in ("sglang", "dflash-hf"):
+        with pytest.raises(UserError, match="causal"):
+            export(Request(str(tmp_path / "heads"), to, tmp_path / to))
+
+
 def test_eight_bit_exports_give_what_they_stand_for(home: Path, on: Backbone, tmp_path: Path) -> None:
     export(Request(str(home / "eagle3"), "vllm", tmp_path / "out", quantize="fp8"))
     foreign = read_foreign(str(tmp_path / "out"))

@@ -33,6 +33,8 @@ class DflashHfFormat(Format):
         if layers in config["eagle_aux_hidden_state_layer_ids"]:
             fault = f"{trained.path} reads layer {layers}, the last, before the final norm; transformers gives it after the norm"
             raise UserError(f"{fault}: train with drafter.taps below {layers}, or export --to dflash")
+        if config["dflash_config"].get("causal"):
+            raise UserError(f"{trained.path} is causal inside a block (drafter.causal), as transformers never is: export --to speculators")
         stated = {
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": "muse_glimmer_assistant",
