@@ -108,7 +108,7 @@ def test_figures_are_those_that_were_measured(heads, tmp_path):
 @pytest.mark.parametrize(("file", "text", "license"), [
     ("README.md", "---\nlicense: llama3.1\n---\n# A model", "llama3.1"), ("README.md", "no metadata", None),
     ("LICENSE", "Apache License\n  Version 2.0, January 2004", "apache-2.0"), ("LICENSE", "All mine", "other"),
-    ("config.json", '{"license": "mit"}', "mit"),
+    ("config.json", '{"license": "mit"}', "mit"), ("config.json", "[", None),
 ])  # fmt: skip
 def test_the_backbones_licence(heads, tmp_path, file, text, license):
     (backbone := tmp_path / "tiny-llama").mkdir()

@@ -39,13 +39,13 @@ def _fetched(repo: str, name: str) -> Path | None:
 def _stated(file: Path) -> str | None:
     text = file.read_text("utf-8", errors="replace")
     found: object = None
-    if file.name == "README.md":
-        try:
+    try:
+        if file.name == "README.md":
             found = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
-        except ValueError:   # metadata that is no YAML
-            return None
-    elif file.suffix == ".json":
-        found = json.loads(text).get("license") if text.lstrip().startswith("{") else None
-    else:
-        return next((name for name, phrases in TEXTS.items() if all(phrase in text for phrase in phrases)), "other")
+        elif file.suffix == ".json":
+            found = dict(json.loads(text)).get("license")
+        else:
+            found = next((name for name, phrases in TEXTS.items() if all(phrase in text for phrase in phrases)), "other")
+    except (ValueError, TypeError):   # metadata that is no YAML, or no mapping in JSON
+        return None
     return found if isinstance(found, str) and found else None
