@@ -39,7 +39,8 @@ METHODS = {
     "DFlashSpeculator": "dflash",
     "DSparkSpeculator": "dspark",
 }
-"""vLLM's method by the architecture in ``config.json`` (the last three: the speculators format). Medusa names none, draft models another."""
+"""vLLM's method by the architecture in ``config.json``, the last three of the speculators format; Medusa names none, and draft models
+name their own."""
 
 
 @dataclass(frozen=True)
