@@ -222,7 +222,7 @@ def test_a_checkpoint_is_verified_by_itself(house: Path, tmp_path: Path, capsys:
     assert out.startswith("EQUAL") and "tau" in out and "mean acceptance length" in out and "6 equal texts" in out
     stored = json.loads(report.read_text())
     assert stored["equal"] and stored["cause"] is None and stored["comparison"]["equal_drafts"] == stored["comparison"]["drafts"] > 10
-    assert stored["logits_distance"] < 1e-4 and stored["comparison"]["figures"]["engine"]["tau"] >= 1
+    assert stored["logits_distance"] < 1e-4 and stored["comparison"]["figures"]["reference"]["tau"] >= 1
 
     changed = tmp_path / "changed"
     shutil.copytree(house / "eagle3", changed)
@@ -292,6 +292,6 @@ def test_without_the_original_heads_the_backbones_text_decides(house: Path, back
     right = copied(tmp_path / "trained", tmp_path / "right")
     wrong = copied(tmp_path / "trained", tmp_path / "wrong", shift_ids)
     verdicts = [verify(Check(folder, backbone, None, "reference", tokens_BT[:, :5].tolist(), 20, 3)) for folder in (right, wrong)]
-    assert verdicts[0].equal, list(verdicts[0].lines())
+    assert verdicts[0].equal and next(verdicts[0].lines()).startswith("NO MISTAKE FOUND"), list(verdicts[0].lines())
     assert not verdicts[1].equal and verdicts[1].cause is not None and "shifted layer ids" in verdicts[1].cause
     assert "of the drafts are right instead of" in verdicts[1].cause

@@ -53,6 +53,6 @@ def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Pa
     random_drafter("eagle", backbone).save_pretrained(heads)
     export(Request(str(heads), "eagle", tmp_path / "out"))
     assert main(["verify", str(tmp_path / "out"), "--max-new-tokens", "4"]) == 0
-    assert "against Headstart" in capsys.readouterr().out
+    assert "headstart and reference: 6 prompts" in capsys.readouterr().out
     random_drafter("eagle", backbone, seed=9).save_pretrained(heads)   # trained on since
     assert recorded(tmp_path / "out") == (None, backbone.name)

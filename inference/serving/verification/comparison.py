@@ -20,10 +20,7 @@ class Difference:
     depth: int
     ours: int
     theirs: int
-
-    def __str__(self) -> str:
-        place = f"prompt {self.prompt}, after {self.position} tokens, depth {self.depth}"
-        return f"{place}: Headstart drafts token {self.ours}, the engine {self.theirs}"
+    """The token that either side drafts."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,15 @@ class Comparison:
     equal_drafts: int
     first: Difference | None
     figures: dict[str, Any]
-    """Acceptance of either side under the names of each way of counting."""
+    """Acceptance of either side, by its name, under the names of each way of counting."""
 
     @property
     def equal(self) -> bool:
         return self.equal_texts == self.prompts and self.equal_drafts == self.drafts
 
 
-def compare(ours: Sequence[Transcript], theirs: Sequence[Transcript]) -> Comparison:
-    """Compare two transcripts per prompt; ``ours`` are Headstart's."""
+def compare(ours: Sequence[Transcript], theirs: Sequence[Transcript], names: tuple[str, str]) -> Comparison:
+    """Compare two transcripts per prompt; ``names`` are those of the two sides."""
     rounds = drafts = equal = 0
     first = None
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
@@ -59,7 +56,8 @@ def compare(ours: Sequence[Transcript], theirs: Sequence[Transcript]) -> Compari
                 if draft != found and first is None:
                     first = Difference(number, one.position, depth, draft, found)
     texts = sum(mine.written == other.written for mine, other in zip(ours, theirs, strict=True))
-    return Comparison(len(ours), texts, rounds, drafts, equal, first, {"headstart": figures(ours), "engine": figures(theirs)})
+    sides = dict(zip(names, (figures(ours), figures(theirs)), strict=True))
+    return Comparison(len(ours), texts, rounds, drafts, equal, first, sides)
 
 
 def figures(transcripts: Sequence[Transcript]) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from headstart.inference.serving.transcript import Transcript
 from headstart.inference.serving.verification.headstart import headstart_logits
 
 TEXTS, ROUNDS = 2, 4
-"""How much of the transcripts is enough to tell readings apart."""
+"""How much of the transcripts is enough to tell readings apart by Headstart's drafts."""
+PLACES = 24
+"""At how many places of each text drafts are compared with the text itself."""
 TOLERANCE = 2e-4
 """The largest difference of logits that fp32 arithmetic in another order makes, relative to the largest logit."""
 
@@ -31,6 +33,8 @@ class Fit:
 
     share: float
     """Share of the expected tokens that it drafts."""
+    drafted: int
+    """How many were expected."""
     distance: float | None = None
     """Largest difference of logits, relative to the largest one; None: no logits are known."""
 
@@ -71,7 +75,7 @@ class Evidence:
                     else:
                         found = draft_at(drafting, position, min(len(tokens), drafting.max_depth or len(tokens)))
                     drafted, equal = drafted + len(found), equal + sum(a == b for a, b in zip(found, tokens, strict=False))
-                    fit = Fit(equal / drafted, max(distances, default=None))
+                    fit = Fit(equal / drafted, drafted, max(distances, default=None))
                     if first_only and not fit.whole:
                         return fit
         except (RuntimeError, IndexError, KeyError):
@@ -105,7 +109,7 @@ def evidence_of_texts(target: Target, transcripts: Sequence[Transcript], depth: 
     """Expect what the backbone wrote, where nothing else is known: the right reading drafts more of it than a wrong one."""
     texts = []
     for one in transcripts:
-        places = range(len(one.prompt) + 1, len(one.text) - depth + 1)
+        places = range(len(one.prompt) + 1, len(one.text) - depth + 1)[:PLACES]
         texts.append(Expected(_whole(target, one), {place: one.text[place : place + depth] for place in places}))
     return Evidence(target, texts)
 

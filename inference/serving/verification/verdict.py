@@ -35,11 +35,15 @@ class Verdict:
     """The mistake whose correction restores agreement."""
     tried: int = 0
     """Number of other readings that were tried."""
-    checked: str = ""
-    """What the drafts were compared with, in words."""
+
+    @property
+    def compared(self) -> bool:
+        """False if there was nothing to compare with: neither original heads nor another engine."""
+        return self.heads is not None or self.engine != "reference"
 
     @property
     def equal(self) -> bool:
+        """Whether both sides agree, or, with nothing to compare with, whether no mistake was found."""
         agree = self.comparison is not None and self.comparison.equal and self.logits_agree
         return agree and not self.faults and not self.changes and self.found is None
 
@@ -54,15 +58,18 @@ class Verdict:
     def lines(self) -> Iterator[str]:
         """Yield the verdict for people."""
         what = f"{self.folder} ({self.method or 'not readable'}), {self.engine} engine, on {self.backbone}"
-        yield f"{'EQUAL' if self.equal else 'DIFFERENT'}: {what}"
+        word = ("EQUAL" if self.equal else "DIFFERENT") if self.compared else "NO MISTAKE FOUND" if self.equal else "MISTAKE FOUND"
+        yield f"{word}: {what}"
         if self.cause is not None:
             yield f"likely cause: {self.cause}"
         if self.found is not None and self.found != self.cause:
             yield f"confirmed by trial: {self.found}"
         elif self.found is not None:
-            yield "confirmed: read accordingly, the drafts agree" if self.heads else "confirmed: read accordingly, more drafts are kept"
+            yield f"confirmed: read accordingly, {'the drafts agree' if self.heads else 'more drafts are right'}"
         elif self.tried:
-            yield f"{self.tried} other readings of the files were tried; none restores agreement"
+            yield f"{self.tried} other readings of the files were tried; none {'restores agreement' if self.compared else 'drafts much better'}"
+        if not self.compared:
+            yield "nothing was compared with Headstart, so a slight mistake cannot be told: give the original heads with --heads"
         yield from (f"in the files: {fault}" for fault in self.faults if fault != self.cause)
         yield from (f"against the original heads: {change}" for change in self.changes if change != self.cause)
         yield from self._figures()
@@ -73,9 +80,12 @@ class Verdict:
         if one is None:
             yield "drafts were not compared: the files cannot be drafted with as they are"
             return
-        yield f"{self.checked}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
-        if one.first is not None:
-            yield f"first difference: {one.first}"
+        if self.compared:
+            sides = " and ".join(one.figures)
+            yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
+        if (first := one.first) is not None:
+            tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
+            yield f"first difference: prompt {first.prompt}, after {first.position} tokens, depth {first.depth}: tokens {tokens}"
         if self.distance is not None:
             yield f"logits differ by at most {self.distance:.1e} of the largest one"
         for side, figures in one.figures.items():
@@ -92,6 +102,6 @@ class Verdict:
         if one is not None:
             names = ("prompts", "equal_texts", "rounds", "drafts", "equal_drafts", "figures")
             compared = {name: getattr(one, name) for name in names} | {"first_difference": None if one.first is None else vars(one.first)}
-        own = ("folder", "heads", "engine", "backbone", "method", "faults", "changes", "notes", "found", "tried", "checked")
+        own = ("folder", "heads", "engine", "backbone", "method", "compared", "faults", "changes", "notes", "found", "tried")
         stated = {name: getattr(self, name) for name in own}
         return {"equal": self.equal, "cause": self.cause, **stated, "logits_distance": self.distance, "comparison": compared}

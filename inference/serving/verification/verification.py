@@ -148,8 +148,8 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
     if ours is None and check.engine != "reference" and whole:
         ours = reference_drafts(reading, target, check.prompts, settings)
     if theirs is not None:
-        verdict.comparison = compare(ours or theirs, theirs)
-        verdict.checked = "against Headstart" if heads else "against the reference engine" if ours else "drafts by the files as they are"
+        side = "headstart" if heads else "reference"
+        verdict.comparison = compare(ours or theirs, theirs, (side, check.engine))
     drafter = None if heads is None else heads.drafter
     if ours is not None:
         evidence = evidence_of(target, ours, drafter)
@@ -210,14 +210,15 @@ def _look_for_cause(verdict: Verdict, evidence: Evidence, reading: Reading, orig
 
 def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit: Fit | None) -> None:
     """Without original heads: look for a reading that drafts much more of the backbone's own text."""
-    best, share = None, max((fit.share if fit else 0.0) * BETTER, LEAST)
+    drafted, now = (fit.drafted, fit.share) if fit is not None else (0, 0.0)
+    best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)   # beyond what chance makes of so many drafts
     for one in hypotheses(reading, evidence.target, None):
         verdict.tried += 1
         other = evidence.fit(one.reading)
         if other is not None and other.share > share:
             best, share = one, other.share
     if best is not None:
-        verdict.found = f"{best.cause}; read so, {share:.0%} of the drafts are right instead of {fit.share if fit else 0:.0%}"
+        verdict.found = f"{best.cause}; read so, {share:.0%} of the drafts are right instead of {now:.0%}"
 
 
 def _is_near_tie(verdict: Verdict, theirs: Sequence[Transcript], reading: Reading, target: Target) -> bool:
