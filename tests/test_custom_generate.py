@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import Noted, heads, left_padded, prompts, random_drafter, tiny, unpadded
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 
@@ -96,6 +97,20 @@ def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Pat
     assert not vars(twin)["_headstart_loaded"].entries
     model.double()
     assert carried(model, folder).shape == plain.shape and kept()[0].drafter.fc.weight.dtype == torch.float64
+
+
+def test_a_hub_id_and_a_revision_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commits of a repository as they lie in the hub's cache; the weights come from the revision that the code comes from."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model, repository, commits = tiny("llama"), tmp_path / "models--someone--heads", {"main": "a" * 40, "old": "b" * 40}
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in commits.items():
+        random_drafter("medusa", Backbone(model)).save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs" / name).write_text(commit)
+    plain = model.generate(**ROWS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(carried(model, Path("someone/heads"), max_new_tokens=4), plain)
+    assert torch.equal(carried(model, Path("someone/heads"), max_new_tokens=4, revision="old"), plain)
+    assert [entry.folder.name for entry in vars(model)["_headstart_loaded"].entries.values()] == list(commits.values())
 
 
 def test_code_in_a_checkpoint_runs_only_where_it_is_trusted(model: PreTrainedModel, folders: dict[str, Path]) -> None:
