@@ -109,6 +109,10 @@ def test_what_it_does_not_read_is_refused(model_folder: Path, tmp_path: Path) ->
     assert "config.json cannot be read" in refused(folder, model_folder)
     shutil.rmtree(folder)
     assert "config.json cannot be read" in refused(folder, model_folder)
+    causal = saved(model_folder, "block", tmp_path / "causal", **BLOCK, causal=True)
+    with pytest.raises(UserError, match="causal inside a block"):
+        exported(causal, "dflash-hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     tiny("llama", vocab_size=9, num_hidden_layers=1).save_pretrained(tmp_path / "other")
     assert "another vocabulary" in refused(tmp_path / "other", model_folder)
     assert json.loads((tmp_path / "block" / "config.json").read_text())["model_type"] == "qwen3"
