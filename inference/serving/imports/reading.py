@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -42,9 +42,6 @@ class Reading:
     """What the user should know."""
     choice: str = ""
     """What distinguishes this reading from the others of the folder, if there are several."""
-
-    def noted(self, *notes: str) -> Reading:
-        return replace(self, notes=(*self.notes, *notes))
 
 
 class Source(Protocol):
