@@ -23,13 +23,14 @@ HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "eagle3", {}),
     ("qwen3", "eagle3", {"draft_vocab_size": 23, "layers": 2, "sliding_window": 6}),
     ("llama", "eagle3", {"fc_norm": True, "norm_output": True, "taps": [0, 1, 4, 6]}),
-    ("llama", "eagle3", {"norm_before_fc": True}),
+    ("llama", "eagle3", {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True}),
     ("gemma3", "eagle", {"depth": 3}),
     ("gpt2", "medusa", {"layers": 2, "draft_vocab_size": 23}),
     ("llama", "mlp", {}),
     ("llama", "mlp", {"tie_weights": True, "inner_dim": 20, "scale_input": False, "draft_vocab_size": 23}),
     ("qwen3", "block", {"depth": 3, "layers": 2, "correction": "none"}),
     ("llama", "block", {"depth": 3, "layers": 1, "correction": "markov", "correction_rank": 6}),
+    ("llama", "block", {"depth": 3, "layers": 2, "correction": "none", "causal": True}),
     ("llama", "block", {"depth": 3, "layers": 2, "correction": "recurrent", "correction_rank": 6}),
     ("llama", "mtp", {}),
     ("llama", "mtp", {"shared": False, "layout": "mimo"}),
@@ -50,12 +51,12 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     reading = read_heads(read_files(tmp_path), target)
     assert not reading.faults and not reading.remarks
     depth = 3
-    settings = EngineSettings(depth, 12)
-    prompts = [texts(1, 7, seed)[0].tolist() for seed in range(3)]
+    settings = EngineSettings(depth, 8)
+    prompts = [texts(1, 7, seed)[0].tolist() for seed in range(2)]
     ours = headstart_drafts(SpeculativeModel(on, drafter, capture="off"), prompts, settings)
     theirs = reference_drafts(reading, target, prompts, settings)
     assert ours == theirs
-    assert sum(len(one.rounds) for one in ours) > 10
+    assert sum(len(one.rounds) for one in ours) > 5
     assert tau(ours) <= mean_acceptance_length(ours)
     text = ours[0].text[:9]
     expected = headstart_logits(drafter, text, [3, 8, 1])

@@ -21,7 +21,7 @@ EXPORTS: list[tuple[str, dict[str, Any], tuple[tuple[str, str | None], ...]]] = 
     ("medusa", {"depth": 3, "draft_vocab_size": 23}, (("medusa", None),)),
     ("mlp", {"depth": 3, "tie_weights": True}, (("mlp-speculator", None),)),
     ("block", {"depth": 3, "correction": "none"}, (("dflash", None), ("dflash-hf", None), ("speculators", None))),
-    ("block", {"depth": 3, "correction": "markov"}, (("speculators", None),)),
+    ("block", {"depth": 3, "correction": "markov", "causal": True}, (("speculators", None),)),
     ("mtp", {}, (("mtp-stitch", None),)),
 ]
 

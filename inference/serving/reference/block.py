@@ -11,6 +11,7 @@ Shape suffixes: T positions, N elements, D width, V vocabulary, G size of the GR
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ class BlockDrafting(Drafting):
         if sliding and ("speculators_model_type" not in config or len(kinds) > 1 or window < (target.max_positions or 1 << 31)):
             raise UserError(f"{files.folder} holds a block head with sliding windows, which the reference engine does not read")
         causal = bool(config.get("causal")) or (sliding and not config.get("sliding_window_non_causal"))
-        shape, names = read_shape(config), {RENAMED.get(name, name): name for name in files.names if not name.startswith(UNUSED)}
+        shape = read_shape(config)
+        shape = replace(shape, windows=(None,) * shape.layers)   # those that remain are as long as the context
+        names = {RENAMED.get(name, name): name for name in files.names if not name.startswith(UNUSED)}
         taps, mask = _taps(config, target.num_layers, remarks), config.get("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < target.vocab:
             raise UserError(f"config.json states mask_token_id {mask!r}; it is a token of the backbone's vocabulary, below {target.vocab}")
