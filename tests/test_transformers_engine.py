@@ -14,6 +14,7 @@ from families import prompts, random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
+from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
@@ -82,6 +83,16 @@ def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(scope["text"], model.generate(**scope["inputs"], max_new_tokens=12))
     alone = model.generate(**one, max_new_tokens=12)
     assert all(torch.equal(scope[name], alone) for name in ("assisted", "dflash", "drafted"))
+
+
+def test_the_command_on_a_backbone_without_a_tokenizer(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It verifies on random prompts; AutoTokenizer gives an empty tokenizer for this folder."""
+    folder = saved(model_folder, "draft_model", tmp_path / "heads", layers=1)
+    command = ["verify", str(folder), "--engine", "transformers", "--depth", "2", "--max-new-tokens", "6", "--threads", "1"]
+    assert main(command) == 0 and capsys.readouterr().out.startswith("EQUAL")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    assert main([*command, "--prompts", str(tmp_path / "prompts.jsonl")]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
 
 
 def refused(folder: Path, backbone: Path, depth: int = 3) -> str:

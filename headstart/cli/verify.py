@@ -76,7 +76,10 @@ def _prompts(args: argparse.Namespace, backbone: Backbone) -> list[list[int]]:
         limit = f"the backbone's {backbone.max_positions} positions"
         raise UserError(f"--max-new-tokens {args.max_new_tokens} leaves no room for prompts in {limit}; lower it")
     try:
-        prompter = Prompter(load_tokenizer(backbone.name))
+        tokenizer = load_tokenizer(backbone.name)
+        if not tokenizer(TEXTS[0])["input_ids"]:   # transformers gives an empty one for folders of some families that have none
+            raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
+        prompter = Prompter(tokenizer)
     except UserError:
         if args.prompts:
             raise

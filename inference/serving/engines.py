@@ -100,8 +100,8 @@ TABLE: dict[tuple[str, str], Support | Unsupported] = {
     ("trtllm", "hydra"): NO_MODULE,
     ("tgi", "medusa"): Support("read", "commit db931fc", note="in maintenance since 2025-12"),
     ("tgi", "mlp"): Support("read", "commit db931fc", note="with tie_weights only"),
-    ("transformers", "dflash"): Support("run", "5.23.0", note="by the layout dflash-hf"),
-    ("transformers", "draft_model"): Support("run", "5.23.0"),
+    ("transformers", "dflash"): Support("run", "5.20.0, 5.22.0, 5.23.0", note="by the layout dflash-hf"),
+    ("transformers", "draft_model"): Support("run", "5.20.0, 5.22.0, 5.23.0"),
 }
 """What is not listed for TGI and transformers is not supported."""
 
