@@ -12,7 +12,7 @@ from headstart.support.errors import UserError
 
 NEW_TOKENS = 24
 REFUSED = {
-    "mlp": "Unknown speculative decoding method: mlp_speculator",
+    "mlp": r"'MLPSpeculatorPreTrainedModel'\] are not supported",
     "dspark": "dspark speculative decoding",
 }
 """Heads that vLLM 0.32's CPU build does not serve -> its words."""

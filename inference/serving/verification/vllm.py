@@ -116,7 +116,7 @@ def _run(python: Path, job: dict[str, Any], work: Path) -> dict[str, Any]:
     """Run the driver. Raises UserError with vLLM's own words if it fails."""
     (work / "job.json").write_text(json.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [python, "-I", DRIVER, work / "job.json", work / "result.json"]   # -I: this folder's vllm.py is not vLLM
+    command = [str(python), "-I", str(DRIVER), str(work / "job.json"), str(work / "result.json")]   # -I: this folder's vllm.py is not vLLM
     done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
     file = work / "result.json"
     if not file.is_file():
