@@ -67,7 +67,8 @@ class Verdict:
         elif self.found is not None:
             yield f"confirmed: read accordingly, {'the drafts agree' if self.heads else 'more drafts are right'}"
         elif self.tried:
-            yield f"{self.tried} other readings of the files were tried; none {'restores agreement' if self.compared else 'drafts much better'}"
+            outcome = "restores agreement" if self.compared else "drafts much better"
+            yield f"{self.tried} other readings of the files were tried; none {outcome}"
         if not self.compared:
             yield "nothing was compared with Headstart, so a slight mistake cannot be told: give the original heads with --heads"
         yield from (f"in the files: {fault}" for fault in self.faults if fault != self.cause)
