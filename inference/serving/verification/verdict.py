@@ -88,7 +88,8 @@ class Verdict:
             tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
             yield f"first difference: prompt {first.prompt}, after {first.position} tokens, depth {first.depth}: tokens {tokens}"
         if self.distance is not None:
-            yield f"logits differ by at most {self.distance:.1e} of the largest one"
+            whose = "" if self.engine == "reference" else " of the reference reading"
+            yield f"logits{whose} differ by at most {self.distance:.1e} of the largest one"
         for side, figures in one.figures.items():
             rates = " ".join(f"{rate:.3f}" for rate in figures["acceptance_rate_per_pos"])
             yield (
