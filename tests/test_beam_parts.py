@@ -16,7 +16,7 @@ from headstart.inference.beam.features import NodeFeatures
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
-from headstart.inference.sources.drafter_source import Level
+from headstart.inference.sources.levels import Level
 
 NEXT = TopK(np.zeros(1), np.zeros(1))
 

@@ -37,7 +37,12 @@ class RaggedCache:
         self.added: Added | None = None
         """The contributions of the last pass's nodes to the states."""
         self.lengths_B = lengths_B
-        self.longest = int(lengths_B.max())
+        self._lengths: list[int] = lengths_B.tolist()   # on the host too: reading from the device would wait for it
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return max(self._lengths)
 
     def stores(self, nodes: int) -> Stores:
         """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`whole_steps`)."""
@@ -66,11 +71,8 @@ class RaggedCache:
             assert self.added is not None
             self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
             self.added = None
-        if len(set(counts)) == 1:
-            self.lengths_B, self.longest = self.lengths_B + counts[0], self.longest + counts[0]
-            return
-        self.lengths_B = self.lengths_B + torch.tensor(counts, device=self.lengths_B.device)
-        self.longest = int(self.lengths_B.max())
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        self.lengths_B = self.lengths_B + (counts[0] if len({*counts}) == 1 else torch.tensor(counts, device=self.lengths_B.device))
 
     def join(self, other: RaggedCache) -> None:
         """Append the rows of another cache of the same layers."""
@@ -79,16 +81,16 @@ class RaggedCache:
         theirs = iter(list_tensors(other.states))
         self.states = map_tensors(lambda mine: torch.cat([mine, next(theirs)], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
-        self.longest = max(self.longest, other.longest)
+        self._lengths = self._lengths + other._lengths
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
         rows_B = torch.tensor(rows, dtype=torch.int64, device=self.lengths_B.device)
         self.keys = tuple(select_rows(store, rows_B) for store in self.keys)
         self.values = tuple(select_rows(store, rows_B) for store in self.values)
-        self.states = map_tensors(lambda state: state[:, rows], self.states)
-        self.lengths_B = self.lengths_B[rows]
-        self.longest = int(self.lengths_B.max())
+        self.states = map_tensors(lambda state: state[:, rows_B], self.states)
+        self.lengths_B = self.lengths_B[rows_B]
+        self._lengths = [self._lengths[row] for row in rows]
 
 
 def _groups(layers: dict[int, tuple[Tensor, Tensor]]) -> list[list[int]]:

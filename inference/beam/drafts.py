@@ -25,7 +25,8 @@ from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.sizes import BEAM_WIDTH, padded_size
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import DraftScoring
-from headstart.inference.sources.drafter_source import DrafterSource, Level
+from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.levels import Level
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.speculation.speculation import Speculation
 

@@ -24,7 +24,8 @@ from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.sources.draft import DraftScoring
-from headstart.inference.sources.drafter_source import DrafterSource, Level
+from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.levels import Level
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.support.errors import UserError
 

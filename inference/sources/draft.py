@@ -6,7 +6,7 @@ Shape suffixes: B batch, P positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -34,12 +34,12 @@ class DraftScoring:
     """Noise for the drafts of depth 0, 1, ..., over the backbone's vocabulary."""
     filters: Filters | None = None
 
-    def at(self, depth: int, vocabulary: Tensor | None) -> Tensor | None:
-        """The noise ``[B, V]`` for the drafts of that depth, over the draft vocabulary if one is given."""
+    def at(self, depths: range, vocabulary: Tensor | None) -> DraftScoring:
+        """The scoring of the drafts of these depths alone, over the draft vocabulary if one is given."""
         if self.noise_BPV is None:
-            return None
-        noise_BV = self.noise_BPV[:, depth]
-        return noise_BV if vocabulary is None else noise_BV[:, vocabulary]
+            return self
+        noise_BPV = self.noise_BPV[:, depths.start : depths.stop]
+        return replace(self, noise_BPV=noise_BPV if vocabulary is None else noise_BPV[:, :, vocabulary])
 
     @staticmethod
     def sampled(noise_BPV: Tensor | None, processing: Processing) -> DraftScoring:

@@ -1,11 +1,16 @@
-"""A drafter as a source: it drafts level by level, expanding the most likely nodes of the previous level in one captured step.
+"""A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
+
+All depths of a fixed tree are one captured call, after which the host reads the nodes once. With adaptive trees the depth is chosen by
+what deeper levels are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before
+drafting, from the levels of earlier steps, so that the device never waits for the host.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +23,9 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
+from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
 from headstart.inference.sources.source import Accepted, Source
+from headstart.inference.sources.source_stats import EMA_WEIGHT
 
 MAX_PENDING = 8
 """Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
@@ -26,18 +33,6 @@ RETRY_BONUS = 0.002
 """Increase of a depth's acceptance rate towards 1 each time it is not drafted, so that it is retried after some hundred passes."""
 MIN_SCORE = -1e9
 """Nodes with a lower score, as from diverged heads, are dropped."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """The nodes drafted at one depth; parents are indices into the previous level."""
-
-    tokens_BW: Tensor
-    parents_BW: Tensor
-    scores_BW: Tensor
-    """The drafter's log-probability of each node, given its parent."""
-    totals_BW: Tensor
-    """Scores summed along the path."""
 
 
 class DrafterSource(Source):
@@ -48,18 +43,21 @@ class DrafterSource(Source):
         self.drafter, self.device = drafter, drafter.backbone.device
         unless = _not_capturable(drafter)
         self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
-        self._step = capturer.capture(self._next_level, "draft levels", drafter, unless, calls_per_step=drafter.depth)
+        self._step = capturer.capture(partial(draft_levels, drafter), "draft levels", drafter, unless, calls_per_step=drafter.depth)
+        self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
+        self.level_by_level = self.device.type == "cpu"
+        """Adaptive trees: read every level before the next one is drafted."""
         self._clear()
 
     @property
     def captured(self) -> bool:
         """True once draft steps are captured; their times are then kept separately, since they are faster."""
-        return bool(self._step.captures_made)
+        return bool(self._step.captures_made or self._steps.captures_made)
 
     @property
     def calls(self) -> int:
-        """The number of levels drafted so far."""
-        return self._step.calls
+        """The number of calls in which levels were drafted so far."""
+        return self._step.calls + self._steps.calls
 
     @property
     def own_cache(self) -> bool:
@@ -154,18 +152,32 @@ class DrafterSource(Source):
         draft.seconds[self] = watch.seconds
 
     def grow(self, draft: Draft) -> None:
-        """Draft level by level to the depth of the tree's shape or, with adaptive trees, as long as deeper levels make decoding faster."""
-        rows = len(draft.pools)
-        level, nodes = self.roots([pool.tokens[0] for pool in draft.pools]), [[0] for _ in draft.pools]
-        for depth in range(min(self.depth_of(draft.shape), max(draft.remaining, default=0))):
-            if draft.shape is None and depth and not self._is_worth(draft, nodes, depth):
-                return
+        """Draft to the depth of the tree's shape or, with adaptive trees, as long as deeper levels make decoding faster."""
+        level, added = self.roots([pool.tokens[0] for pool in draft.pools]), [[[0] for _ in draft.pools]]
+        limit = min(self.depth_of(draft.shape), max(draft.remaining, default=0))
+        while (first := len(added) - 1) < limit and (count := self._next_depths(draft, added, limit)):
             with Stopwatch() as watch:
-                level = self.step(depth, level, draft.width, draft.scoring)
-                nodes = self._attach(draft, level, nodes, depth)
-            draft.depths[self] = depth + 1
+                levels, packed_BX = self._drafted(range(first, first + count), level, draft.width, draft.scoring)
+                for depth, nodes in enumerate(unpacked(packed_BX, levels), first):
+                    added.append(self._attach(draft, nodes, added[-1], depth))
+            level, draft.depths[self] = levels[-1], first + count
             if watch.valid:
-                draft.costs.add(self.part(depth), rows, watch.seconds)
+                for depth in range(first, first + count):
+                    draft.costs.add(self.part(depth), len(draft.pools), watch.seconds / count)
+        if draft.shape is None and not self.level_by_level:
+            for depth, mass in enumerate(_masses(draft, added[1:])):
+                self.learned.masses[depth] += EMA_WEIGHT * (mass - self.learned.masses[depth])
+
+    def _next_depths(self, draft: Draft, added: list[list[list[int]]], limit: int) -> int:
+        """The number of depths to draft in the next call; 0: no more. ``added``: the nodes of each level so far, the roots first."""
+        depth = len(added) - 1
+        if draft.shape is not None:
+            return limit - depth
+        if self.level_by_level:
+            return int(not depth or self._is_worth(draft, depth, _masses(draft, added[-1:])[0]))
+        if depth:
+            return 0
+        return next((k for k in range(1, limit) if not self._is_worth(draft, k, self.learned.masses[k - 1])), limit)
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""
@@ -175,54 +187,22 @@ class DrafterSource(Source):
 
     def step(self, depth: int, before: Level, width: int, scoring: DraftScoring) -> Level:
         """The ``width`` most likely nodes of that depth."""
-        noise_BV = scoring.at(depth, self.drafter.vocabulary)
-        held, inputs = (self.state, self._hidden_BKD, depth), (before, width, noise_BV, scoring.temperature_1, scoring.filters)
-        level, self.state, self._hidden_BKD = self._step(held, *inputs)
-        return level
+        return self._drafted(range(depth, depth + 1), before, width, scoring)[0][0]
+
+    def _drafted(self, depths: range, before: Level, width: int, scoring: DraftScoring) -> tuple[list[Level], Tensor]:
+        """Draft consecutive depths in one call: returns their levels, and the numbers of their nodes for `unpacked`."""
+        progress = Progress(self.state, self._hidden_BKD, depths.start, len(depths))
+        draft = self._step if len(depths) == 1 else self._steps
+        levels, packed_BX, self.state, self._hidden_BKD = draft(progress, before, width, scoring.at(depths, self.drafter.vocabulary))
+        return levels, packed_BX
 
     def part(self, depth: int) -> tuple[str, int, bool]:
         """The key of that depth's costs in the cost model."""
         return self.name, depth, self.captured
 
-    def _next_level(
-        self,
-        held: tuple[Any, Tensor | None, int],
-        before: Level,
-        width: int,
-        noise_BV: Tensor | None,
-        temperature_1: Tensor | None,
-        filters: Any,
-    ) -> tuple[Level, Any, Tensor | None]:
-        state, hidden_BKD, depth = held
-        if not self.drafter.all_depths_at_once:
-            hidden, state = self.drafter.step(state, before.tokens_BW, before.parents_BW, depth)
-        else:
-            if not depth:
-                hidden_BKD, state = self.drafter.step(state, before.tokens_BW, before.parents_BW, 0)
-            assert hidden_BKD is not None
-            hidden = hidden_BKD[:, depth : depth + 1]
-        logits_BWV = self.drafter.readout(hidden, depth, before.tokens_BW).float()
-        if noise_BV is not None and temperature_1 is not None:
-            logits_BWV = logits_BWV / temperature_1
-            if filters is not None:
-                logits_BWV = filters(logits_BWV.flatten(0, 1)).view(logits_BWV.shape)
-            logits_BWV = logits_BWV + noise_BV[:, None]
-        return self._best(before, logits_BWV, width), state, hidden_BKD
-
-    def _best(self, before: Level, logits_BWV: Tensor, width: int) -> Level:
-        scores_BWV = logits_BWV.log_softmax(-1).expand(-1, before.tokens_BW.shape[1], -1)
-        B, W, V = scores_BWV.shape
-        totals_BM = (scores_BWV + before.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)   # diverged heads give nan
-        best = totals_BM.topk(min(width, int(W * V)))
-        parents_BW, drafted_BW = best.indices // V, best.indices % V
-        scores_BW = scores_BWV.flatten(1).gather(1, best.indices)
-        vocabulary = self.drafter.vocabulary
-        tokens_BW = drafted_BW if vocabulary is None else vocabulary[drafted_BW]
-        return Level(tokens_BW, parents_BW, scores_BW, best.values)
-
-    def _attach(self, draft: Draft, level: Level, above: list[list[int]], depth: int) -> list[list[int]]:
+    def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
-        rows = zip(level.tokens_BW.tolist(), level.parents_BW.tolist(), level.scores_BW.tolist(), strict=True)
+        rows = zip(level.tokens, level.parents, level.scores, strict=True)
         attached = []
         for pool, remaining, parent_nodes, (tokens, parents, scores) in zip(draft.pools, draft.remaining, above, rows, strict=True):
             nodes = []
@@ -235,19 +215,25 @@ class DrafterSource(Source):
             attached.append(nodes)
         return attached
 
-    def _is_worth(self, draft: Draft, nodes: list[list[int]], depth: int) -> bool:
-        """True if the tokens expected from a depth are worth more, at the recent rate, than the depth and one more node cost."""
+    def _is_worth(self, draft: Draft, depth: int, mass: float) -> bool:
+        """True if the tokens expected from a depth are worth more, at the recent rate, than the depth and one more node cost.
+
+        ``mass``: the probability that a row's path reaches the level above, see `_masses`.
+        """
         if not draft.rate:
             return True
-        mass = 0.0
-        for pool, own in zip(draft.pools, nodes, strict=True):
-            probs = pool.path_probs()
-            mass += min(sum(probs[node] for node in set(own) if node >= 0), 1.0)
-        acceptance = self.learned.acceptance
-        if mass * acceptance[depth] > draft.rate * (draft.costs.part(self.part(depth), len(draft.pools)) + draft.node_seconds):
+        acceptance, rows = self.learned.acceptance, len(draft.pools)
+        if rows * mass * acceptance[depth] > draft.rate * (draft.costs.part(self.part(depth), rows) + draft.node_seconds):
             return True
         acceptance[depth] += RETRY_BONUS * (1 - acceptance[depth])
         return False
+
+
+def _masses(draft: Draft, levels: Sequence[list[list[int]]]) -> list[float]:
+    """For each level, the summed path probabilities of its nodes, a mean over rows."""
+    probs = [pool.path_probs() for pool in draft.pools]
+    rows = [zip(probs, level, strict=True) for level in levels]
+    return [sum(min(sum(of[node] for node in {*own} if node >= 0), 1.0) for of, own in row) / len(probs) for row in rows]
 
 
 def _not_capturable(drafter: Drafter) -> str | None:

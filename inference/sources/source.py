@@ -49,6 +49,8 @@ class Learned:
     stats: SourceStats
     acceptance: list[float]
     """For each depth, a drafter's acceptance rate given that the parent was accepted."""
+    masses: list[float]
+    """For each depth, the probability that a row's accepted path reaches a node drafted there, as the drafter estimates it: recent mean."""
 
 
 class Source(ABC):
@@ -59,7 +61,9 @@ class Source(ABC):
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
-        self.by_mode = {sampled: Learned(Calibration(), SourceStats(), [FIRST_ACCEPTANCE] * depth) for sampled in (False, True)}
+        self.by_mode = {
+            sampled: Learned(Calibration(), SourceStats(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth) for sampled in (False, True)
+        }
         """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.learned = self.by_mode[False]
 
