@@ -13,6 +13,7 @@ from program import options, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.tune import TunePlan, tune
@@ -37,7 +38,8 @@ TINY = {
 NODES = (1, 8, 16, 32, 64)
 
 
-def measure(context: int) -> dict[str, Any]:
+def build() -> tuple[Backbone, Drafter]:
+    """A random backbone of 8B parameters and EAGLE-3 of depth 6 in bf16 on CUDA; tiny ones in fp32 elsewhere."""
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
     with torch.device(device):
@@ -45,7 +47,20 @@ def measure(context: int) -> dict[str, Any]:
         backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
         drafter = build_drafter("eagle3", backbone, {"depth": 6, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
-    drafter = drafter.to(device, dtype).eval().requires_grad_(False)
+    return backbone, drafter
+
+
+def device_name() -> str:
+    """The GPU's name, or that there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return "cpu: no CUDA here, so a tiny model; the ratios say nothing of a large one"
+
+
+def measure(context: int) -> dict[str, Any]:
+    backbone, drafter = build()
+    cuda, device = torch.cuda.is_available(), backbone.device
+    drafter = drafter.to(device, backbone.dtype).eval().requires_grad_(False)
     plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
     uncaptured, captured = (
         tune(SpeculativeModel(backbone, drafter, capture=backend), [], plan).details["by_context"][0]   # type: ignore[arg-type]
@@ -54,8 +69,8 @@ def measure(context: int) -> dict[str, Any]:
     ar = dict(captured["pass_ms"])[1]
     draft = captured["drafting_ms"][0]
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu: no CUDA here, so a tiny model; the ratios say nothing of a large one",
-        "dtype": str(dtype),
+        "device": device_name(),
+        "dtype": str(backbone.dtype),
         "context": context,
         "ar_ms": {"uncaptured": dict(uncaptured["pass_ms"])[1], "captured": ar},
         "pass_over_ar": {str(nodes): ms / ar for nodes, ms in captured["pass_ms"]},
