@@ -49,6 +49,8 @@ class Decoder:
         """The number of each row's sequence."""
         self.roots: list[int] = []
         self.cache: RaggedCache
+        self.tree: CandidateTree
+        """The candidates of the last step."""
         self.scores: list[list[Tensor]] = [[] for _ in self.sequences]
         self.logits: list[list[Tensor]] = [[] for _ in self.sequences]
         speculation.start(seeds_B is not None)
@@ -67,7 +69,7 @@ class Decoder:
         with Stopwatch() as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.captured)
             draft, tree, noise_BPV = self._draft()
-            drafting = clock.lap()
+            self.tree, drafting = tree, clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
             scores_BNV = self.request.processing(logits_BNV, self._histories(self.rows), tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
@@ -82,7 +84,7 @@ class Decoder:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
         written, *drafts = (self._by_sequence(accepted.sequences, rows) for rows in (accepted.tokens, paths, tree.tokens))
         kept, drafted = ([max(nodes - 1, 0) for nodes in counts] for counts in drafts)   # nodes without the root
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, tree, paths)
+        return Pass(written, tree.size, drafting, verifying, host, kept, drafted)
 
     def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
         """The lengths of the rows of these sequences, by sequence; 0 for the others."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headstart.inference.engine.tree import CandidateTree
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -23,10 +21,6 @@ class Pass:
     """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
     drafted: list[int] = field(default_factory=list)
     """Tokens drafted for each sequence; none given in beam search."""
-    tree: CandidateTree | None = None
-    """The verified trees, one for each sequence that was not ended or waiting; None with beams."""
-    paths: list[list[int]] = field(default_factory=list)
-    """The accepted nodes of each tree, the root first, whether or not their picks were all written."""
 
 
 class Clock:

@@ -44,9 +44,8 @@ def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSett
     decoder = Decoder(engine.reader, engine.speculation, _request(heads, prompt, most, settings.end_tokens), shape, None, 1)
     rounds, position, end = [], len(prompt) + 1, len(prompt) + settings.new_tokens
     for step in decoder.run():
-        assert step.tree is not None
-        if position < end and step.tree.size > 1:
-            rounds.append(Round(position, tuple(step.tree.tokens[0][1:]), len(step.paths[0]) - 1))
+        if position < end and step.nodes > 1:
+            rounds.append(Round(position, tuple(decoder.tree.tokens[0][1:]), step.kept[0]))
         position += step.written[0]
     return Transcript(tuple(prompt), tuple(decoder.sequences[0].written[: settings.new_tokens]), tuple(rounds))
 
