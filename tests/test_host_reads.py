@@ -20,8 +20,9 @@ from headstart.inference.sources.drafter_source import DrafterSource
 
 READS = {"tolist", "item", "cpu", "numpy", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose"}
 """Functions of tensors that wait for the device; so does indexing by a mask."""
-SMALL = {"draft_vocab_size": {"draft_vocab_size": 20}}
-"""In place of a variant whose draft vocabulary is larger than these backbones' vocabulary."""
+SMALLER = {"draft_vocab_size": 20}
+"""The variants' draft vocabulary is larger than these backbones' vocabulary."""
+HEADS = [*every_head(3), *((kind, more | {"depth": 3} | (SMALLER if "draft_vocab_size" in more else {})) for kind, more in VARIANTS)]
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20}
 
 
@@ -59,7 +60,7 @@ def reads_by_step(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, **optio
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("kind", "arguments"), [*every_head(3), *((kind, {**more, "depth": 3, **SMALL.get(next(iter(more)), {})}) for kind, more in VARIANTS)])
+@pytest.mark.parametrize(("kind", "arguments"), HEADS)
 def test_a_step_with_trained_heads_reads_twice(kind: str, arguments: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the drafts, once the picks, however deep the tree. (The first step also reads the prompts into the drafter.)"""
     of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), **arguments), capture="off")
