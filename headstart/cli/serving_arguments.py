@@ -15,13 +15,11 @@ IMPORT_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 
-IMPORT_EXAMPLE = """examples:
-  headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
-  headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
 VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3
   headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
   headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
+
 EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
 
 
