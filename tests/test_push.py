@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from families import random_drafter, tiny
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+from ruamel.yaml import YAML
 
 import headstart.support.hub as hub
 from headstart.cli.main import main
@@ -44,7 +44,7 @@ def heads(tmp_path_factory) -> Path:
 
 def card(folder: Path) -> tuple[dict[str, Any], str]:
     _, metadata, text = (folder / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(metadata), text
+    return YAML(typ="safe").load(metadata), text
 
 
 def refused(capsys: Any, *argv: object) -> str:

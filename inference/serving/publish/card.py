@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
+from huggingface_hub.utils import yaml_dump
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.inference.serving.engines import ENGINES, METHODS, readers
@@ -24,7 +24,7 @@ COUNTING = "tau, the mean acceptance length: tokens written per forward pass of 
 def model_card(heads: Heads, repo: str, measured: list[Measured], license: str | None) -> str:
     """Return README.md for the repository ``repo``; ``license``: the backbone's, if it states one."""
     sections = [_about(heads, license), _figures(measured), _serving(heads, repo), _loading(heads, repo), _training(heads)]
-    metadata = yaml.safe_dump(_metadata(heads, license), sort_keys=False, allow_unicode=True)
+    metadata = yaml_dump(_metadata(heads, license))
     return f"---\n{metadata}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
 
 
