@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +54,21 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; each file is renamed into place when complete, the metadata last."""
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
-    backbone = drafter.backbone
-    module = type(drafter).__module__
-    # Files are renamed as the blocks end, the innermost first.
-    adapter = backbone.adapter
-    if adapter is not None:
-        with atomic(folder / ADAPTER, folder=True) as adapter_folder:
-            adapter.save(adapter_folder)
-    for name, content in (files | carried_files()).items():
-        with atomic(folder / name) as further_file:
-            further_file.write_bytes(content)
-    weights = {"file": drafter.file_name} | _save_lora(drafter, folder)
-    with (
-        atomic(folder / METADATA) as metadata_file,
-        atomic(folder / "config.json") as config_file,
-        atomic(folder / drafter.file_name) as file,
-    ):
+    backbone, weights = drafter.backbone, {"file": drafter.file_name} | _save_lora(drafter, folder)
+    with ExitStack() as stack:   # files are renamed as it ends, the last entered first
+        metadata_file, config_file, file = (
+            stack.enter_context(atomic(folder / name)) for name in (METADATA, "config.json", drafter.file_name)
+        )
+        for name, content in (files | carried_files()).items():
+            stack.enter_context(atomic(folder / name)).write_bytes(content)
+        if backbone.adapter is not None:
+            backbone.adapter.save(stack.enter_context(atomic(folder / ADAPTER, folder=True)))
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(tensors, file, metadata={"format": "pt"})
         config_file.write_text(json.dumps(config, indent=2) + "\n")
         card = {
             "format": FORMAT,
-            "kind": module.removeprefix("headstart.heads."),
+            "kind": type(drafter).__module__.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
             "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
