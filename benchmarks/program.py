@@ -17,6 +17,17 @@ def options(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def decoding_options(about: str | None, max_new_tokens: int) -> argparse.ArgumentParser:
+    """The same, with heads and the prompts to decode with them."""
+    parser = options(about)
+    parser.add_argument("--heads", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=40, help="prompts at most")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    return parser
+
+
 def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Any]) -> None:
     """Measure and print the results as JSON, or as they are if they are text."""
     given = parser.parse_args()

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from program import options, run
+from program import decoding_options, run
 from safetensors.torch import load_file
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
@@ -52,12 +52,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = options(__doc__)
-    parser.add_argument("--heads", required=True)
-    parser.add_argument("--prompts", required=True)
-    parser.add_argument("--limit", type=int, default=40)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser = decoding_options(__doc__, max_new_tokens=64)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
     run(parser, measure)

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 from unittest.mock import patch
 
-from program import options, run
+from program import decoding_options, run
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import read_metadata
@@ -31,7 +31,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for nodes, width in ((12, 4), (24, 8)):
             how = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "tree": TreeShape(nodes, width)}
             shared = measure_tau(SpeculativeModel(backbone, drafter), prompts, **how)
-            with patch.object(DraftScoring, "at", lambda self, depth, vocabulary: None):
+            with patch.object(DraftScoring, "at", lambda self, depths, vocabulary: DraftScoring()):
                 apart = measure_tau(SpeculativeModel(backbone, drafter), prompts, **how)
             assert shared["tokens"] == apart["tokens"]
             rows.append({"temperature": temperature, "nodes": nodes, "tau_shared": shared["tau"], "tau_top_k": apart["tau"]})
@@ -39,11 +39,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = options(__doc__)
-    parser.add_argument("--heads", required=True)
-    parser.add_argument("--prompts", required=True)
-    parser.add_argument("--limit", type=int, default=40)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser = decoding_options(__doc__, max_new_tokens=80)
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
     run(parser, measure)

@@ -68,6 +68,13 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 class Decoding:
     """Base class of what has a method for ``custom_generate``, which then gets the call's streamer and tokenizer (see `_hand_over`)."""
 
+    backbone: Backbone
+
+    def require_model(self, model: PreTrainedModel) -> None:
+        """Raise UserError unless ``model``, whose ``generate`` was called, is the one that the heads are on."""
+        if model is not self.backbone.model:
+            raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
+
 
 class SpeculativeModel(Decoding):
     """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
@@ -146,8 +153,7 @@ class SpeculativeModel(Decoding):
         ``num_beams``: transformers' beam search, several steps per pass; a `TreeShape` then counts the nodes of all beams of a row.
         Raises UserError (a ValueError) for arguments that are not supported.
         """
-        if model is not self.backbone.model:
-            raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
+        self.require_model(model)
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_one_side(request, self.backbone)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None

@@ -62,8 +62,7 @@ class AssistedDecoding(Decoding):
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """Generate; called by ``model.generate``. Raises UserError for arguments with which the output could differ from the model's."""
-        if model is not self.backbone.model:
-            raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
+        self.require_model(model)
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
         processing = Processing(logits_processor, [pads])

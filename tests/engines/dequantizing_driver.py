@@ -55,7 +55,7 @@ def use_slow_kernels() -> None:
             return linear(x, self.weight.to(x.dtype), bias)
 
         def apply_scaled_mm(self, **_: Any) -> Any:
-            raise NotImplementedError
+            raise AssertionError("apply_weights computes the product; vLLM does not call this then")
 
     kernels._POSSIBLE_KERNELS[PlatformEnum.CPU] = [Int8]
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU] = [Fp8]
