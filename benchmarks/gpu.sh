@@ -37,7 +37,7 @@ part large_training 150 "$PYTHON" benchmarks/large_training.py --json "$OUT/larg
 QUICK="recipes/quickstart/eagle3.yaml train.steps=${STEPS:-150} eval.prompts=2 eval.every=0 save.every=0"
 part train 120 bash -c "launch train_heads.py $QUICK save.dir=$OUT/heads"
 QUICK="recipes/quickstart/eagle3.yaml train.steps=10 eval.prompts=1 eval.every=0 save.every=0"
-part train_nccl 60 bash -c "launch --multi_gpu --num_processes 1 train_heads.py $QUICK save.dir=$OUT/nccl"
+part train_nccl 60 "$PYTHON" -m torch.distributed.run --nproc_per_node 1 train_heads.py $QUICK save.dir="$OUT/nccl"
 part train_fsdp2 60 bash -c "launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 1 train_heads.py $QUICK save.dir=$OUT/fsdp2"
 for dtype in fp32 bf16; do
     for capture in off $CAPTURE; do
