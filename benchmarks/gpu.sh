@@ -17,6 +17,7 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 export PYTHONPATH=$PWD HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$OUT"
 CUDA=$("$PYTHON" -c 'import torch; print(int(torch.cuda.is_available()))') || exit 2
+LIMIT=$([ "$CUDA" = 1 ] && echo 8 || echo 1)
 CAPTURE=$([ "$CUDA" = 1 ] && echo cuda-graph || echo trace)
 
 part() {   # part NAME LIMIT_SECONDS COMMAND...
@@ -42,7 +43,7 @@ part train_fsdp2 60 bash -c "launch --config_file recipes/accelerate/fsdp2.yaml 
 for dtype in fp32 bf16; do
     for capture in off $CAPTURE; do
         part "bench_${dtype}_$capture" 90 "$PYTHON" -m headstart.cli bench --heads "$OUT/heads" --prompts recipes/quickstart/prompts.jsonl \
-            --limit 24 --max-new-tokens 64 --temperature 0 1 --batch-size 1 8 --dtype $dtype --capture $capture \
+            --limit "$LIMIT" --max-new-tokens 48 --temperature 0 1 --batch-size 1 8 --dtype $dtype --capture $capture \
             --json "$OUT/bench_${dtype}_$capture.json"
     done
 done
