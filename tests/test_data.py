@@ -12,8 +12,8 @@ from chat_templates import CHATML, TURNS, chat, make_tokenizer
 
 from headstart.support.errors import UserError
 from headstart.training.data import rows as rows_module
-from headstart.training.data.batch_sampler import epoch_order
 from headstart.training.data.data import Sample, hold_out, load_data, make_samples, prompts
+from headstart.training.data.mix import epoch_order
 from headstart.training.data.packing import collate
 from headstart.training.data.rows import read_rows
 from headstart.training.data.vocabulary import count_labels, most_frequent
@@ -122,11 +122,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
 
 def test_held_out_rows_are_spread_and_never_trained_on():
     rows = [{"text": str(i)} for i in range(10)]
-    train, held = hold_out(rows, 3, "x")
+    (train,), (held,) = hold_out([rows], 3, "x")
     assert [row["text"] for row in held] == ["0", "3", "6"]
     assert [row for row in rows if row not in held] == train
+    kept, out = hold_out([rows[:4], rows[4:]], 3, "x and y")
+    assert out == [held[:2], held[2:]] and kept[0] + kept[1] == train
+    with pytest.raises(UserError, match="data.eval_rows=9 would hold out all rows of one of x and y"):
+        hold_out([rows[:4], rows[4:]], 9, "x and y")
     with pytest.raises(UserError, match="data.eval_rows=10 would hold out all 10 rows of x"):
-        hold_out(rows, 10, "x")
+        hold_out([rows], 10, "x")
 
 
 def test_what_a_recipe_names(tmp_path):

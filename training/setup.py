@@ -166,7 +166,7 @@ def _load_data(
         splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
-    return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard)
+    return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
 
 
 def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
@@ -181,7 +181,7 @@ def _resume(run: Run, state: State) -> None:
     if (digest := state.progress.get("data", run.feed.samples_hash)) != run.feed.samples_hash:
         raise UserError(
             f"{state.folder} was trained on other samples (hash {digest}, now {run.feed.samples_hash}), so the rest of the run would "
-            f"read others than it should: the rows of {run.recipe.data.train} or the tokenizer have changed; restore them, or choose "
+            f"read others than it should: the rows of {run.recipe.data.name} or the tokenizer have changed; restore them, or choose "
             "another save.dir"
         )
     adapter = state.progress.get("adapter")
@@ -209,6 +209,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
+        *([] if splits.mix is None else [f"mix       {splits.mix}"]),
         *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "

@@ -93,7 +93,7 @@ def _describe_one(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is tuple or origin is list:
         item, *inner = typing.get_args(arguments[0]) if typing.get_origin(arguments[0]) is typing.Annotated else arguments[:1]
         size = "" if origin is list or Ellipsis in arguments else f"{len(arguments)} "
-        return f"a list of {size}{MANY.get(item, 'values')}{_bounds(inner)}"
+        return f"a list of {size}{MANY.get(item, 'sections' if _is_model(item) else 'values')}{_bounds(inner)}"
     if origin is dict or annotation is dict:
         return "a section with keys of its own"
     if _is_model(annotation):

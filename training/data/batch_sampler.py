@@ -2,14 +2,14 @@
 
 Both depend on the step alone: there is no state to save, and a resumed run or another number of processes reads the same data.
 Batches may span epochs, so every step has ``batch_size`` rows. A row is one sample or, packed, as many as fit ``row_length`` tokens;
-samples are packed differently in every epoch.
+samples are packed differently in every epoch. Which samples an epoch has is said by the mix (training/data/mix.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from headstart.training.data.data import MIN_TOKENS, Sample
+from headstart.training.data.mix import Mix, epoch_order
 from headstart.training.data.packing import Batch, collate, empty_batch, pack
 from headstart.training.recipe.recipe import Train
 
@@ -35,6 +36,8 @@ class BatchSampler:
     """Maximum number of tokens of a packed row; None: one sample per row."""
     equal_counts: bool = False
     """Pad with empty micro-batches to the same number in all processes, since they must run a sharded backbone together."""
+    mix: Mix | None = None
+    """How an epoch draws from several datasets; None: each sample once."""
 
     @property
     def steps(self) -> int:
@@ -46,13 +49,13 @@ class BatchSampler:
 
     @cached_property
     def rows(self) -> int:
-        """Rows per epoch, the same for all epochs."""
-        return len(self._epochs[0])
+        """Rows per epoch: the same for all epochs, but about the same where a mix is packed."""
+        return self._epochs.count
 
     @cached_property
     def _epochs(self) -> _Epochs:
         lengths = None if self.row_length is None else [len(sample.tokens) for sample in self.samples]
-        return _Epochs(len(self.samples), self.seed, lengths, self.row_length)
+        return _Epochs(len(self.samples), self.seed, lengths, self.row_length, self.mix)
 
     def global_rows(self, step: int) -> list[Row]:
         """Return the rows of optimiser step ``step`` (from 1) over all processes."""
@@ -60,7 +63,7 @@ class BatchSampler:
         return [self._row(number) for number in range(start, start + self.train.batch_size)]
 
     def _row(self, number: int) -> Row:
-        epoch, within = divmod(number, self.rows)
+        epoch, within = self._epochs.find(number)
         return self._epochs[epoch][within]
 
     def local_rows(self, step: int) -> list[list[Row]]:
@@ -86,16 +89,32 @@ class BatchSampler:
 
     @cached_property
     def samples_hash(self) -> str:
-        """Hash of all samples, in order; with the recipe it determines the data of each step."""
-        return samples_hash(self.samples)
+        """Hash of all samples, in order, and of the mix; with the recipe it determines the data of each step."""
+        return samples_hash(self.samples) + (f" mix {self.mix.digest}" if self.mix is not None else "")
 
 
 class _Epochs:
     """The rows of each epoch, in order. The current and previous epochs are cached, since a step may span both."""
 
-    def __init__(self, samples: int, seed: int, lengths: list[int] | None, row_length: int | None) -> None:
-        self.samples, self.seed, self.lengths, self.row_length = samples, seed, lengths, row_length
+    def __init__(self, samples: int, seed: int, lengths: list[int] | None, row_length: int | None, mix: Mix | None) -> None:
+        self.samples, self.seed, self.lengths, self.row_length, self.mix = samples, seed, lengths, row_length, mix
         self.kept: dict[int, list[Row]] = {}
+        self.ends = [0]
+        """Number of rows up to each epoch, as far as they are known; counted for a packed mix only, whose epochs differ in rows."""
+
+    @cached_property
+    def count(self) -> int:
+        """Number of rows of the first epoch."""
+        return len(self[0])
+
+    def find(self, number: int) -> tuple[int, int]:
+        """Return the epoch of a row of the run, and its place there."""
+        if self.mix is None or self.lengths is None:
+            return divmod(number, self.count)
+        while self.ends[-1] <= number:
+            self.ends.append(self.ends[-1] + len(self[len(self.ends) - 1]))
+        epoch = bisect_right(self.ends, number) - 1
+        return epoch, number - self.ends[epoch]
 
     def __getitem__(self, epoch: int) -> list[Row]:
         if epoch not in self.kept:
@@ -104,18 +123,11 @@ class _Epochs:
         return self.kept[epoch]
 
     def _make(self, epoch: int) -> list[Row]:
-        indices = epoch_order(self.samples, epoch, self.seed)
+        indices = epoch_order(self.samples, epoch, self.seed) if self.mix is None else self.mix.order(epoch, self.seed)
         if self.lengths is None or self.row_length is None:
             return [[index] for index in indices]
         rows = pack(self.lengths, indices, self.row_length)
         return [rows[number] for number in epoch_order(len(rows), epoch, self.seed)]
-
-
-def epoch_order(count: int, epoch: int, seed: int) -> list[int]:
-    """Shuffle indices as a function of the arguments alone, so that resumed runs and all processes agree."""
-    indices = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(indices)
-    return indices
 
 
 def samples_hash(samples: list[Sample]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.support.chat import prompt_length, read_messages
 from headstart.support.errors import UserError
 from headstart.training.data.conversation import Chat, TemplateRefusal, encode
+from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.recipe.recipe import Data, Eval
 
@@ -62,6 +63,11 @@ class Stats:
     """Samples dropped because they have too few tokens or no label tokens."""
     roles: Counter[str] = field(default_factory=Counter)
 
+    def __add__(self, other: Stats) -> Stats:
+        """The counts of both; the refusal is the first one."""
+        sums = {key.name: getattr(self, key.name) + getattr(other, key.name) for key in fields(Stats) if key.name != "refusal"}
+        return Stats(**sums, refusal=self.refusal or other.refusal)
+
     def __str__(self) -> str:
         totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
         notes = {
@@ -82,21 +88,35 @@ class Splits:
     eval: list[Sample]
     stats: Stats
     """Counts for the training rows."""
+    mix: Mix | None = None
+    """How an epoch draws from several datasets; None: each sample once."""
 
 
 def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, progress: bool = True) -> Splits:
-    """Read and tokenise a recipe's data for a backbone of ``context`` positions."""
+    """Read and tokenise a recipe's data for a backbone of ``context`` positions. Raises UserError."""
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
-    rows = read_rows(data.train, split=data.split, subset=data.subset, limit=data.limit)
-    source, held = data.train, []
+    datasets = data.per_dataset()
+    rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
+    held: list[list[Row]] = [[] for _ in datasets]
+    if data.eval is None and data.eval_rows:
+        rows, held = hold_out(rows, data.eval_rows, data.name)
+    parts = [make_samples(part, tokenizer, one, source=one.name, progress=progress) for part, one in zip(rows, datasets, strict=True)]
+    sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
     if data.eval is not None and data.eval_rows:
-        source, held = data.eval, read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-    elif data.eval_rows:
-        rows, held = hold_out(rows, data.eval_rows, data.train)
-    train, stats = make_samples(rows, tokenizer, data, source=data.train, progress=progress)
-    held_out = data.model_copy(update={"overlong": "truncate"}) if data.splits_long else data   # later pieces are not prompts
-    return Splits(train, make_samples(held, tokenizer, held_out, source=source, progress=False)[0] if held else [], stats)
+        sources = [(read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows), data, data.eval)]
+    held_out: list[Sample] = []
+    for part, settings, name in sources:
+        whole = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
+        held_out += make_samples(part, tokenizer, whole, source=name)[0]
+    stats = sum((part_stats for _, part_stats in parts), Stats())
+    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, _mix(data, [len(part) for part, _ in parts]))
+
+
+def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
+    """Return the mix of datasets with these numbers of samples; None if they have no weights."""
+    weights = tuple(dataset.weight for dataset in data.train if dataset.weight is not None)
+    return Mix(tuple(dataset.path for dataset in data.train), tuple(sizes), weights) if len(weights) > 1 else None
 
 
 def require_vocabulary(splits: Splits, vocab: int) -> None:
@@ -106,12 +126,25 @@ def require_vocabulary(splits: Splits, vocab: int) -> None:
         raise UserError(f"the tokenizer gives token {largest}, but the backbone's vocabulary has {vocab}; use the backbone's own")
 
 
-def hold_out(rows: list[Row], count: int, source: str) -> tuple[list[Row], list[Row]]:
-    """Split into training and held-out rows. Held-out rows are evenly spaced, since files are often sorted, and independent of the seed."""
-    if count >= len(rows):
-        raise UserError(f"data.eval_rows={count} would hold out all {len(rows)} rows of {source}; lower it, or set data.eval")
-    held = {i * len(rows) // count for i in range(count)}
-    return [row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]
+def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[list[list[Row]], list[list[Row]]]:
+    """Split the rows of each dataset into training and held-out rows.
+
+    The ``count`` held-out rows are evenly spaced over all rows, since files are often sorted, and independent of the seed.
+    """
+    total = sum(map(len, datasets))
+    if count >= total:
+        raise UserError(f"data.eval_rows={count} would hold out all {total} rows of {source}; lower it, or set data.eval")
+    held = {i * total // count for i in range(count)}
+    kept: list[list[Row]] = []
+    out: list[list[Row]] = []
+    first = 0
+    for rows in datasets:
+        kept.append([row for i, row in enumerate(rows, first) if i not in held])
+        out.append([row for i, row in enumerate(rows, first) if i in held])
+        first += len(rows)
+    if not all(kept):
+        raise UserError(f"data.eval_rows={count} would hold out all rows of one of {source}; lower it, or set data.eval")
+    return kept, out
 
 
 def make_samples(

@@ -9,9 +9,11 @@ from typing import Any
 from rich.console import RenderableType
 
 from headstart.heads.checkpoint import METADATA
+from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.training.inspect.checkpoint import inspect_checkpoint
 from headstart.training.inspect.recipe import inspect_recipe
+from headstart.training.recipe.extends import read_extended
 from headstart.training.recipe.recipe import load_recipe
 
 
@@ -22,7 +24,10 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
     """
     path = Path(target)
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        return inspect_recipe(load_recipe(target, overrides), row, marks)
+        report, screen = inspect_recipe(load_recipe(target, overrides), row, marks)
+        extended = [str(file) for file in read_extended(path)[1]]
+        shown = [labelled([("extends", ", ".join(extended))]), ""] if extended else []
+        return {"extends": extended, **report}, [*shown, *screen]
     if path.is_dir() and not (path / METADATA).is_file():
         raise UserError(
             f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "

@@ -68,9 +68,10 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "percentiles": {str(q): int(lengths.quantile(q / 100, interpolation="nearest")) for q in PERCENTILES},
         "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
         "summary": str(splits.stats),
+        "mix": None if splits.mix is None else str(splits.mix),
     }
     if recipe.data.packing:
-        rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length).rows
+        rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length, mix=splits.mix).rows
         statistics["packed"] = {"rows": rows, "fill": splits.stats.tokens / (rows * recipe.data.max_length)}
     return statistics
 
@@ -134,6 +135,7 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
         ]),
         _histogram(data["histogram"]),
         labelled([
+            *([("mix", data["mix"])] if data["mix"] else []),
             *packed,
             ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),
             *(

@@ -118,7 +118,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
     try:
         splits = load_data(data, tokenizer, context, progress=sys.stderr.isatty())
     except UserError as error:
-        if data.train.startswith(SHIPPED) or data.train.endswith(ENDINGS) or Path(data.train).expanduser().exists():
+        if all(one.path.startswith(SHIPPED) or one.path.endswith(ENDINGS) or Path(one.path).expanduser().exists() for one in data.train):
             raise
         return str(error)
     require_vocabulary(splits, models.backbone.vocab)
@@ -195,7 +195,7 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
     if splits is None:
         return dict.fromkeys(("samples", "tokens", "label_tokens", "rows", "training_tokens")) | {"steps": recipe.train.steps}
     window = recipe.data.max_length if recipe.data.packing else None
-    feed, stats = BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window), splits.stats
+    feed, stats = BatchSampler(splits.train, recipe.train, recipe.seed, 0, processes, window, mix=splits.mix), splits.stats
     training_tokens = round(feed.steps * recipe.train.batch_size * stats.tokens / feed.rows)
     return {
         "samples": stats.samples, "tokens": stats.tokens, "label_tokens": stats.label_tokens, "rows": feed.rows, "steps": feed.steps,

@@ -15,9 +15,10 @@ from headstart.support.config import RuleError, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.training.recipe import multi
 from headstart.training.recipe.drafter import require_arguments
+from headstart.training.recipe.extends import read_extended
 from headstart.training.recipe.sections import Backbone, Cache, Data, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
-from headstart.training.recipe.yaml_text import dump_yaml, override, read_yaml
+from headstart.training.recipe.yaml_text import dump_yaml, override
 
 
 class Recipe(StrictModel):
@@ -92,15 +93,15 @@ class Recipe(StrictModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace its values."""
-    tree = read_yaml(Path(path))
+    """Read a YAML recipe with those it extends; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace its values."""
     try:
-        tree["heads"] = multi.by_name(tree.get("heads") or {})   # by name, so that heads.NAME.depth=3 finds its place
+        tree, _ = read_extended(Path(path))
+        tree.setdefault("heads", {})
         for change in overrides:
             override(tree, change)
         return parse(Recipe, {**tree, "heads": multi.by_name(tree["heads"] or {})})
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 
 def to_dict(section: StrictModel) -> dict[str, Any]:

@@ -14,10 +14,15 @@ from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
 from headstart.training.recipe.drafter import DrafterLora, DrafterOptions
+from headstart.training.recipe.extends import KEY as EXTENDS
 from headstart.training.recipe.multi import SHARED_KEYS
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Lora
 
+_EXTENDS = {
+    "description": "Recipes, or parts of recipes, whose keys this one has too unless it replaces them; paths relative to this file.",
+    "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}],
+}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.S)
 
@@ -39,7 +44,10 @@ def recipe_schema() -> dict[str, Any]:
     listed = {"type": "array", "items": entry}
     schema["properties"]["drafter"] = {**_described(schema, "drafter"), **_one_of("drafter")}
     schema["properties"]["heads"] = {**_described(schema, "heads"), "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
-    return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [{"required": ["drafter"]}, {"required": ["heads"]}]}
+    schema["properties"] = {EXTENDS: _EXTENDS, **schema["properties"]}
+    required = schema.pop("required")
+    whole = [{"required": [*required, trained]} for trained in ("drafter", "heads")]
+    return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [*whole, {"required": [EXTENDS]}]}
 
 
 def _drafter(kind: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

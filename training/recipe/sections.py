@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_serializer,
+    model_validator,
+)
 
 from headstart.support.config import RuleError, StrictModel
 
@@ -74,9 +84,46 @@ class Backbone(StrictModel):
         return self
 
 
+class Dataset(StrictModel):
+    """An entry of ``data.train``. Its null keys have the value of the same key of ``data``."""
+
+    path: Text
+    """A file, or the name of a dataset, as ``data.train``."""
+    weight: PositiveFloat | None = None
+    """Share of the samples that steps read from this dataset, relative to the other weights; null in all: by their sizes."""
+    split: str | None = None
+    """Split of a named dataset."""
+    subset: str | None = None
+    """Configuration of a named dataset."""
+    format: Literal["auto", "messages", "conversations", "text"] | None = None
+    """How its rows hold text."""
+    column: str | None = None
+    """Column that holds it."""
+    limit: PositiveInt | None = None
+    """Read at most this many of its rows."""
+
+
+def _datasets(value: Any) -> Any:
+    """One name as a list of one entry, and names in a list as entries."""
+    if not isinstance(value, str | list) or not value:
+        raise ValueError("is a file or the name of a dataset, or a list of such names or of {path: NAME, weight: NUMBER, ...}")
+    return [{"path": one} if isinstance(one, str) else one for one in ([value] if isinstance(value, str) else value)]
+
+
+def _or_name(schema: dict[str, Any]) -> None:
+    """The JSON schema of ``data.train``: a name, or a list of names and entries."""
+    name, entry = {"type": "string", "minLength": 1}, schema.pop("items")
+    schema.pop("type")
+    schema["anyOf"] = [name, {"type": "array", "minItems": 1, "items": {"anyOf": [name, entry]}}]
+
+
+Datasets = Annotated[list[Dataset], BeforeValidator(_datasets), Field(json_schema_extra=_or_name)]
+
+
 class Data(StrictModel):
-    train: str
-    """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset."""
+    train: Datasets
+    """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset; or a list of
+    these, each a name or a mapping of ``path``, ``weight`` and other keys."""
     split: str = "train"
     """Split of a named dataset; a file has none."""
     subset: str | None = None
@@ -100,9 +147,32 @@ class Data(StrictModel):
     overlong: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
     """Samples over ``max_length``: ``auto`` splits them when packing, else truncates; their number is reported."""
     limit: PositiveInt | None = None
-    """Read at most this many rows of ``train``."""
+    """Read at most this many rows of ``train``, of each dataset if there are several."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens with loss: the assistant's turns, or every token; all tokens of plain text have loss."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        weights = [dataset.weight for dataset in self.train]
+        if None in weights and any(weights):
+            raise RuleError(f"train[{weights.index(None)}].weight", "is a number above 0, as other entries of data.train have one", None)
+        return self
+
+    @field_serializer("train")
+    def _as_written(self, train: list[Dataset]) -> Any:
+        entries = [one.path if (given := one.model_dump(exclude_none=True)).keys() == {"path"} else given for one in train]
+        return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries
+
+    @property
+    def name(self) -> str:
+        """The datasets' paths."""
+        return ", ".join(dataset.path for dataset in self.train)
+
+    def per_dataset(self) -> list[Data]:
+        """Return, for each dataset, the settings as if it were the only one."""
+        given = [dataset.model_dump(exclude_none=True, exclude={"path", "weight"}) for dataset in self.train]
+        alone = [Dataset(path=dataset.path) for dataset in self.train]
+        return [self.model_copy(update={"train": [one], **keys}) for one, keys in zip(alone, given, strict=True)]
 
     @property
     def splits_long(self) -> bool:

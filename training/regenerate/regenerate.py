@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, value_hash
 from headstart.training.data.rows import read_rows
-from headstart.training.recipe.recipe import Recipe, to_dict
+from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import ERRORS, Item, read_items
@@ -51,9 +51,10 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     require_writable("regenerate.out", out)
     if out.exists():   # before the backbone is loaded
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
-    limits = [limit for limit in (recipe.data.limit, settings.limit) if limit is not None]
-    rows = read_rows(recipe.data.train, split=recipe.data.split, subset=recipe.data.subset, limit=min(limits, default=None))
-    items = read_items(rows, recipe.data, recipe.data.train)
+    data = _one_dataset(recipe)
+    limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
+    rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
+    items = read_items(rows, data, data.name)
     responder: Responder = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
@@ -69,6 +70,17 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
     _print(report, recipe, detail)
     return report
+
+
+def _one_dataset(recipe: Recipe) -> Data:
+    """Return the settings of the recipe's only dataset. Raises UserError if it has several."""
+    datasets = recipe.data.per_dataset()
+    if len(datasets) > 1:
+        raise UserError(
+            f"data.train mixes {len(datasets)} datasets, and answers keep no weights; regenerate them one at a time "
+            f"(data.train={datasets[0].name} regenerate.out=...), then mix the files of answers"
+        )
+    return datasets[0]
 
 
 def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
