@@ -1,5 +1,6 @@
 # make demo    train heads on the embedded backbone and measure them (about 8 minutes on two cores)
-# make test    the test suite              make lint    ruff and mypy
+# make test    the tests that are fast     make lint    ruff and mypy
+# make test-all               every test, those marked slow too (about 25 minutes on two cores)
 # make install only the environment, in .venv
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make engines        only that environment, in .venv-engines (3.6 GB)
@@ -13,7 +14,7 @@ INSTALLED := .venv/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo test lint engines test-engines
+.PHONY: install demo test test-all lint engines test-engines
 
 install: $(INSTALLED)
 
@@ -37,6 +38,9 @@ demo: $(INSTALLED)
 	  --json out/demo/report.json --html out/demo/report.html
 
 test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 --durations=12 -m "not slow"
+
+test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --durations=12
 
 lint: $(INSTALLED)

@@ -15,8 +15,14 @@ from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402  (the libraries read these when imported)
+from matrix import mark_slow_cells  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)   # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cells(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -106,6 +106,7 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     assert differs, "the adapter changes nothing: the test holds nothing"
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGKILL, 5), (signal.SIGTERM, 5), (signal.SIGKILL, 8)])
 def test_killed_and_resumed_is_the_same_bit_for_bit(trained: Path, tmp_path: Path, number: signal.Signals, step: int) -> None:
     """Killed in its first joint step, so that it goes on from one of the heads alone, and killed later."""

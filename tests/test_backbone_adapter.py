@@ -85,6 +85,7 @@ def test_heads_are_trained_on_it_and_saved_with_it(folder: Path) -> None:
     assert heads.drafter is not None
 
 
+@pytest.mark.slow
 def test_every_command_puts_it_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, expected, bare = str(folder / "out"), answer(folder, "given"), answer(folder, None)
     assert expected != bare

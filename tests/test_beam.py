@@ -82,6 +82,7 @@ def row() -> dict[str, Tensor]:
     return {"input_ids": prompts((9,))[0][None]}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [*DRAFTERS, "knowing", "none"])
 @pytest.mark.parametrize("beams", [2, 3, 5])
 def test_drafters_and_numbers_of_beams(kind: str, beams: int) -> None:
@@ -108,6 +109,7 @@ def test_a_drafter_that_knows_needs_fewer_passes(beams: int) -> None:
     assert plain.passes == 16 and plain.tau == 1 and set(plain.nodes) == {beams}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_when_to_stop(early_stopping: bool | str, length_penalty: float) -> None:

@@ -114,6 +114,7 @@ def test_rows_that_end_early_are_counted_alike():
     assert len(counts) == 1 and counts.pop() <= first.index(first[4]) + 1 + 12
 
 
+@pytest.mark.slow
 def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
     on = heads.backbone
     others = [

@@ -113,6 +113,7 @@ ON_EVERY_FAMILY = ("eagle3", "draft_model")
 """Kinds that are captured on every family, here and in test_draft_model.py; the others are on one."""
 
 
+@pytest.mark.matrix("kind", cells=1)
 @pytest.mark.parametrize(
     "family,kind", [(family, "eagle3") for family in FAMILIES] + [("llama", kind) for kind in DRAFTERS if kind not in ON_EVERY_FAMILY]
 )

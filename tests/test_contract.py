@@ -5,7 +5,7 @@ Shape suffixes: B batch, T positions, D width, N tree nodes, V vocabulary, K dep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
 ]
 NAMES = [kind.rpartition(".")[2] + "".join(f"-{name}" for name in arguments) for kind, arguments in VARIANTS]
 each_drafter = pytest.mark.parametrize("kind,arguments", VARIANTS, ids=NAMES)
-each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def each_drafter_on_each_family(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.matrix(pytest.mark.parametrize("family", FAMILIES)(each_drafter(test)))
 
 
 def made(family: str, kind: str, arguments: dict[str, Any]) -> tuple[Backbone, Drafter]:
@@ -98,8 +101,7 @@ def chain(drafter: Drafter, state: Any, tokens_BK: Tensor) -> list[Tensor]:
     return [logits[:, 0] for logits in draft(drafter, state, tokens, [torch.zeros_like(one) for one in tokens])]
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_forward_is_begin_and_steps(family: str, kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made(family, kind, arguments)
     T, K = 20, drafter.trained_depth
@@ -122,8 +124,7 @@ def test_short_sequences_give_what_they_hold(kind: str, arguments: dict[str, Any
     assert [x.shape[1] for x in taught] == [max(length - 2 - k, 0) for k in range(drafter.trained_depth)]
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made(family, kind, arguments)
     features, next_BK = read(on, texts(2, 15), drafter), texts(2, drafter.depth, seed=5)
@@ -138,8 +139,7 @@ def test_the_prefix_comes_in_any_pieces(family: str, kind: str, arguments: dict[
             torch.testing.assert_close(one, other, **CLOSE)
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_rows_are_independent_of_each_other(family: str, kind: str, arguments: dict[str, Any]) -> None:
     """Two rounds of ragged rows, one of which adds no token to some rows and one token to others."""
     on, drafter = made(family, kind, arguments)
@@ -161,8 +161,7 @@ def test_rows_are_independent_of_each_other(family: str, kind: str, arguments: d
             torch.testing.assert_close(one[0], other[row], **CLOSE)
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) -> None:
     """Siblings, cousins and grandchildren drafted together equal each path drafted alone, in ragged rows."""
     on, drafter = made(family, kind, arguments)
@@ -185,6 +184,7 @@ def test_a_tree_is_its_paths(family: str, kind: str, arguments: dict[str, Any]) 
                 torch.testing.assert_close(alone[0], logits[k][row, nodes[k]], **CLOSE)
 
 
+@pytest.mark.matrix("kind", cells=len(DRAFTERS))
 @each_drafter
 def test_drafting_far_past_the_first_buffers(kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made("llama", kind, arguments)
@@ -197,8 +197,7 @@ def test_drafting_far_past_the_first_buffers(kind: str, arguments: dict[str, Any
         torch.testing.assert_close(one, other, **CLOSE)
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_packed_documents_are_what_they_are_alone(family: str, kind: str, arguments: dict[str, Any]) -> None:
     on, drafter = made(family, kind, arguments)
     lengths = [7, 11, 3]
@@ -222,8 +221,7 @@ def test_packed_documents_are_what_they_are_alone(family: str, kind: str, argume
         start += length
 
 
-@each_family
-@each_drafter
+@each_drafter_on_each_family
 def test_saved_and_loaded_it_drafts_the_same(family: str, kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     on, drafter = made(family, kind, arguments)
     drafter.save_pretrained(tmp_path / "heads", {"note": "kept"})

@@ -103,6 +103,7 @@ def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: s
     assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_missing_data_cost_one_line(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run("--no-plan", inputs[0], tmp_path / "none.jsonl", tmp_path / "out")
     assert done.returncode == 2 and f"error: no data file {tmp_path / 'none.jsonl'}" in done.stderr

@@ -49,6 +49,7 @@ def drafters(family: str) -> list[Drafter]:
     return [DraftModel.of(on, near(family), depth=3), EarlyExit(on, layers=LAYERS - 1, depth=3)]
 
 
+@pytest.mark.matrix(cells=2)
 @each_family
 @greedy_and_sampled
 def test_they_change_no_token(family: str, sample: bool) -> None:
@@ -67,6 +68,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
             assert torch.equal(say(of, rows, tree=tree, batch_size=batch, **ending).sequences, truth), (tree, batch)
 
 
+@pytest.mark.matrix(cells=2)
 @each_family
 @greedy_and_sampled
 def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:

@@ -128,6 +128,7 @@ def test_resumed_bit_for_bit_without_the_heads_it_started_from(adapted: Path, tm
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_two_processes_adapt_as_one_does(adapted: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     recipe, without_noise = str(adapted / "recipe.yaml"), ["drafter.lora.dropout=0", "train.micro_batch=1"]

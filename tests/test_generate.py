@@ -186,6 +186,7 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
         torch.testing.assert_close(out.logits[i], expected.logits[0], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_tau_matches_its_definition(kind: str) -> None:
     """Tokens after the first per pass, and one more than the sum of the acceptance rates. A single row, so every pass is its own."""

@@ -41,6 +41,7 @@ def lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_comparison_in_miniature(comparison: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_recipe(tmp_path)
     entries = comparison.ENTRIES

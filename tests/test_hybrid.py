@@ -165,6 +165,7 @@ def test_greedy_text_is_transformers_own(family: str) -> None:
         assert manner != "oracle" or output.tau > 3, "drafts are accepted"
 
 
+@pytest.mark.slow
 def test_captured_passes_write_the_same() -> None:
     on, truths, rows = hybrid("qwen3_next_moe"), alone("qwen3_next_moe"), left_padded(prompts())
     of = SpeculativeModel(on, Scripted(on, truths, "nearly"), capture="trace")

@@ -38,6 +38,7 @@ def recipe(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_ten_times(recipe: Path, tmp_path: Path, processes: int) -> None:
     """Five kills on one process, five on two. Every step is saved, so many kills interrupt the writing of a file."""

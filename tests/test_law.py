@@ -84,6 +84,7 @@ def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:
     return Counter(map(tuple, texts.tolist()))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
 def test_sequences_follow_the_distribution(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ def cut(texts: list[list[int]], lengths: list[int]) -> list[list[int]]:
     return [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
@@ -92,6 +93,7 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
         assert cut(output, [len(truth) for truth in truths]) == truths, (name, manner)
 
 
+@pytest.mark.matrix("family", "manner")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("sample", [False, True])
@@ -110,6 +112,7 @@ def test_every_drafter_in_every_tree(family: str, manner: str, sample: bool) -> 
         assert of.backbone.model.generate(custom_generate=of.generate, tree=TreeShape(12, 4), **mine)[0].tolist() == plain[row]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_sampled_text_is_that_of_autoregressive_decoding(warpers: str, processors: str) -> None:
@@ -123,6 +126,7 @@ def test_sampled_text_is_that_of_autoregressive_decoding(warpers: str, processor
     assert len(texts) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sample", [False, True])
 def test_an_oracle_is_accepted_and_an_adversary_is_not(family: str, sample: bool) -> None:

@@ -143,6 +143,7 @@ def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
     assert "forward" not in vars(on.layers[0]) and not on.read(texts(1, 5)).hidden_BTD.isnan().any()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, backbone={"lora": {"rank": 4, "dropout": 0.1}}, train={"ema_decay": 0.9}))
 

@@ -87,6 +87,7 @@ def test_long_sequences_are_prefilled_in_pieces() -> None:
             torch.testing.assert_close(hidden[m], decoded[0, 0], **CLOSE)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "arguments"), FOLLOWING, ids=str)
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,6 +60,7 @@ def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> 
     assert one == other and losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
     """On-policy training brings the drafter's own drafts nearer to the backbone's distribution than training on the data alone."""

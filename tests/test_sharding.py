@@ -61,6 +61,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.matrix("processes", cells=1)
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
