@@ -37,34 +37,16 @@ import heads_report
 import program
 from heads_decoding import Acceptance, timed
 from heads_entries import ENTRIES, recipe_of
+from runs import Results, Row, train_heads
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.training.data.data import load_data, prompts
 from headstart.training.log.backbone_loss import backbone_losses
-from headstart.training.loop import train
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.setup import Run, prepare
 
 TRIAL_STEPS, WARM_UP = 12, 4
 """Steps that measure the training speed, and how many of them come before the measured ones."""
-Row = dict[str, Any]
-
-
-class Results:
-    """A file of JSON lines: each has what identifies it and what was measured."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def find(self, key: Row) -> Row | None:
-        return next((row for row in self.rows if {**row, **key} == row), None)
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        with self.file.open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
 
 
 class Comparison:
@@ -164,18 +146,6 @@ class Comparison:
 
     def _prompts(self, count: int) -> list[Tensor]:
         return prompts(self._data.eval, self._recipe.eval, sys.maxsize)[:count]
-
-
-def train_heads(recipe: Recipe) -> Run:
-    """Train without evaluating; the heads are in ``recipe.save.dir``."""
-    run = prepare(recipe)
-    run.prompts = []
-    try:
-        if train(run):
-            sys.exit(1)   # stopped by a signal
-    finally:
-        run.log.close()
-    return run
 
 
 def step_speeds(folder: Path) -> list[float]:

@@ -119,6 +119,10 @@ class Drafter(nn.Module, ABC):
 
     # Training.
 
+    def frozen(self) -> list[nn.Parameter]:
+        """Return the weights that training leaves as they are; by default none."""
+        return []
+
     def forward(self, features: Features, at: Anchors | None = None) -> list[Tensor]:
         """Return the hidden states of all `trained_depth` depths, teacher-forced.
 

@@ -23,6 +23,8 @@ class OwnReadoutConfig(DrafterConfig):
 
     draft_vocab_size: Annotated[int, Ge(1)] | None = None
     """How many of the most frequent tokens are drafted (null: all)."""
+    freeze_readout: bool = False
+    """Keep the output layers as the backbone's instead of training them."""
 
 
 class OwnReadoutDrafter(Drafter):
@@ -33,6 +35,7 @@ class OwnReadoutDrafter(Drafter):
     """
 
     own_readout = True
+    config: OwnReadoutConfig
     draft_vocab: int
     """Size of the output layers: the draft vocabulary's, or the backbone's vocabulary."""
     d2t: Tensor
@@ -52,6 +55,9 @@ class OwnReadoutDrafter(Drafter):
     @abstractmethod
     def output_layers(self) -> Sequence[nn.Linear]:
         """Return the layers ``[DV, D]`` that start as the backbone's output layer."""
+
+    def frozen(self) -> list[nn.Parameter]:
+        return [layer.weight for layer in self.output_layers()] if self.config.freeze_readout else []
 
     def init_from(self, backbone: Backbone) -> None:
         """Initialise the output layers as the backbone's, the other layers with ``reset_parameters``."""

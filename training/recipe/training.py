@@ -23,6 +23,8 @@ class Objective(StrictModel):
     """Of ``topk_kl``: how many of the backbone's most probable tokens are told apart."""
     depth_weights: Literal["expected", "geometric"] = "expected"
     """``expected``: by what each depth adds to the expected acceptance length (D-PACE); ``geometric``: by ``depth_decay``."""
+    depth_smoothing: Annotated[float, Ge(0), Le(1)] = 0.5
+    """With ``expected``: probabilities q count as ``s + (1 - s) q``, so that depths after an unlikely one keep some weight."""
     depth_decay: Annotated[float, Gt(0), Le(1)] = 0.8
     """With ``geometric``, and for on-policy drafts: depth k has this to the power k as its weight."""
     chunk_size: PositiveInt = 1024
@@ -57,6 +59,8 @@ class Train(StrictModel):
     """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
+    readout_lr_ratio: PositiveFloat = 1.0
+    """Learning rate of matrices with a vocabulary dimension, as a fraction of ``lr``."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: NonNegativeFloat = 0.0

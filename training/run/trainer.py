@@ -99,7 +99,7 @@ class DrafterTrainer:
         self.step, self.rise = step, 1.0 if lora is None else adapter_rise(step, steps, lora)
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_ratio"] * self.rise if "lr_ratio" in group else rate
+            group["lr"] = rate * group.get("lr_ratio", 1.0) * (self.rise if group.get("rises") else 1.0)
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
@@ -211,6 +211,8 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
     options, arguments = split_drafter(recipe.drafter)
     make = build_drafter if fresh else construct_drafter
     drafter = make(options.kind, backbone, arguments).to(device=backbone.device, dtype=torch.float32).train()
+    for weight in drafter.frozen():
+        weight.requires_grad_(False)
     if (lora := options.lora) is not None:
         add_lora(drafter, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     if recipe.train.gradient_checkpointing:
