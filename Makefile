@@ -1,6 +1,7 @@
 # make demo    train heads on the embedded backbone and measure them (about 8 minutes on two cores)
-# make test    the tests that are fast     make lint    ruff and mypy
+# make test    the tests that are fast     make lint    ruff, mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
+# make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make engines        only that environment, in .venv-engines (3.6 GB)
@@ -14,7 +15,7 @@ INSTALLED := .venv/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo test test-all lint engines test-engines
+.PHONY: install demo test test-all lint docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -46,6 +47,13 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(SITE) --quiet
+
+# NO_MKDOCS_2_WARNING: the theme's notice of its successor.
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs: $(INSTALLED)
+	$(SITE)
 
 engines:
 	@PYTHON=$(PYTHON) bash tests/engines/install.sh

@@ -24,7 +24,7 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.sequence import DecodedSequence
 from headstart.inference.engine.timing import Clock, Pass
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, root_only
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree, root_only
 from headstart.inference.engine.verify import accept, pick
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted
@@ -84,7 +84,12 @@ class Decoder:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
         written, *drafts = (self._by_sequence(accepted.sequences, rows) for rows in (accepted.tokens, paths, tree.tokens))
         kept, drafted = ([max(nodes - 1, 0) for nodes in counts] for counts in drafts)   # nodes without the root
-        return Pass(written, tree.size, drafting, verifying, host, kept, drafted)
+        trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
+        return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees)
+
+    @staticmethod
+    def _trees(numbers: list[int], tree: CandidateTree, paths: list[list[int]]) -> dict[int, VerifiedTree]:
+        return {number: VerifiedTree(*row) for number, *row in zip(numbers, tree.tokens, tree.parents, paths, strict=True)}
 
     def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
         """The lengths of the rows of these sequences, by sequence; 0 for the others."""

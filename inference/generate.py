@@ -29,7 +29,7 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request, read_request, require_one_side
 from headstart.inference.engine.sequence import output_ids
 from headstart.inference.engine.timing import Pass
-from headstart.inference.engine.tree import TreeShape, TreeSize
+from headstart.inference.engine.tree import TreeShape, TreeSize, VerifiedTree
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
@@ -59,6 +59,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """For each row, the number of tokens drafted for each pass; None with beams."""
     nodes: list[int] | None = None
     """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
+    pass_seconds: list[float] | None = None
+    """The seconds of each pass; the prefill is not in them."""
+    trees: list[list[VerifiedTree]] | None = None
+    """For each row, the verified tree of each of its passes; None with beams."""
     sequences_scores: Tensor | None = None
     """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
     beam_indices: Tensor | None = None
@@ -240,6 +244,8 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
         kept=None if beams else [[one.kept[row] for one in its] for row, its in enumerate(own)],
         drafted=None if beams else [[one.drafted[row] for one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
+        pass_seconds=[one.seconds for one in passes],
+        trees=None if beams else [[one.trees[row] for one in its] for row, its in enumerate(own)],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
     )

@@ -1,4 +1,4 @@
-"""The embedded backbone and its data match the README, and heads can be trained on them."""
+"""The embedded backbone and its data match the documentation, and heads can be trained on them."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.step import TrainStep
 
 FOLDER = Path(resolve("embedded"))
-README = (Path(__file__).parent.parent / "README.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "start.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_it_is_small_and_says_how_good_it_is(backbone: Backbone) -> None:
     facts = json.loads((FOLDER / "training.json").read_text())
     assert (FOLDER / "model.safetensors").stat().st_size <= 16_000_000
     assert 6_000_000 <= backbone.model.num_parameters() <= 8_000_000 and 10 <= backbone.num_layers <= 16
-    assert facts["bits_per_byte"] <= 1.5 and f"{facts['bits_per_byte']:.2f} bits per byte" in README
+    assert facts["bits_per_byte"] <= 1.5 and f"{facts['bits_per_byte']:.2f} bits per byte" in PAGE
     assert backbone.name == "embedded"
 
 

@@ -1,7 +1,6 @@
-"""The commands, paths and code in the README work."""
+"""What the README says is so: its links and paths, its code, its length, and the engines in its table of methods."""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +8,25 @@ import pytest
 import torch
 from transformers import dynamic_module_utils
 
-from headstart.cli.main import _parser
 from headstart.heads.backbone.backbone import load_backbone, resolve
-from headstart.heads.methods import build_drafter
+from headstart.heads.methods import build_drafter, methods
+from headstart.inference.serving.engines import ENGINES, TABLE, Support
 from headstart.support.config import dotted_keys
-from headstart.training.recipe.recipe import Recipe, load_recipe
+from headstart.training.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line.partition(" # ")[0].strip() for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
+METHODS_OF = {"block": ("dflash", "dspark", "domino"), "draft_model": ("draft_model", "pard")}
+"""The methods that engines tell apart, of kinds that hold several."""
 
 
-def starting(word: str) -> list[str]:
-    commands = [line for line in COMMANDS if line.startswith(word + " ")]
-    assert commands
-    return commands
-
-
-@pytest.mark.parametrize("line", starting("headstart"))
-def test_headstart_commands_parse(line: str) -> None:
-    words = shlex.split(line.partition("<")[0])[1:]
-    args = _parser().parse_args(words)
-    assert args.command.name == words[0]
-
-
-@pytest.mark.parametrize("line", starting("accelerate"))
-def test_training_commands_name_recipes_that_load(line: str) -> None:
-    _, _, arguments = line.partition("train_heads.py ")
-    recipe, *overrides = shlex.split(arguments)
-    load_recipe(ROOT / recipe, overrides)
+def test_it_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 160
 
 
 def test_links_and_paths_lead_somewhere() -> None:
-    paths = [*re.findall(r"\]\(([^)#:]+)\)", README), *re.findall(r"recipes/[\w./-]+\w", README)]
+    paths = [*re.findall(r"\]\(([^)#:]+)[#)]", README), *re.findall(r"(?:recipes|benchmarks)/[\w./-]+\w", README)]
     assert len(paths) > 8
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -50,12 +35,27 @@ def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     build_drafter("eagle3", load_backbone("embedded"), {"depth": 3}).save_pretrained(tmp_path)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    code = "".join(re.findall(r"```python\n(.*?)```", README, re.S))
-    code = code.replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/qwen3-0.6b/eagle3", str(tmp_path))
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    assert scope["text"].shape[0] == 2
-    assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
+    for page, least in ((README, 1), ((ROOT / "docs" / "decode.md").read_text(), 2)):
+        blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+        assert len(blocks) >= least
+        code = "".join(blocks).replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/mine", str(tmp_path))
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
+
+
+def test_its_table_names_every_kind_and_the_engines_that_read_it() -> None:
+    rows = {kind: cell for kind, cell in re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|$", README, re.M)}
+    assert set(rows) == set(methods())
+    for kind, cell in rows.items():
+        names = METHODS_OF.get(kind, (kind,))
+        for engine, name in ENGINES.items():
+            entries = [TABLE.get((engine, method)) for method in names]
+            read = [entry for entry in entries if isinstance(entry, Support)]
+            if any(entry.until is None for entry in read):
+                assert name in cell, (kind, name)
+            elif name in cell:   # an older version: it must be said
+                assert any(entry.until is not None and f"{name} up to {entry.until}" in cell for entry in read), (kind, name)
 
 
 def test_every_recipe_key_is_documented() -> None:

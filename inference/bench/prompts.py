@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.support.chat import ASSISTANT, Message, prompt_length, read_messages
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row, read_jsonl, read_lines
+from headstart.support.shipped import local_or_shipped
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
@@ -113,7 +114,7 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
     A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
     Raises UserError naming the file, and the line if one is at fault.
     """
-    file = Path(path)
+    file = local_or_shipped(path)
     if not file.name.endswith(ENDINGS):
         raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
     if not file.is_file():

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headstart.inference.engine.tree import VerifiedTree
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -21,6 +23,13 @@ class Pass:
     """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
     drafted: list[int] = field(default_factory=list)
     """Tokens drafted for each sequence; none given in beam search."""
+    trees: dict[int, VerifiedTree] = field(default_factory=dict)
+    """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole pass."""
+        return self.draft + self.verify + self.host
 
 
 class Clock:

@@ -164,3 +164,13 @@ class CandidateTree:
 def root_only(roots: list[int]) -> CandidateTree:
     """The trees of autoregressive decoding, which have no candidates."""
     return CandidateTree([[root] for root in roots], [[0] for _ in roots])
+
+
+@dataclass(frozen=True)
+class VerifiedTree:
+    """The tree of one row in one pass, as it is reported: a token and a parent for each node (node 0 is the root, its own parent), and
+    the ``path`` of accepted nodes, which begins at the root."""
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]

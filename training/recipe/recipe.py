@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, parse
 from headstart.support.errors import UserError
+from headstart.support.shipped import local_or_shipped
 from headstart.training.recipe import multi
 from headstart.training.recipe.drafter import require_arguments
 from headstart.training.recipe.extends import read_extended
@@ -93,9 +94,12 @@ class Recipe(StrictModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe with those it extends; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace its values."""
+    """Read a YAML recipe with those it extends; ``overrides`` are dotted, as in ``train.lr=3e-4``, and replace its values.
+
+    ``path``: a file, or ``recipes/...`` for one that ships with the package. Raises UserError naming the file and the key.
+    """
     try:
-        tree, _ = read_extended(Path(path))
+        tree, _ = read_extended(local_or_shipped(path))
         tree.setdefault("heads", {})
         for change in overrides:
             override(tree, change)

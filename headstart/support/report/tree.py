@@ -1,0 +1,107 @@
+"""A candidate tree as inline SVG: boxes from the root on the left, the accepted path straight along the top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from markupsafe import Markup
+
+LONGEST = 14
+"""Characters of a token that are shown."""
+CHARACTER, PADDING, ROW, BOX, GAP = 8.0, 18, 34, 24, 28
+"""Pixels: width of a character, space beside a text, height of a row and of a box, distance between levels."""
+VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"})
+
+
+@dataclass(frozen=True)
+class DrawnTree:
+    """The nodes of a tree: the text and the parent of each (node 0 is the root), the accepted ``path`` from the root, and the text of
+    the token ``own`` that the backbone chose after it."""
+
+    texts: list[str]
+    parents: list[int]
+    path: list[int]
+    own: str
+
+    @property
+    def labels(self) -> list[str]:
+        """The texts of all boxes; the last box is the backbone's own token."""
+        return [label(text) for text in (*self.texts, self.own)]
+
+    @property
+    def above(self) -> list[int]:
+        """The parent of each box."""
+        return [*self.parents, self.path[-1]]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What each box is: ``root``, ``kept``, ``lost`` (a rejected draft) or ``own``."""
+        kept = set(self.path)
+        return ["root", *("kept" if node in kept else "lost" for node in range(1, len(self.texts))), "own"]
+
+    @property
+    def levels(self) -> list[int]:
+        """The level of each box; 0 for the root."""
+        levels = [0]
+        for parent in self.above[1:]:
+            levels.append(levels[parent] + 1)
+        return levels
+
+    @property
+    def rows(self) -> list[int]:
+        """The row of each box: that of its first child. The accepted child comes first, so the path is in the top row."""
+        above, kinds = self.above, self.kinds
+        children: list[list[int]] = [[] for _ in above]
+        for box in sorted(range(1, len(above)), key=lambda box: (kinds[box] == "lost", box)):
+            children[above[box]].append(box)
+        rows, free = [0] * len(above), 0
+        waiting = [0]
+        while waiting:   # depth first; a box without children takes the next free row
+            box = waiting.pop()
+            waiting += reversed(children[box])
+            if not children[box]:
+                rows[box], free = free, free + 1
+        for box in reversed(range(len(above) - 1)):   # a parent has a smaller number than its children
+            if children[box]:
+                rows[box] = rows[children[box][0]]
+        return rows
+
+
+def label(text: str) -> str:
+    """The token with spaces and line ends made visible, cut to `LONGEST` characters."""
+    shown = text.translate(VISIBLE)
+    return (shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…") or "∅"
+
+
+def tree_svg(tree: DrawnTree, style: str = "") -> Markup:
+    """Draw the tree; ``style``: CSS for a picture outside a page, which has the classes already."""
+    labels, levels, kinds = tree.labels, tree.levels, tree.kinds
+    widths = [0.0] * (max(levels) + 1)
+    for level, text in zip(levels, labels, strict=True):
+        widths[level] = max(widths[level], len(text) * CHARACTER + PADDING)
+    lefts = [sum(widths[:level]) + GAP * level + 2 for level in range(len(widths))]
+    boxes = [
+        (lefts[level], 2.0 + ROW * row, len(text) * CHARACTER + PADDING)
+        for level, row, text in zip(levels, tree.rows, labels, strict=True)
+    ]
+    lines = [_line(boxes[parent], boxes[box], kinds[box]) for box, parent in enumerate(tree.above) if box]
+    drawn = [_box(*one) for one in zip(boxes, labels, kinds, strict=True)]
+    wide, high = lefts[-1] + widths[-1] + 2, ROW * max(tree.rows) + BOX + 4
+    about = f"a tree of {len(tree.texts)} nodes, {len(tree.path) - 1} drafts accepted"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {wide:.0f} {high}" width="{wide:.0f}" role="img">'
+    return Markup(f"{head}<title>{about}</title>{style}{''.join(lines)}{''.join(drawn)}</svg>")
+
+
+def _line(start: tuple[float, float, float], end: tuple[float, float, float], kind: str) -> str:
+    x1, y1, x2, y2 = start[0] + start[2], start[1] + BOX / 2, end[0], end[1] + BOX / 2
+    middle = (x1 + x2) / 2
+    return f'<path class="{kind}" d="M{x1:.0f} {y1:.0f}C{middle:.0f} {y1:.0f} {middle:.0f} {y2:.0f} {x2:.0f} {y2:.0f}"/>'
+
+
+def _box(box: tuple[float, float, float], text: str, kind: str) -> str:
+    x, y, width = box
+    return (
+        f'<rect class="{kind}" x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6"/>'
+        f'<text class="{kind}" x="{x + width / 2:.0f}" y="{y + 16:.0f}" text-anchor="middle">{escape(text)}</text>'
+    )
