@@ -23,6 +23,7 @@ from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
+from headstart.inference.capture.packed import version
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
@@ -84,7 +85,8 @@ class SpeculativeModel(Decoding):
     """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
 
     ``capture``: the backend that captures forward passes and replays them without Python's overhead (see `capture`): "auto", "trace",
-    "cuda-graph", "compile" or "off". A capture keeps the model as it was: after adding or removing adapters, load the heads again.
+    "cuda-graph", "compile" or "off". A capture keeps the model as it was: after adding or removing adapters, or changing
+    weights through ``.data``, load the heads again.
     """
 
     def __init__(
@@ -122,8 +124,9 @@ class SpeculativeModel(Decoding):
         self.limits = {"window": window, "sink": sink, "offload": offload}
 
     def engine(self, speculate: bool) -> Engine:
-        """The `Engine`, which holds captures and statistics; rebuilt after weights were moved or converted or a drafter's depth was set."""
-        weights = [weight.data_ptr() for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
+        """The `Engine`, which holds captures and statistics; rebuilt after weights were changed or moved or a drafter's depth was set."""
+        parameters = [weight for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
+        weights = [number for weight in parameters for number in (weight.data_ptr(), version(weight))]
         weights += [drafter.depth for drafter in self.drafters]
         if weights != self._weights:
             self._engines, self._weights = {}, weights

@@ -7,15 +7,17 @@ time in it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
-PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", "IntType")
-"""Names of `torch._C` that `fold` uses; they are private and may change between releases."""
+PRIVATE = (
+    *(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", "IntType", "ListType", "NumberType", "OptionalType", "TensorType"
+)
+"""Names of `torch._C` with which graphs are changed, here and in products.py; they are private and may change between releases."""
 
 
 def missing_functions() -> list[str]:
@@ -23,11 +25,12 @@ def missing_functions() -> list[str]:
     return [f"torch._C.{name}" for name in PRIVATE if getattr(torch._C, name, None) is None]
 
 
-def fold(traced: Any) -> Any:
-    """Return the same function with fewer nodes, valid for the same sizes as the trace."""
+def fold(traced: Any, change: Callable[[Any], None] = lambda graph: None) -> Any:
+    """Return the same function with fewer nodes, valid for the same sizes as the trace. ``change`` may change its graph too."""
     graph, passes = traced.graph.copy(), cast(Any, torch._C)
     passes._jit_pass_inline(graph)
     _use_integers(graph)
+    change(graph)
     passes._jit_pass_dce(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_constant_propagation(graph)

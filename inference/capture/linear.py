@@ -70,14 +70,15 @@ def _rows(x: Tensor) -> int:
 
 def max_transposed_rows(module: nn.Module) -> int:
     """The largest number of rows at which the transposed layout is faster with this module's weights on this machine; timed once."""
-    weights = _timed_weights(module)
+    weights = timed_weights(module)
     key = (torch.get_num_threads(), tuple(tuple(weight.shape) for weight in weights))
     if key not in _KNOWN:
         _KNOWN[key] = _measure(weights) if weights else 0
     return _KNOWN[key]
 
 
-def _timed_weights(module: nn.Module) -> list[Tensor]:
+def timed_weights(module: nn.Module) -> list[Tensor]:
+    """The fp32 weights ``[N, K]`` of the module's linear layers on the CPU, up to `TIMED_WEIGHTS` elements: on them forms are timed."""
     layers = [one.weight for one in module.modules() if isinstance(one, nn.Linear)]
     weights, total = [], 0
     for weight in layers:

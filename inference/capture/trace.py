@@ -1,4 +1,4 @@
-"""Backend ``trace``: `torch.jit.trace` on a CPU, with size arithmetic folded and linear layers of few rows in transposed layout.
+"""Backend ``trace``: `torch.jit.trace` on a CPU, with size arithmetic folded and linear layers in the form that is fastest here.
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes a half to a
 third of the time. A trace works for new sizes without retracing.
@@ -15,18 +15,20 @@ from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
 from headstart.inference.capture.folding import expected_warnings, fold, missing_functions
-from headstart.inference.capture.linear import TransposedLinear, layout, max_transposed_rows
+from headstart.inference.capture.forms import Form, fastest_form
+from headstart.inference.capture.linear import TransposedLinear, layout
+from headstart.inference.capture.products import PackedFunction
 from headstart.support.pytree import builder, flatten
 
 
 class Trace(Backend):
-    """TorchScript traces; linear layers use the layout that is faster for their number of rows on this machine."""
+    """TorchScript traces; linear layers have packed weights, or the layout that is faster for their number of rows on this machine."""
 
     name = "trace"
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__(module)
-        self._max_rows: int | None = None
+        self._form: Form | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -41,21 +43,27 @@ class Trace(Backend):
             return f"{version} lacks {', '.join(missing)}, with which traces are folded"
         return None
 
+    @property
+    def form(self) -> Form:
+        """The form of linear layers, chosen when the first function is captured."""
+        if self._form is None:
+            self._form = fastest_form(self.module)
+        return self._form
+
     def variant(self, call: Call) -> Hashable:
         rows = call.leaves[call.held_leaves].numel()
-        return layout(rows, self._max_transposed_rows()), sizes_of_one(call.shapes)
+        return layout(rows, self.form.transposed_rows), sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:
-        return _Traced(function, call, self._max_transposed_rows())
-
-    def _max_transposed_rows(self) -> int:
-        if self._max_rows is None:
-            self._max_rows = 0 if self.module is None else max_transposed_rows(self.module)
-        return self._max_rows
+        if self.form.packed is not None:
+            captured = _Traced(function, call, self.form)
+            if captured.compare(function, call) is not None:
+                return captured
+        return _Traced(function, call, Form(None, self.form.transposed_rows))
 
 
 class _Traced(Capture):
-    def __init__(self, function: Function, call: Call, max_rows: int) -> None:
+    def __init__(self, function: Function, call: Call, form: Form) -> None:
         super().__init__()
         out: Any = None
 
@@ -66,8 +74,9 @@ class _Traced(Capture):
             out = flatten(function(held, *inputs), results)
             return tuple(results)
 
-        with expected_warnings(), TransposedLinear(max_rows):
-            self.traced = fold(torch.jit.trace(flat, tuple(call.leaves), check_trace=False))
+        with expected_warnings(), TransposedLinear(form.transposed_rows):
+            traced = torch.jit.trace(flat, tuple(call.leaves), check_trace=False)
+        self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
         self.build = builder(out)
 
     def __call__(self, call: Call) -> Any:

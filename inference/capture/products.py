@@ -1,0 +1,114 @@
+"""Puts packed weights into the graph of a captured function: its linear layers become products with them.
+
+`torch.jit.trace` takes no opaque tensor as a constant and no optional list as an argument, so the layers are traced as they are and
+replaced afterwards; the packed weights become one more argument of the graph. Layers that read the same value (queries, keys and values;
+gate and up) become one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from headstart.inference.capture.folding import fold
+from headstart.inference.capture.packed import Kind, PackedWeight, pack
+
+
+class PackedFunction:
+    """A traced function with packed weights."""
+
+    def __init__(self, traced: Any, kind: Kind) -> None:
+        self.weights: list[PackedWeight] = []
+        self.traced = fold(traced, lambda graph: self.weights.extend(use_packed(graph, kind)))
+        self._packed = [weight.packed for weight in self.weights]
+
+    @property
+    def graph(self) -> Any:
+        """The graph, whose last input are the packed weights."""
+        return self.traced.graph
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.traced(*inputs, self._packed)
+
+
+def linear_groups(graph: Any) -> list[list[Any]]:
+    """The graph's linear layers with constant fp32 weights on the CPU, grouped by the value they read."""
+    groups: dict[str, list[Any]] = {}
+    for node in graph.findAllNodes("aten::linear"):
+        weight = _constant(node.inputsAt(1))
+        if weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad:
+            if node.inputsAt(2).node().mustBeNone() or _constant(node.inputsAt(2)) is not None:
+                groups.setdefault(node.inputsAt(0).debugName(), []).append(node)
+    return list(groups.values())
+
+
+def use_packed(graph: Any, kind: Kind) -> list[PackedWeight]:
+    """Replace linear layers in the graph by packed products; the graph takes the packed weights returned here as its last argument."""
+    groups, weights = linear_groups(graph), []
+    argument = graph.addInput("packed")
+    argument.setType(torch._C.ListType(torch._C.TensorType.get()))
+    unpacking = graph.create("prim::ListUnpack", [argument], len(groups))
+    graph.prependNode(unpacking)
+    for group, packed in zip(groups, list(unpacking.outputs()), strict=True):
+        packed.setType(torch._C.TensorType.get())
+        biases = [_constant(node.inputsAt(2)) for node in group]
+        weights.append(pack([cast(Tensor, _constant(node.inputsAt(1))) for node in group], biases, kind))
+        _replace(_Builder(graph, group[0]), group, packed, weights[-1], kind)
+    return weights
+
+
+def _replace(build: _Builder, group: Sequence[Any], packed: Any, weight: PackedWeight, kind: Kind) -> None:
+    x, bias = group[0].inputsAt(0), build.constant(weight.bias_N)
+    if kind == "onednn":
+        scalars = build.node("prim::ListConstruct", [], torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+        out = build.node("mkldnn::_linear_pointwise", [x, packed, bias, build.constant("none"), scalars, build.constant("")])
+    else:   # the kernel reads only the shape of the weight itself, and has to be told the number of rows
+        shape = build.constant(torch.zeros(1).expand(sum(weight.sizes), weight.inputs))
+        elements = build.node("aten::numel", [x], torch._C.IntType.get())
+        rows = build.node("aten::floordiv", [elements, build.constant(weight.inputs)], torch._C.IntType.get())
+        out = build.node("mkl::_mkl_linear", [x, packed, shape, bias, rows])
+    outs = [out] if len(group) == 1 else build.parts(out, weight.sizes)
+    for node, value in zip(group, outs, strict=True):
+        node.output().replaceAllUsesWith(value)
+        node.destroy()
+
+
+class _Builder:
+    """Inserts nodes before a node of a graph."""
+
+    def __init__(self, graph: Any, before: Any) -> None:
+        self.graph, self.before = graph, before
+
+    def node(self, kind: str, inputs: Sequence[Any], of_type: Any = None) -> Any:
+        """Insert a node and return its output: a tensor, unless another type is given."""
+        node = self.graph.create(kind, list(inputs), 1)
+        node.insertBefore(self.before)
+        node.output().setType(of_type or torch._C.TensorType.get())
+        return node.output()
+
+    def constant(self, value: Any) -> Any:
+        """Insert a constant and return it."""
+        with self.graph.insert_point_guard(self.before):
+            return self.graph.insertConstant(value)
+
+    def parts(self, value: Any, sizes: Sequence[int]) -> list[Any]:
+        """Insert views of the parts of the last dimension."""
+        tensors = torch._C.ListType(torch._C.TensorType.get())
+        split = self.node("aten::split_with_sizes", [value, self.constant(list(sizes)), self.constant(-1)], tensors)
+        node = self.graph.create("prim::ListUnpack", [split], len(sizes))
+        node.insertBefore(self.before)
+        outputs = list(node.outputs())
+        for output in outputs:
+            output.setType(torch._C.TensorType.get())
+        return outputs
+
+
+def _constant(value: Any) -> Tensor | None:
+    """The tensor if the value is a constant one."""
+    if value.node().kind() != "prim::Constant" or value.node().mustBeNone():
+        return None
+    held = value.toIValue()
+    return held if isinstance(held, Tensor) else None

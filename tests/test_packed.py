@@ -1,0 +1,159 @@
+"""Products with packed weights equal `F.linear`, give the same bits for any number of rows, and change no text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
+from torch import Tensor, nn
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture import forms, packed, trace
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.folding import expected_warnings
+from headstart.inference.capture.forms import Form, fastest_form, fastest_kind
+from headstart.inference.capture.packed import KINDS, Kind, multiply, pack
+from headstart.inference.capture.products import PackedFunction
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+
+AVAILABLE = [kind for kind in KINDS if packed.available(kind)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if request.param not in AVAILABLE:
+        pytest.skip(f"this torch has no {request.param}")
+    return request.param
+
+
+@pytest.mark.parametrize("biased", [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("shape", [(1, 1, 48), (2, 5, 48), (7, 48), (48,)])
+def test_a_packed_product_equals_linear(kind: Kind, shape: tuple[int, ...], biased: tuple[bool, bool]) -> None:
+    x, weights = torch.randn(shape), [torch.randn(33, 48), torch.randn(70, 48)]
+    biases = [torch.randn(len(weight)) if has else None for weight, has in zip(weights, biased, strict=True)]
+    product = multiply(x, pack(weights, biases, kind), kind)
+    expected = torch.cat([F.linear(x, *both) for both in zip(weights, biases, strict=True)], -1)
+    assert product.shape == expected.shape and torch.allclose(product, expected, atol=1e-4)
+    assert torch.equal(product, multiply(x, pack(weights, biases, kind), kind))
+
+
+@pytest.mark.parametrize("shape", [(320, 192), (192, 512), (192, 192), (1024, 192), (100, 33)])
+def test_a_row_gives_the_same_bits_alone_and_among_others(kind: Kind, shape: tuple[int, int]) -> None:
+    x_RK, weight = torch.randn(64, shape[1]), pack([torch.randn(shape)], [None], kind)
+    together = multiply(x_RK, weight, kind)
+    for rows in (1, 2, 7, 12, 16, 24, 33):
+        assert torch.equal(multiply(x_RK[:rows].contiguous(), weight, kind), together[:rows]), rows
+
+
+def test_layers_that_read_the_same_input_are_one_product(kind: Kind) -> None:
+    weights, bias = [torch.randn(32, 16), torch.randn(8, 16), torch.randn(70, 16)], torch.randn(8)
+
+    def layers(x: Tensor) -> tuple[Tensor, ...]:
+        normed = F.rms_norm(x, (16,))
+        heads = F.linear(normed, weights[0]).view(x.shape[0], -1, 4, 8).transpose(1, 2)
+        return heads, F.linear(normed, weights[1], bias), F.linear(x, weights[2])
+
+    with expected_warnings():
+        traced = torch.jit.trace(layers, (torch.randn(2, 3, 16),), check_trace=False)
+    function = PackedFunction(traced, kind)
+    assert [weight.sizes for weight in function.weights] == [(32, 8), (70,)]
+    assert "aten::linear" not in str(function.graph) and str(function.graph).count("linear") == 2
+    for shape in ((2, 3, 16), (1, 1, 16), (3, 9, 16)):
+        x = torch.randn(shape)
+        for one, other in zip(function(x), layers(x), strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_captures_share_packed_weights_until_the_weights_change(kind: Kind) -> None:
+    weight, other = torch.randn(8, 4), torch.randn(8, 4)
+    first = pack([weight], [None], kind)
+    assert pack([weight], [None], kind) is first and pack([other], [None], kind) is not first
+    weight.mul_(2)
+    changed = pack([weight], [None], kind)
+    x = torch.randn(3, 4)
+    assert changed is not first and torch.allclose(multiply(x, changed, kind), F.linear(x, weight), atol=1e-5)
+    before = len(packed._SHARED)
+    del first, changed
+    assert len(packed._SHARED) < before, "packed weights that no capture uses are freed"
+
+
+def test_weights_that_are_trained_or_not_fp32_are_not_packed(kind: Kind) -> None:
+    weights = [nn.Parameter(torch.randn(4, 4)), torch.randn(4, 4, dtype=torch.bfloat16)]
+
+    def layers(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, weights[0]), F.linear(x.bfloat16(), weights[1])
+
+    with expected_warnings(), torch.no_grad():
+        traced = torch.jit.trace(layers, (torch.randn(2, 4),), check_trace=False)
+    assert not PackedFunction(traced, kind).weights
+
+
+def test_a_function_that_cannot_use_them_is_captured_without() -> None:
+    """A view across the parts of a joined product: the captured function fails, and layers stay apart."""
+    if not AVAILABLE:
+        pytest.skip("this torch packs no weights")
+    layer, other = (nn.Linear(6, 4).requires_grad_(False) for _ in range(2))
+    captured = Capturer("trace", CPU).capture(lambda held, x: (layer(x).view(-1), other(x)), "layers", layer)
+    assert captured.backend is not None
+    captured.backend._form = Form(AVAILABLE[0])   # type: ignore[attr-defined]
+    for rows in (3, 5):
+        x = torch.randn(rows, 6)
+        assert torch.allclose(captured(None, x)[0], layer(x).view(-1), atol=1e-6)
+    assert captured.captures_made == 1 and captured.fallback is None
+
+
+@pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] if i > 2 else []) for i, one in enumerate(FAMILIES)])
+def test_packed_passes_write_the_same_sequences(kind: Kind, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "fastest_form", lambda module: Form(kind))
+    on = backbone(family)
+    drafter = random_drafter("eagle3", on)
+    plain, heads = SpeculativeModel(on, drafter, capture="off"), SpeculativeModel(on, drafter, capture="trace")
+    rows = left_padded(prompts((9, 14)))
+    for sample in (False, True):
+        options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 12}
+        truth = say(plain, rows, speculate=False, **options)
+        for tree in (TreeShape(12, 4), "auto"):
+            assert torch.equal(say(heads, rows, tree=tree, **options), truth), (sample, tree)
+        assert torch.equal(say(heads, rows, speculate=False, **options), truth)
+    assert heads.engine(True).reader.captured and heads.engine(True).reader.read.fallback is None
+
+
+def test_weights_changed_in_place_are_packed_anew(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "fastest_form", lambda module: Form(kind))
+    model = tiny("llama")
+    of, row = SpeculativeModel(Backbone(model), capture="trace"), {"input_ids": prompts((9,))[0][None]}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    first = say(of, row, **options)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.flip(0))
+    second = say(of, row, **options)
+    assert torch.equal(second, model.generate(**row, **options)) and not torch.equal(first, second)
+
+
+def test_the_form_is_timed_once_and_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_KNOWN", {})
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).requires_grad_(False)
+    assert fastest_kind(model) in (None, *KINDS) and len(forms._KNOWN) == 1
+    monkeypatch.setattr(forms, "_measure", lambda weights: pytest.fail("timed twice"))
+    fastest_kind(model)
+    monkeypatch.setattr(forms, "_memory", lambda: 100)
+    assert fastest_kind(model) is None and fastest_form(nn.ReLU()) == fastest_form(None) == Form()
+
+
+def test_without_a_gain_the_transposed_layout_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {None: 1.0, "mkl": 0.97, "onednn": 2.0}
+    monkeypatch.setattr(forms, "_KNOWN", {})
+    monkeypatch.setattr(forms, "_least", lambda ways, inputs: {way: times[way] for way in ways})
+    monkeypatch.setattr(forms, "max_transposed_rows", lambda module: 4)
+    model = nn.Linear(64, 64).requires_grad_(False)
+    assert fastest_form(model) == Form(None, 4)
+    if "mkl" in AVAILABLE:
+        monkeypatch.setattr(forms, "_KNOWN", {})
+        times["mkl"] = 0.9
+        assert fastest_form(model) == Form("mkl")
