@@ -26,12 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def every_layout_of_linear_layers() -> Iterator[None]:
-    """Capture one row, up to four rows and more rows in the three layouts, untimed: timing tiny weights is meaningless."""
+def packed_weights() -> Iterator[None]:
+    """Capture with packed weights where this torch has them, untimed: timing tiny weights is meaningless."""
     from headstart.inference.capture import trace
+    from headstart.inference.capture.forms import Form
+    from headstart.inference.capture.packed import available
 
+    form = Form("mkl") if available("mkl") else Form(None, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "max_transposed_rows", lambda module: 4)
+        patch.setattr(trace, "fastest_form", lambda module: form)
         yield
 
 

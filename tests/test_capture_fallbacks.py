@@ -15,9 +15,10 @@ from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
 from headstart.inference.capture import capture as capturing
-from headstart.inference.capture import folding
+from headstart.inference.capture import folding, trace
 from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
 from headstart.inference.capture.compile import Compile
+from headstart.inference.capture.forms import Form
 from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -80,11 +81,11 @@ def test_out_of_memory_is_no_fallback(error: Exception, when: str, monkeypatch: 
     assert captured.fallback is None and captured.backend is not None
 
 
-def test_timing_the_layouts_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(self: Trace) -> int:
+def test_timing_the_forms_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(module: None) -> Form:
         raise AttributeError("module 'torch' has no attribute 'jit'")
 
-    monkeypatch.setattr(Trace, "_max_transposed_rows", gone)
+    monkeypatch.setattr(trace, "fastest_form", gone)
     captured = captured_by("trace", lambda held, x: x + 1)
     assert torch.equal(captured(None, torch.ones(3)), torch.full((3,), 2.0)) and "no attribute 'jit'" in str(captured.fallback)
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headstart.inference.capture import forms, linear
+from headstart.inference.capture import linear, trace
 from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.forms import Form
 from headstart.inference.capture.linear import TransposedLinear, max_transposed_rows, transposed_linear
 
 
@@ -23,8 +24,7 @@ def test_the_transposed_layout_gives_the_same(shape: tuple[int, ...], outputs: i
 
 @pytest.mark.parametrize("outputs", [11, 12])
 def test_one_row_few_and_many_are_captured_apart(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "fastest_kind", lambda module: None)
-    monkeypatch.setattr(forms, "max_transposed_rows", lambda module: 4)
+    monkeypatch.setattr(trace, "fastest_form", lambda module: Form(None, 4))
     layer = nn.Linear(7, outputs).requires_grad_(False)
     captured = Capturer("trace", torch.device("cpu")).capture(lambda held, tokens, x: layer(x), "layer", layer)
     for rows, captures in ((2, 1), (3, 1), (9, 2), (4, 2), (1, 3), (2, 3), (8, 3)):

@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
-PRIVATE = (
-    *(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", "IntType", "ListType", "NumberType", "OptionalType", "TensorType"
-)
+TYPES = ("IntType", "ListType", "NumberType", "OptionalType", "TensorType")
+PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", *TYPES)
 """Names of `torch._C` with which graphs are changed, here and in products.py; they are private and may change between releases."""
 
 

@@ -3,7 +3,7 @@
 A decoding step multiplies every weight with one row, or with as many rows as a tree has nodes. `F.linear` reads the weight as it lies in
 memory, and its cost jumps with the first few rows; with a weight that was brought into the order of the kernel beforehand, 12 rows cost
 little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``) and oneDNN. Sums are then also the same
-for any number of rows (with MKL: for more than 64 outputs), which `F.linear` does not give.
+for any number of rows (with MKL one row of up to 128 outputs may differ), which `F.linear` does not give.
 
 A packed copy takes as much memory as the weight. The weight itself stays: prefill and the model's other callers use it.
 

@@ -39,7 +39,7 @@ def linear_groups(graph: Any) -> list[list[Any]]:
     groups: dict[str, list[Any]] = {}
     for node in graph.findAllNodes("aten::linear"):
         weight = _constant(node.inputsAt(1))
-        if weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad:
+        if weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
             if node.inputsAt(2).node().mustBeNone() or _constant(node.inputsAt(2)) is not None:
                 groups.setdefault(node.inputsAt(0).debugName(), []).append(node)
     return list(groups.values())

@@ -57,7 +57,7 @@ class Trace(Backend):
     def capture(self, function: Function, call: Call) -> Capture:
         if self.form.packed is not None:
             captured = _Traced(function, call, self.form)
-            if captured.compare(function, call) is not None:
+            if not captured.packed or captured.compare(function, call) is not None:
                 return captured
         return _Traced(function, call, Form(None, self.form.transposed_rows))
 
@@ -78,6 +78,11 @@ class _Traced(Capture):
             traced = torch.jit.trace(flat, tuple(call.leaves), check_trace=False)
         self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
         self.build = builder(out)
+
+    @property
+    def packed(self) -> bool:
+        """True if linear layers of the function have packed weights."""
+        return isinstance(self.traced, PackedFunction) and bool(self.traced.weights)
 
     def __call__(self, call: Call) -> Any:
         # TorchScript's own optimisation costs half a second at the first replay and does not make later ones faster.
