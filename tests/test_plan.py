@@ -66,6 +66,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (small.parent / "out").exists(), "nothing is trained"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     crowded = ["train.batch_size=512", "--memory", "0.51"]
     report = planned(small, tmp_path, *crowded)

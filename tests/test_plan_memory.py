@@ -86,6 +86,7 @@ CASES: dict[str, tuple[list[str], MicroBatch]] = {
 }
 
 
+@pytest.mark.matrix(cells=4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
     overrides, size = CASES[name]
@@ -112,6 +113,7 @@ def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Pa
     run.log.close()
 
 
+@pytest.mark.matrix(cells=3)
 @pytest.mark.parametrize("kind", methods())
 def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
     for accelerator in (False, True):
@@ -120,6 +122,7 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
         assert memory.phases[DRAFT_STEP]["drafter activations"] > 0 and memory.phases[DRAFT_STEP]["objective"] > 0
 
 
+@pytest.mark.slow
 def test_several_heads_learn_one_after_another(small: Path) -> None:
     alone = [load_recipe(small, [f"drafter={{kind: {kind}, depth: 2}}"]) for kind in ("eagle3", "medusa")]
     both = load_recipe(small, ["drafter={}", "heads={eagle3: {kind: eagle3, depth: 2}, medusa: {kind: medusa, depth: 2}}"])

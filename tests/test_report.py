@@ -23,7 +23,7 @@ def report() -> dict:
     heads, prompter = talker()
     prompts = [Prompt(prompter.ask(text), task) for text, task in (("<script>two & two</script>", "a<b"), ("six", "qa"))]
     plan = Plan(8, (0.0, 1.0), tree=TreeShape(9, 3), batches=(1, 2))
-    two = SpeculativeModel(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4))
+    two = SpeculativeModel(heads.backbone, random_drafter("eagle3", heads.backbone, depth=4), capture="off")
     results = compare([("out/<m>", heads), ("e", two)], prompts, plan, prompter)
     return results | {"costs": [{"head": "out/<m>", "points": cost_curve(heads, prompts[1].ids_T, 4)}], "backbone": "tiny & small"}
 

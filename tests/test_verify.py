@@ -274,6 +274,7 @@ def test_an_engine_that_reads_other_layers_is_found_out(house: Path, backbone: B
     assert any("the engine drafts as if: shifted layer ids" in note for note in verdict.notes)
 
 
+@pytest.mark.slow
 def test_without_the_original_heads_the_backbones_text_decides(house: Path, backbone: Backbone, tmp_path: Path) -> None:
     """Heads trained on what the backbone writes: a wrong reading of their files drafts less of it."""
     torch.manual_seed(0)

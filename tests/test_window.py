@@ -158,6 +158,7 @@ def test_what_lies_outside_the_window_is_never_computed(monkeypatch: pytest.Monk
     assert pairs == [14] and state.caches[0].keys_BGSC.shape[2] == STEP and state.caches[0].lengths_B.tolist() == [199, 199]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(
     "window,sink,capture,arguments",
@@ -183,6 +184,7 @@ def test_beams_are_the_same() -> None:
         assert torch.equal(say(of, rows, num_beams=3, do_sample=False, max_new_tokens=12, tree=TreeShape(12, 4)), expected)
 
 
+@pytest.mark.slow
 def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     slots: dict[int, int] = {}
     step = Eagle3.step
