@@ -12,6 +12,7 @@ import torch
 import transformers
 from families import FAMILIES, LAYERS, SIZES, Scripted, backbone, build, left_padded, prompts, random_drafter, say, texts, tiny, unpadded
 from safetensors.torch import load_file, save_file
+from shrink import shrunk
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.checkpoint import same_weights
@@ -155,6 +156,15 @@ def test_load_backbone(saved: Path) -> None:
     assert on.dtype == torch.float32 and torch.equal(on.read(texts(1, 9)).hidden_BTD, backbone("llama").read(texts(1, 9)).hidden_BTD)
     assert load_backbone(str(saved), dtype="bf16", device="cpu").dtype == torch.bfloat16
     assert load_backbone(str(saved), attention="eager", device="cpu").model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b-it"])
+def test_models_without_sdpa_compute_attention_eagerly_by_themselves(tmp_path: Path, model: str) -> None:
+    shrunk(model).save_pretrained(tmp_path)
+    assert load_backbone(str(tmp_path), device="cpu").model.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="cannot compute attention with sdpa .*; set attention to auto") as caught:
+        load_backbone(str(tmp_path), attention="sdpa", device="cpu")
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_backbones(tmp_path: Path) -> None:

@@ -217,8 +217,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 SUPPORTED = "; supported: full_attention, sliding_attention, linear_attention .gated delta rule."
 REFUSALS = {
-    "Mamba": "'recurrent'" + SUPPORTED,
-    "Lfm2": "'conv'" + SUPPORTED,
+    "Mamba": "'recurrent': their state has read every drafted token, .*" + SUPPORTED,
+    "Lfm2": "'conv': their window holds the last tokens read, .*" + SUPPORTED,
     "MiniMax": "'linear_attention' .* the gated delta rule of transformers' Qwen3-Next",
     "Qwen3Next": "'linear_attention' beside no others",
 }

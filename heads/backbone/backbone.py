@@ -32,6 +32,8 @@ from headstart.support.errors import UserError
 if TYPE_CHECKING:
     from peft import PeftModel
 
+Attention = Literal["auto", "sdpa", "eager"]
+"""Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
 EMBEDDED = "embedded"
 """Name of the small backbone that ships with the package."""
 
@@ -221,14 +223,14 @@ def load_backbone(
     *,
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto",
     trust_remote_code: bool = False,
-    attention: Literal["sdpa", "eager"] = "sdpa",
+    attention: Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
     """Load a frozen backbone from a folder, a hub id or ``embedded``; safetensors only.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the
-    CPU; int8, int4: see `quantization`. ``place`` moves the model from the CPU to the device; by default it is moved whole. Raises
+    CPU; int8, int4: see `quantization`. ``attention``: see `Attention`. ``place`` moves the model from the CPU to the device; by default it is moved whole. Raises
     UserError.
     """
     where = resolve(path)
@@ -243,7 +245,7 @@ def load_backbone(
             dtype=wanted,
             quantization_config=quantizing(dtype),
             trust_remote_code=trust_remote_code,
-            attn_implementation=attention,
+            attn_implementation=attention_kernel(attention),
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -255,6 +257,11 @@ def load_backbone(
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise _cannot_load("backbone", path, error) from error
     return Backbone(model.to(on) if place is None else place(model, on))
+
+
+def attention_kernel(attention: Attention) -> str | None:
+    """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
+    return None if attention == "auto" else attention
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -272,6 +279,8 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and path != EMBEDDED and not Path(path).exists():
         return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
+    if "does not support an attention implementation" in str(error):
+        return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")

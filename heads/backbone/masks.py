@@ -15,6 +15,12 @@ from headstart.heads.backbone.recurrent import KIND
 from headstart.support.errors import UserError
 
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+REASONS = {
+    "recurrent": "their state has read every drafted token, so that it can neither branch along a tree nor be taken back",
+    "conv": "their window holds the last tokens read, so that it can neither branch along a tree nor be taken back",
+    "chunked_attention": "they attend within chunks of the text, which the masks of a tree do not follow",
+}
+"""Why trees cannot be verified by layers of a kind; any other kind chooses its keys in a way that masks do not govern."""
 
 
 def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
@@ -25,7 +31,8 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
     unknown = [kind for kind in kinds if kind not in (*KINDS_OF_LAYER, KIND)]
     if unknown or (model._is_stateful and KIND not in kinds):
         kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
-        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}; supported: {known}, {KIND} (gated delta rule)")
+        reason = REASONS.get(kind, "they choose what they attend to in a way that the masks of a tree do not govern")
+        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}: {reason}; supported: {known}, {KIND} (gated delta rule)")
     return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
 
 

@@ -239,7 +239,7 @@ def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Re
             if len(modules) != 1:
                 raise UserError(
                     f"{name} has layers of kind {KIND!r} ({type(layers[number]).__name__}) that do not follow the gated delta rule "
-                    "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence supported"
+                    "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence whose states along a tree are computed here"
                 )
             found[number] = modules[0]
     beside = sorted(set(kinds) - {KIND})

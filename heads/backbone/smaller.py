@@ -73,7 +73,7 @@ def allocate(config: PretrainedConfig) -> PreTrainedModel:
         kind = config.model_type
         raise UserError(f"a draft model of type {kind!r} has recurrent layers, whose states can't follow drafted nodes; use another")
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
     except FAULTS as error:
         raise UserError(f"a draft model of type {config.model_type!r} cannot be built: {_cause(error)}") from None

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import Backbone, resolve
+from headstart.heads.backbone.backbone import Backbone, attention_kernel, resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import add_lora, lora_weights
@@ -134,8 +134,9 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     try:
         with mode, values:
             with no_init_weights():
+                kernel = attention_kernel(settings.attention)
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=settings.trust_remote_code
+                    config, dtype=dtype, attn_implementation=kernel, trust_remote_code=settings.trust_remote_code
                 )
             model.tie_weights()
             model.config.name_or_path = resolve(settings.path)

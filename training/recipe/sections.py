@@ -61,8 +61,8 @@ class Backbone(StrictModel):
     """Dtype of its weights; ``auto``: as saved, and fp32 on a CPU; ``int8``, ``int4``: linear layers quantized by optimum-quanto."""
     trust_remote_code: bool = False
     """Run code from the model's repository."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation; ``eager`` is slower and for models without the other."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation; ``auto``: sdpa, or eager, which is slower, for models without it (Gemma-2, gpt-oss)."""
     shard: bool = False
     """Shard its layers over the processes (FSDP2), gathering each while it runs: for a model that does not fit one device."""
     adapter: Text | None = None

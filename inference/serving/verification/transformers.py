@@ -72,7 +72,7 @@ def _assistant(folder: Path, config: dict[str, Any], depth: int) -> tuple[PreTra
 
 def _load(auto: Any, folder: Path) -> PreTrainedModel:
     """Load a model in fp32. Raises UserError for a tensor that is missing, unexpected or misshapen, which transformers only warns of."""
-    options = {"attn_implementation": "sdpa", "use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+    options = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
     try:
         model, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
