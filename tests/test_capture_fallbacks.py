@@ -15,7 +15,7 @@ from test_capture import CPU, Counted, captured_by
 from torch import Tensor
 
 from headstart.inference.capture import capture as capturing
-from headstart.inference.capture import folding, trace
+from headstart.inference.capture import folding, products, trace
 from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
 from headstart.inference.capture.compile import Compile
 from headstart.inference.capture.forms import Form
@@ -136,7 +136,7 @@ def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_private_function_of_folding_goes_unlisted() -> None:
-    source = Path(folding.__file__).read_text()
+    source = "".join(Path(file.__file__).read_text() for file in (folding, products))
     used = set(re.findall(r"(?:passes|torch\._C)\.(\w+)", source))
     assert used == set(folding.PRIVATE)
 
