@@ -51,8 +51,9 @@ def theirs(ours: Run, attention: str) -> Callable[[int], int]:
         config, draft_vocab_size=backbone.vocab, norm_before_residual=False, ttt_steps=passes, verifier_name_or_path=recipe.backbone.path,
         draft_attn_impl=attention, target_layer_ids=list(taps),
     )  # fmt: skip
-    muon = {"muon_lr": recipe.train.lr, "muon_momentum": 0.95, "muon_weight_decay": 0.0, "muon_ns_steps": 5}
-    wanted = SimpleNamespace(optimizer="muon", lr=recipe.train.lr, weight_decay=0.0, muon_adjust_lr_fn="match_rms_adamw", **muon)
+    rate = ours.trainers[0].recipe.train.peak_lr
+    muon = {"muon_lr": rate, "muon_momentum": 0.95, "muon_weight_decay": 0.0, "muon_ns_steps": 5}
+    wanted = SimpleNamespace(optimizer="muon", lr=rate, weight_decay=0.0, muon_adjust_lr_fn="match_rms_adamw", **muon)
     optimizers = build_optimizers(model, wanted)
     loss = resolve_loss_config("kl_div", "fused" if torch.cuda.is_available() else "eager")
 

@@ -63,6 +63,8 @@ class Drafter(nn.Module, ABC):
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
     anchor_share: float = 1.0
     """Share of the label positions that a training step uses as anchors; below 1, `forward` is always called with anchors."""
+    pretrained: ClassVar[bool] = False
+    """`init_from` gives it the weights of a whole language model, which ``train.lr=auto`` changes by smaller steps."""
     fixed_arguments: ClassVar[tuple[str, ...]] = ()
     """Arguments that change what the weights compute but no shape: a drafter that starts from trained heads must have theirs."""
     file_name: ClassVar[str] = "model.safetensors"
@@ -72,6 +74,8 @@ class Drafter(nn.Module, ABC):
     """Not a submodule, so that its weights are neither trained nor saved with the drafter."""
     taps: tuple[int, ...] = ()
     """Backbone layers whose residual stream the drafter uses."""
+    width: int
+    """Width of the hidden states that it computes with."""
     lora: Lora | None = None
     """LoRA adapter on its linear layers, in training (``drafter.lora``)."""
     vocabulary: Tensor | None
@@ -80,7 +84,7 @@ class Drafter(nn.Module, ABC):
     def __init__(self, backbone: Backbone, config: DrafterConfig) -> None:
         super().__init__()
         object.__setattr__(self, "backbone", backbone)   # nn.Module.__setattr__ would register a submodule
-        self.config = config
+        self.width, self.config = backbone.dim, config
         self.trained_depth = config.depth
         self.set_depth(config.draft_depth)
         self.register_buffer("vocabulary", None, persistent=False)   # a buffer, so that .to() moves it

@@ -76,7 +76,7 @@ class DraftModel(Drafter):
 
     config: Config
     reads_hidden = False
-    capturable = True
+    capturable = pretrained = True
 
     def __init__(self, backbone: Backbone, config: Config, model: PreTrainedModel | Backbone | None = None) -> None:
         """``model``: the model itself, with the backbone's vocabulary; by default one is allocated as ``config`` says."""
@@ -90,7 +90,7 @@ class DraftModel(Drafter):
             self.set_depth(max(config.depth, DRAFT_DEPTH))
         self.layers = layers
         """Numbers of the backbone's layers that a pruned model keeps."""
-        self.model = whole
+        self.model, self.width = whole, whole.config.get_text_config().hidden_size
         self._cached = CachedModel(model) if isinstance(model, Backbone) else None
         self.masks = config.depth - 1 if config.parallel else 0
         """Number of mask tokens after the root."""

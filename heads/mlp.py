@@ -84,7 +84,7 @@ class MLPSpeculator(OwnReadoutDrafter):
         self.proj = nn.ModuleList(nn.Linear(inner if k else D, inner, bias=False) for k in range(2 if config.tie_weights else K))
         self.ln = nn.ModuleList(BiasedNorm(inner) for _ in range(sets))
         self.head = nn.ModuleList(nn.Linear(inner, self.draft_vocab, bias=False) for _ in range(sets))
-        self.inner_dim = inner
+        self.inner_dim = self.width = inner
         self.state_weight = 0.5 ** (0.5 / K)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
 

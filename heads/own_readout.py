@@ -57,7 +57,11 @@ class OwnReadoutDrafter(Drafter):
         """Return the layers ``[DV, D]`` that start as the backbone's output layer."""
 
     def frozen(self) -> list[nn.Parameter]:
-        return [layer.weight for layer in self.output_layers()] if self.config.freeze_readout else []
+        if not self.config.freeze_readout:
+            return []
+        if not (layers := self.output_layers()):
+            raise UserError(f"drafter.freeze_readout needs output layers as wide as the backbone, {self.backbone.dim}; set it to false")
+        return [layer.weight for layer in layers]
 
     def init_from(self, backbone: Backbone) -> None:
         """Initialise the output layers as the backbone's, the other layers with ``reset_parameters``."""

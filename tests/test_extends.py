@@ -37,7 +37,7 @@ def test_later_files_replace_keys_of_earlier_ones_and_null_empties_a_section(tmp
     write(tmp_path / "b.yaml", "train: {lr: 2e-3}\n")
     recipe = load_recipe(write(tmp_path / "recipe.yaml", "extends: [a.yaml, b.yaml]\n" + LEAST))
     assert (recipe.train.lr, recipe.train.batch_size, recipe.seed) == (2e-3, 4, 1)
-    assert load_recipe(write(tmp_path / "null.yaml", "extends: a.yaml\ntrain:\n" + LEAST)).train.lr == 1e-3 != 2e-3
+    assert load_recipe(write(tmp_path / "null.yaml", "extends: a.yaml\ntrain:\n" + LEAST)).train.lr == "auto"
     emptied = load_recipe(write(tmp_path / "emptied.yaml", "extends: b.yaml\ntrain: null\n" + LEAST))
     assert emptied.train.lr == load_recipe(write(tmp_path / "least.yaml", LEAST)).train.lr
 

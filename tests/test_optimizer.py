@@ -96,4 +96,4 @@ def test_wsd_is_constant_and_then_decays() -> None:
     assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to decay
     assert rates[850] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1 + 0.9 / 300)
     assert all(before > after for before, after in zip(rates[700:], rates[701:], strict=False))
-    assert learning_rate(1, 1, Train(schedule="wsd", warmup_ratio=0.0)) == Train().lr   # too short for a decay
+    assert learning_rate(1, 1, Train(lr=2.0, schedule="wsd", warmup_ratio=0.0)) == 2.0   # too short for a decay

@@ -168,7 +168,7 @@ def test_an_override_reaches_its_drafter(together: Path) -> None:
         ("heads=[]", "missing key drafter.kind"),
         ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which share the backbone's forward pass; set"),
         ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),
-        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is a number above 0; got 0"),
+        ("heads.wide.train={lr: 0}", "heads.wide: train.lr is a number above 0 or 'auto'; got 0"),
         ("heads.wide.objective=kl", "heads.wide.objective is a section with keys of its own; got 'kl'"),
     ],
 )

@@ -129,7 +129,7 @@ def _diverged(run: Run, trainer: DrafterTrainer, fault: str) -> UserError:
     train = trainer.recipe.train
     skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
     return UserError(
-        f"{fault}; stopped, and {_last_checkpoint(run)}. Try a lower train.lr (now {train.lr:g}), "
+        f"{fault}; stopped, and {_last_checkpoint(run)}. Try a lower train.lr (now {train.peak_lr:g}), "
         f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
         f"{'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
     )

@@ -38,6 +38,7 @@ from headstart.training.run.checkpoint import (
     unpack_drafter,
     without_prefix,
 )
+from headstart.training.run.defaults import Chosen, choose
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, read_starts
@@ -91,7 +92,8 @@ def prepare(recipe: Recipe) -> Run:
     started = [start.apply(drafters[name]) for name, start in starts.items()]
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     source = with_cache(recipe, source)
-    trainers = [_trainer(name, one, drafters[name], source, state) for name, one in recipe.per_drafter().items()]
+    step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
+    trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
     for trainer in trainers:
         trainer.start = starts[trainer.name].provenance if trainer.name in starts else None
         if counts is not None and trainer.drafter.vocabulary is not None:
@@ -105,7 +107,7 @@ def prepare(recipe: Recipe) -> Run:
     log.say(_summary(run, splits, cache_summary, started))
     if state is None:
         for trainer in trainers:
-            log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage}, trainer.name)
+            log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
     return run
 
 
@@ -169,12 +171,21 @@ def _load_data(
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
 
 
-def _trainer(name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None) -> DrafterTrainer:
-    """Build a trainer, with the saved state's weights if any. Each has its own `Accelerator` and so its own gradient scaler."""
+def _trainer(
+    name: str, recipe: Recipe, drafter: Drafter, source: FeatureSource, state: State | None, length: tuple[float, int]
+) -> DrafterTrainer:
+    """Build a trainer, with the saved state's weights and chosen values if any. Each has its own `Accelerator`, so its own gradient scaler.
+
+    ``length``: tokens of a step, and steps.
+    """
+    chosen = choose(recipe, drafter, *length)
     if state is not None:
+        chosen = Chosen(**state.progress["heads"][name]["chosen"])
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
         unpack_adapter(drafter.backbone.trainable, state.tensors)
-    return build_trainer(name, recipe, _accelerator(recipe), drafter, source)
+    trainer = build_trainer(name, chosen.put_into(recipe), _accelerator(recipe), drafter, source)
+    trainer.chosen = chosen
+    return trainer
 
 
 def _resume(run: Run, state: State) -> None:
@@ -215,6 +226,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"about {train.batch_size * tokens / rows:,.0f} tokens; precision {train.precision}, "
         f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}"
         f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
+        *(f"chosen    {f'{one.name}: ' if one.name else ''}{one.chosen}" for one in run.trainers if one.chosen.values),
         f"output    {recipe.save.dir}",
     ))  # fmt: skip
 

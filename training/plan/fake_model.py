@@ -162,6 +162,8 @@ def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
     if options.init is not None and Path(options.init).is_dir():   # nothing is downloaded
         require_kind(options.init, read_metadata(options.init)[1], options.kind)
     drafter = construct_drafter(options.kind, backbone, arguments).train()
+    for weight in drafter.frozen():
+        weight.requires_grad_(False)
     if recipe.train.gradient_checkpointing:
         recompute(drafter)
     return drafter

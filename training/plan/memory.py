@@ -127,7 +127,8 @@ class MemoryPlan:
         """Return the bytes of optimizer state: AdamW has two values per weight, Muon one per matrix entry it updates."""
         with self.models.fake_mode():
             adapter = self.models.backbone.trainable.values()
-            optimizer = build_optimizer(self.models.drafters[name], self.recipe.per_drafter()[name].train, adapter)
+            train = self.recipe.per_drafter()[name].train.model_copy(update={"lr": 1.0})   # any number, should it be auto
+            optimizer = build_optimizer(self.models.drafters[name], train, adapter)
         first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
         return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.run.defaults import choose
 
 MAX_ROWS = 65_536
 """Maximum rows of a micro-batch that are tried."""
@@ -101,6 +102,7 @@ def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None
         "tokens": _tokens(recipe, samples, machine.processes),
     }  # fmt: skip
     report["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
+    report["chosen"] = _chosen(recipe, models, report["tokens"])
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     return report | _time(recipe, report, machine, calibrate)
 
@@ -201,6 +203,14 @@ def _tokens(recipe: Recipe, splits: Splits | None, processes: int) -> dict[str, 
         "samples": stats.samples, "tokens": stats.tokens, "label_tokens": stats.label_tokens, "rows": feed.rows, "steps": feed.steps,
         "training_tokens": training_tokens, "summary": str(stats),
     }  # fmt: skip
+
+
+def _chosen(recipe: Recipe, models: FakeModels, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Return by drafter what training will put in place of ``auto``, and why; no values if the data are not available."""
+    if tokens["training_tokens"] is None:
+        return {name: {"values": {}, "reason": None} for name in models.drafters}
+    size = (tokens["training_tokens"] / tokens["steps"], tokens["steps"])
+    return {name: asdict(choose(one, models.drafters[name], *size)) for name, one in recipe.per_drafter().items()}
 
 
 def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.support.units import gigabytes
+from headstart.training.run.defaults import Chosen
 
 
 def lines(report: dict[str, Any]) -> list[str]:
@@ -59,6 +60,7 @@ def _data(report: dict[str, Any]) -> list[str]:
     return [
         f"data      {tokens['summary']} ({share:.0%})",
         f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
+        *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**one)}" for name, one in report["chosen"].items() if one["values"]),
     ]
 
 

@@ -57,8 +57,8 @@ class Train(StrictModel):
     """Sequences of one forward on one device (per-device batch size); null: the device's whole share, without accumulation."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate."""
+    lr: PositiveFloat | Literal["auto"] = "auto"
+    """Peak learning rate; ``auto``: by the width of the drafter, the tokens of a step and the number of steps (docs/defaults.md)."""
     readout_lr_ratio: PositiveFloat = 1.0
     """Learning rate of matrices with a vocabulary dimension, as a fraction of ``lr``."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -83,6 +83,12 @@ class Train(StrictModel):
     """Recompute activations of the drafter, and of a backbone with ``lora``, in the backward pass: less memory, same gradients."""
     non_finite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip that step (and stop after ten in a row)."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate as a number, once ``auto`` is resolved (training/run/defaults.py)."""
+        assert not isinstance(self.lr, str)
+        return self.lr
 
     @model_validator(mode="before")
     @classmethod

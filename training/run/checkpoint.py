@@ -30,7 +30,7 @@ from headstart.support.files import atomic, discard_unfinished, file_hash
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 
-FORMAT = 2
+FORMAT = 3
 """Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",

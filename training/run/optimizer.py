@@ -63,8 +63,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer with common parameter groups and state."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train) -> None:
-        muon = Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(others, lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
+        muon = Muon(matrices, lr=train.peak_lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self.parts = (muon, adamw)
         self._share()
@@ -106,4 +106,4 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
     groups = [group for group in groups if group["params"]]
     if matrices:
         return MuonAdamW(matrices, groups, train)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.betas[0], train.betas[1]))
+    return torch.optim.AdamW(groups, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))

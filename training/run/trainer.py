@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
+from headstart.training.run.defaults import Chosen
 from headstart.training.run.optimizer import build_optimizer
 from headstart.training.run.schedule import adapter_rise, learning_rate
 from headstart.training.run.sharding import full_tensor, keep_gathered
@@ -45,7 +46,7 @@ class DrafterTrainer:
     name: str
     """Name of the drafter; empty if the run has only one."""
     recipe: Recipe
-    """Recipe that trains this drafter alone."""
+    """Recipe that trains this drafter alone, with the values of ``chosen``."""
     accelerator: Accelerator
     drafter: Drafter
     module: nn.Module
@@ -66,6 +67,8 @@ class DrafterTrainer:
     """Optimiser steps skipped because the loss or the gradient was not finite."""
     consecutive_skips: int = 0
     """Number of consecutive skipped steps before the current one."""
+    chosen: Chosen = field(default_factory=lambda: Chosen({}, ""))
+    """What the recipe leaves to ``auto``."""
     rise: float = 1.0
     """`adapter_rise` at the current step; 1 with a frozen backbone."""
 
@@ -185,6 +188,7 @@ class DrafterTrainer:
         return {
             "tau": self.tau,
             "start": self.start,
+            "chosen": asdict(self.chosen),
             "meter": self.meter.state(),
             "skipped": [self.skipped, self.consecutive_skips],
             "scaler": None if scaler is None else scaler.state_dict(),

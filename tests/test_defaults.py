@@ -1,0 +1,104 @@
+"""What ``auto`` stands for: chosen by the size of the run, shown by the plan, used and recorded by training, kept when a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import backbone
+from small_run import make_recipe, read_log
+
+from headstart.cli.main import main as command
+from headstart.cli.train import main
+from headstart.heads.methods import build_drafter
+from headstart.training.recipe.recipe import Train, load_recipe
+from headstart.training.run.defaults import ADAPTED, choose, learning_rate
+from headstart.training.run.optimizer import build_optimizer
+from headstart.training.setup import prepare
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return make_recipe(tmp_path, train={"lr": "auto", "steps": 6}, eval={"prompts": 1, "max_new_tokens": 2}, log={"every": 1})
+
+
+def chosen_by(run: Any) -> float:
+    rate: float = run.trainers[0].recipe.train.lr
+    return rate
+
+
+def test_wider_drafters_and_longer_runs_take_smaller_steps_larger_batches_larger_ones() -> None:
+    middle = learning_rate("muon", 256, 1000, 1000)
+    assert learning_rate("muon", 4096, 1000, 1000) < middle / 3 and learning_rate("muon", 256, 1000, 100_000) < middle
+    assert learning_rate("muon", 256, 8000, 1000) > middle > learning_rate("adamw", 256, 1000, 1000)
+    assert learning_rate("muon", 1, 1e9, 1) <= 0.05   # bounded
+    assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * middle, rel=0.1)
+
+
+def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", str(small), "--no-calibration", "--json", str(tmp_path / "plan.json")]) == 0
+    planned = json.loads((tmp_path / "plan.json").read_text())["chosen"][""]
+    rate = planned["values"]["train.lr"]
+    assert f"chosen    train.lr={rate:g} (auto: width 16, 6 steps of about" in capsys.readouterr().out
+    assert main([str(small)]) == 0
+    assert f"train.lr={rate:g} (auto: width 16" in capsys.readouterr().err
+    log = read_log(tmp_path / "out")
+    assert [line["chosen"] for line in log if "chosen" in line] == [planned["values"]]
+    assert max(line["lr"] for line in log if "lr" in line) == pytest.approx(rate)
+    provenance = json.loads((tmp_path / "out" / "headstart.json").read_text())
+    assert f'"lr": {rate}' in json.dumps(provenance)
+
+
+def test_a_number_is_taken_as_it_is(small: Path) -> None:
+    run = prepare(load_recipe(small, ["train.lr=0.125"]))
+    run.log.close()
+    assert chosen_by(run) == 0.125 and not run.trainers[0].chosen.values
+
+
+def test_a_run_that_goes_on_for_longer_keeps_what_was_chosen(small: Path) -> None:
+    first = prepare(load_recipe(small))
+    first.log.close()
+    assert main([str(small)]) == 0
+    longer = prepare(load_recipe(small, ["train.steps=6000"]))
+    longer.log.close()
+    assert longer.done == 6 and chosen_by(longer) == chosen_by(first)
+    fresh = prepare(load_recipe(small, ["train.steps=6000", f"save.dir={small.parent / 'fresh'}"]))
+    fresh.log.close()
+    assert chosen_by(fresh) < chosen_by(first)
+
+
+def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path) -> None:
+    recipe = load_recipe(small, ["drafter={kind: eagle3, depth: 2}"])
+    fresh, model = (build_drafter(kind, backbone("llama"), {"depth": 2}) for kind in ("eagle3", "draft_model"))
+    start = recipe.model_copy(update={"drafter": {**recipe.drafter, "init": "trained"}})
+    rates = [choose(one, drafter, 100.0, 50).values["train.lr"] for one, drafter in ((recipe, fresh), (start, fresh), (recipe, model))]
+    assert rates[1] < rates[0] and rates[2] < rates[0]
+
+
+def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:
+    arguments = "drafter={kind: eagle3, depth: 2, freeze_readout: true}"
+    assert main([str(small), arguments]) == 0
+    run = prepare(load_recipe(small, [arguments]))
+    run.log.close()
+    assert torch.equal(run.drafter.lm_head.weight, run.backbone.unembed.weight)   # type: ignore[attr-defined]
+    fresh = build_drafter("eagle3", run.backbone, {"depth": 2})
+    assert not torch.equal(run.drafter.fc.weight, fresh.fc.weight)   # type: ignore[attr-defined]
+
+
+def test_a_readout_of_another_width_cannot_be_frozen(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(small), "drafter={kind: mlp, depth: 2, inner_dim: 24, freeze_readout: true}"]) == 2
+    assert "drafter.freeze_readout needs output layers as wide as the backbone, 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_readout_has_its_own_learning_rate(optimizer: Any) -> None:
+    drafter = build_drafter("eagle3", backbone("llama"), {"depth": 2})
+    groups = build_optimizer(drafter, Train(optimizer=optimizer, lr=1.0, readout_lr_ratio=0.25)).param_groups
+    ratios = {id(weight): group.get("lr_ratio", 1.0) for group in groups for weight in group["params"]}
+    names = {name: ratios[id(weight)] for name, weight in drafter.named_parameters()}
+    assert names.pop("lm_head.weight") == 0.25 and set(names.values()) == {1.0}

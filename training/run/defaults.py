@@ -1,0 +1,60 @@
+"""What ``auto`` stands for in a recipe: values that depend on the drafter, the steps and the length of the run.
+
+The rule was fitted to sweeps over six backbones of width 64 to 256 (`benchmarks/transfer.py`, docs/defaults.md). Wider drafters follow the
+same exponents, which is an extrapolation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.heads.base import Drafter
+from headstart.training.recipe.drafter import split_drafter
+from headstart.training.recipe.recipe import Recipe
+
+WIDTH, STEP_TOKENS, STEPS = 128, 512, 600
+"""The size of run at which the learning rate is `PEAK`."""
+PEAK = {"muon": 8e-3, "adamw": 4e-3}
+WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT = -0.75, 0.25, -0.25
+HIGHEST = 2e-2
+ADAPTED = 0.3
+"""Factor of the learning rate where training goes on from weights that were trained before."""
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Values in place of ``auto`` by dotted key, and what they follow from. Saved with a run, so that resuming it keeps them."""
+
+    values: dict[str, float]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(f'{key}={value:g}' for key, value in self.values.items())} (auto: {self.reason})"
+
+    def put_into(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with these values."""
+        values = {key.removeprefix("train."): value for key, value in self.values.items()}
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+
+def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> Chosen:
+    """Choose what a drafter's recipe leaves to ``auto``; nothing if it names all values.
+
+    ``step_tokens``: mean number of tokens of an optimizer step, padding excluded; ``steps``: optimizer steps of the run.
+    """
+    values: dict[str, Any] = {}
+    adapted = drafter.pretrained or (drafter.lora is None and split_drafter(recipe.drafter)[0].init is not None)
+    reason = f"width {drafter.width:,}, {steps:,} steps of about {step_tokens:,.0f} tokens"
+    if recipe.train.lr == AUTO:
+        values["train.lr"] = learning_rate(recipe.train.optimizer, drafter.width, step_tokens, steps, adapted)
+        reason += f", {recipe.train.optimizer}{', weights that were trained before' if adapted else ''}"
+    return Chosen(values, reason)
+
+
+def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, adapted: bool = False) -> float:
+    """Return the peak learning rate with two significant digits."""
+    rate = PEAK[optimizer] * (width / WIDTH) ** WIDTH_EXPONENT
+    rate *= (step_tokens / STEP_TOKENS) ** TOKENS_EXPONENT * (steps / STEPS) ** STEPS_EXPONENT
+    return float(f"{min(rate, HIGHEST) * (ADAPTED if adapted else 1.0):.2g}")
