@@ -73,7 +73,7 @@ def measure_rows(rows: int, length: int, steps: int) -> dict[str, Any]:
     drafter = drafter.to(backbone.device, torch.float32).train()
     with torch.no_grad():
         drafter.init_from(backbone)
-    train, source = Train(steps=steps), LiveFeatures(backbone, drafter.taps)
+    train, source = Train(steps=steps, lr=1e-3), LiveFeatures(backbone, drafter.taps)
     optimizer = build_optimizer(drafter, train)
     spent: dict[str, list[float]] = {part: [] for part in ("features", "drafter", "objective", "backward", "optimizer", "products")}
     on_gpu = backbone.device.type == "cuda"

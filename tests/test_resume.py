@@ -106,7 +106,7 @@ def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, caps
         (state / "state.json").write_text(json.dumps(content))
     assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 2)" in error
+    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 3)" in error
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
