@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, file_hash, value_hash
+from headstart.support.files import discard, file_hash, value_hash
 from headstart.support.hub import find_folder, upload
+from headstart.support.transaction import settle, transaction
 
 METADATA = "headstart.json"
 FORMAT = 1
@@ -52,20 +52,25 @@ def recipe_template(card: dict[str, Any]) -> str | None:
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
-    """Write the checkpoint; each file is renamed into place when complete, the metadata last."""
+    """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
-    backbone, weights = drafter.backbone, {"file": drafter.file_name} | _save_lora(drafter, folder)
-    with ExitStack() as stack:   # files are renamed as it ends, the last entered first
-        metadata_file, config_file, file = (
-            stack.enter_context(atomic(folder / name)) for name in (METADATA, "config.json", drafter.file_name)
-        )
+    backbone, weights = drafter.backbone, {"file": drafter.file_name}
+    with transaction(folder) as new:
         for name, content in (files | carried_files()).items():
-            stack.enter_context(atomic(folder / name)).write_bytes(content)
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_bytes(content)
         if backbone.adapter is not None:
-            backbone.adapter.save(stack.enter_context(atomic(folder / ADAPTER, folder=True)))
+            (new / ADAPTER).mkdir()
+            backbone.adapter.save(new / ADAPTER)
+        if drafter.lora is not None:
+            (new / DRAFTER_ADAPTER).mkdir()
+            drafter.lora.save(new / DRAFTER_ADAPTER)
+            weights["adapter"] = file_hash(new / DRAFTER_ADAPTER / ADAPTER_WEIGHTS)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+        file, config_file = new / drafter.file_name, new / "config.json"
         config_file.write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(config_file.stat().st_mode)   # safetensors creates it with mode 600
         card = {
             "format": FORMAT,
             "kind": type(drafter).__module__.removeprefix("headstart.heads."),
@@ -75,17 +80,9 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
-        metadata_file.write_text(json.dumps(card, indent=2) + "\n")
-
-
-def _save_lora(drafter: Drafter, folder: Path) -> dict[str, str]:
-    """Write the drafter's own adapter, if any, and return its hash as it stands in the metadata."""
+        (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
     if drafter.lora is None:
         discard(folder / DRAFTER_ADAPTER)   # of an earlier save
-        return {}
-    with atomic(folder / DRAFTER_ADAPTER, folder=True) as adapter_folder:
-        drafter.lora.save(adapter_folder)
-        return {"adapter": file_hash(adapter_folder / ADAPTER_WEIGHTS)}
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
@@ -98,6 +95,7 @@ def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the local folder of a checkpoint (downloaded if ``path`` is a hub id) and its ``headstart.json``."""
     folder = find_folder(path, "heads")
+    settle(folder)
     card_file = folder / METADATA
     if not card_file.is_file():
         raise UserError(f"{path} has no {METADATA}: not heads saved by Headstart (or the run that writes them has not saved yet)")
@@ -129,7 +127,15 @@ def load_drafter(
     if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
         found = template_hash(tokenizer)
         raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
-    drafter = read_drafter(str(path), folder, card, backbone)
+    try:
+        drafter = read_drafter(str(path), folder, card, backbone)
+        replaced = read_metadata(path)[1] != card
+    except UserError:
+        replaced = read_metadata(path)[1] != card
+        if not replaced:
+            raise
+    if replaced:   # a run has saved newer heads meanwhile
+        return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
 

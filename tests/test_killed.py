@@ -57,10 +57,7 @@ def test_killed_ten_times(recipe: Path, tmp_path: Path, processes: int) -> None:
         else:   # the run had ended: start another one
             round += 1
         if (out / "headstart.json").exists():
-            try:
-                load_drafter(out, backbone)
-            except UserError as error:   # killed between weights and metadata, as the hash shows; the saved state is intact
-                assert "its hash is not the one in headstart.json" in str(error)
+            load_drafter(out, backbone)
     assert Forked(processes, command, tmp_path / f"{round}.txt").wait() == 0
     whole = numbers(tmp_path / "whole")
     for out in (tmp_path / str(i) for i in range(round + 1) if (tmp_path / str(i) / "headstart.json").exists()):

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from headstart.cli.arguments import TRAIN_EXAMPLE, add_train
 from headstart.support.errors import UserError
@@ -34,24 +35,30 @@ def _train(path: str, overrides: Sequence[str]) -> int:
 
     from headstart.training.loop import train
     from headstart.training.recipe.recipe import load_recipe
+    from headstart.training.run.lock import sole_run
     from headstart.training.setup import prepare
 
     recipe = load_recipe(path, overrides)
     try:
-        run = prepare(recipe)
-        try:
-            return train(run)
-        finally:
-            run.log.close()
-            run.accelerator.end_training()
+        with sole_run(recipe.save.dir) if _rank() == 0 else nullcontext():
+            run = prepare(recipe)
+            try:
+                return train(run)
+            finally:
+                run.log.close()
+                run.accelerator.end_training()
     except torch.OutOfMemoryError as error:
         size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk_size, recipe.data.max_length
         lower = f"train.micro_batch (now {size or 'null'}), objective.chunk_size ({chunk}) or data.max_length ({length})"
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
 
 
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def _report(error: UserError) -> int:
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _rank()
     if rank:
         time.sleep(15)   # if all processes have the error, rank 0 reports it and its exit ends the others
     print(f"error: {error}" if rank == 0 else f"error (process {rank}): {error}", file=sys.stderr, flush=True)

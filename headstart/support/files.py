@@ -21,8 +21,8 @@ from headstart.support.errors import UserError
 def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the same folder, which replaces ``path`` when the block ends and is removed on an error.
 
-    The file gets default permissions whatever its writer sets (safetensors sets mode 600). With ``folder`` the temporary path is an
-    empty folder, and an existing folder at ``path`` is replaced. Parent folders are created.
+    Only the user can read the temporary file; in the end it has default permissions, whatever its writer sets (safetensors sets mode 600).
+    With ``folder`` the temporary path is an empty folder, and an existing folder at ``path`` is replaced. Parent folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -30,8 +30,9 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
         if folder:
             temporary.mkdir()
         else:
-            temporary.touch()
+            temporary.touch(exist_ok=False)   # follows no link that somebody has put there
         mode = temporary.stat().st_mode
+        temporary.chmod(0o700 if folder else 0o600)
         yield temporary
         temporary.chmod(mode)
         if folder:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from headstart.heads.checkpoint import METADATA
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
+from headstart.support.transaction import settle
 from headstart.training.inspect.checkpoint import inspect_checkpoint
 from headstart.training.inspect.recipe import inspect_recipe
 from headstart.training.recipe.extends import read_extended
@@ -28,6 +29,7 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
         extended = [str(file) for file in read_extended(path)[1]]
         shown = [labelled([("extends", ", ".join(extended))]), ""] if extended else []
         return {"extends": extended, **report}, [*shown, *screen]
+    settle(path)
     if path.is_dir() and not (path / METADATA).is_file():
         raise UserError(
             f"{target} is a folder without {METADATA}: neither a recipe nor trained heads; give a recipe (.yaml), or a folder that "

@@ -11,7 +11,6 @@ therefore be resumed with another number of processes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, file_hash
+from headstart.support.transaction import flush
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 
@@ -56,9 +56,9 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
         save_file(tensors, temporary / "tensors.safetensors")
         content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
-        for path in temporary.iterdir():
-            _flush(path)
-    _flush(folder.parent)
+        for path in [*temporary.iterdir(), temporary]:
+            flush(path)
+    flush(folder.parent)
     for old in _steps(save_dir)[max(keep, 1):]:
         shutil.rmtree(old)
     return folder
@@ -173,15 +173,6 @@ def _fault(folder: Path) -> str | None:
     if not isinstance(progress, dict) or progress.get("sha256") != checksum:
         return "the checksum of tensors.safetensors is not the one in state.json"
     return None
-
-
-def _flush(path: Path) -> None:
-    """Flush to disk; otherwise a rename might survive a power failure that the file's content does not."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

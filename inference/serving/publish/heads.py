@@ -23,6 +23,7 @@ from headstart.inference.serving.trained import Trained
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import is_hub_id
+from headstart.support.transaction import settle
 
 SAVED = (
     METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",
@@ -86,6 +87,7 @@ def read_heads(path: Path, base_model: str | None) -> Heads:
         require_repo_id("--base-model", base_model)
     if not path.is_dir():
         raise UserError(f"no folder at {str(path)!r}; give a folder of trained heads or one that headstart export wrote")
+    settle(path)
     if (path / METADATA).is_file():
         return _checkpoint(path, base_model)
     if (path / EXPORTED).is_file():
