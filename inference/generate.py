@@ -31,6 +31,7 @@ from headstart.inference.engine.request import Request, read_request, require_on
 from headstart.inference.engine.sequence import output_ids
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import TreeShape, TreeSize, VerifiedTree
+from headstart.inference.engine.turn import turn
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
@@ -158,6 +159,7 @@ class SpeculativeModel(Decoding):
         size of the candidate trees to acceptance rates and measured latency; a `TreeShape` fixes it. ``speculate=False``: autoregressive
         decoding. ``batch_size``: the most rows decoded at once; others start as rows end. ``timed``: exact times on an accelerator.
         ``num_beams``: transformers' beam search, several steps per pass; a `TreeShape` then counts the nodes of all beams of a row.
+        Calls of several threads on one model take turns (see `turn`).
         Raises UserError (a ValueError) for arguments that are not supported.
         """
         self.require_model(model)
@@ -172,13 +174,14 @@ class SpeculativeModel(Decoding):
         if speculate and shape is not None and shape.depth is not None:
             for drafter in self.drafters:
                 drafter.require_depth(shape.depth)
-        engine = self.engine(speculate and bool(self.drafters or self.proposers))
-        decoder: Decoder | BeamDecoder
-        if request.beams is not None:
-            decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
-        else:
-            decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
-        passes = list(decoder.run(timed))
+        with turn(model):
+            engine = self.engine(speculate and bool(self.drafters or self.proposers))
+            decoder: Decoder | BeamDecoder
+            if request.beams is not None:
+                decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
+            else:
+                decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
+            passes = list(decoder.run(timed))
         if streamer is not None:
             streamer.end()
         return _output(decoder, passes, request) if request.dictionary else _sequences(decoder, request)

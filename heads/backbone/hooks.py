@@ -4,6 +4,7 @@ in grouped-query attention."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,21 +15,27 @@ from torch.utils.checkpoint import checkpoint
 
 GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 """Environment variable that makes transformers leave grouped-query attention to torch's SDPA."""
+_grouped = 0
+"""Number of threads that need it."""
+_counting = threading.Lock()
 
 
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Collect the residual stream after each of the ``taps`` layers (0: the embedding) while the model runs."""
+    """Collect the residual stream after each of the ``taps`` layers (0: the embedding) while the model runs in this thread."""
     kept: dict[int, Tensor] = {}
+    thread = threading.get_ident()
 
     def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            kept[tap] = output[0] if isinstance(output, tuple) else output
+            if threading.get_ident() == thread:
+                kept[tap] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        kept[0] = args[0] if args else kwargs["hidden_states"]
+        if threading.get_ident() == thread:
+            kept[0] = args[0] if args else kwargs["hidden_states"]
 
     handles = [
         layers[tap - 1].register_forward_hook(after(tap)) if tap else layers[0].register_forward_pre_hook(before, with_kwargs=True)
@@ -65,13 +72,25 @@ def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[
 def grouped(on: bool) -> Iterator[None]:
     """Prevent transformers' SDPA attention from repeating the keys of grouped queries, which it does when there is a mask.
 
-    On a CPU this makes a tree of four nodes 10 % faster; on other devices torch might choose a slow kernel.
+    On a CPU this makes a tree of four nodes 10 % faster; on other devices torch might choose a slow kernel. Threads may do so at once.
     """
-    before = os.environ.get(GROUPED)
-    if on and before is None:
-        os.environ[GROUPED] = "1"
+    if on:
+        _count(1)
     try:
         yield
     finally:
-        if on and before is None:
+        if on:
+            _count(-1)
+
+
+def _count(change: int) -> None:
+    """Set the variable when the first thread needs it, and remove it after the last; one that the user has set stays."""
+    global _grouped
+    with _counting:
+        if not _grouped and GROUPED in os.environ:
+            return
+        _grouped += change
+        if _grouped:
+            os.environ[GROUPED] = "1"
+        else:
             del os.environ[GROUPED]

@@ -36,6 +36,7 @@ def _train(path: str, overrides: Sequence[str]) -> int:
     from headstart.training.loop import train
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.run.lock import sole_run
+    from headstart.training.run.processes import lost_process
     from headstart.training.setup import prepare
 
     recipe = load_recipe(path, overrides)
@@ -51,15 +52,25 @@ def _train(path: str, overrides: Sequence[str]) -> int:
         size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk_size, recipe.data.max_length
         lower = f"train.micro_batch (now {size or 'null'}), objective.chunk_size ({chunk}) or data.max_length ({length})"
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
+    except OSError as error:   # a full or failing disk, no permission
+        where = f" ({error.filename})" if error.filename else ""
+        raise UserError(
+            f"the run has ended: {error.strerror or error}{where}; put that right, and the same command goes on from what was last saved "
+            f"in {recipe.save.dir}"
+        ) from None
+    except RuntimeError as error:
+        if (lost := lost_process(error, recipe.save.dir)) is None:
+            raise
+        return _report(lost, wait=False)
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _report(error: UserError) -> int:
+def _report(error: UserError, wait: bool = True) -> int:
     rank = _rank()
-    if rank:
+    if rank and wait:
         time.sleep(15)   # if all processes have the error, rank 0 reports it and its exit ends the others
     print(f"error: {error}" if rank == 0 else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
     return 2

@@ -25,6 +25,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import tapped
 from headstart.heads.base import Drafter
 from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.turn import turn
 from headstart.inference.generate import Decoding, SpeculativeModel
 from headstart.support.errors import UserError
 
@@ -66,7 +67,7 @@ class AssistedDecoding(Decoding):
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
         processing = Processing(logits_processor, [pads])
-        with _reading(self.backbone, self.drafter.taps) as outputs:
+        with turn(model), _reading(self.backbone, self.drafter.taps) as outputs:
             ends = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
             limits = Limits(self.depth, generation_config.max_length, frozenset(ends))
             candidates = HeadCandidates(self.drafter, outputs, limits, processing if generation_config.do_sample else None, pads)

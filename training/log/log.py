@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,8 @@ class Log:
         if not self.main:
             return
         self.bar.close()
-        self.file.close()
+        with suppress(OSError):   # what could not be written has been reported
+            self.file.close()
         if not self.report_current:
             self.report()
         for tracker in self.trackers:
