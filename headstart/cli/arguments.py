@@ -23,6 +23,9 @@ BENCH_EXAMPLE = """examples:
   headstart bench --backbone Qwen/Qwen3-0.6B --propose suffix recycling --prompts articles.jsonl --prompt-lookup"""
 
 
+COMPARE_EXAMPLE = """examples:
+  headstart compare before.json after.json --html compared.html
+  headstart compare out/eagle3 out/medusa --html runs.html"""
 TUNE_EXAMPLE = """examples:
   headstart tune --heads out/eagle3 --prompts prompts.jsonl
   headstart tune --backbone Qwen/Qwen3-0.6B --batch-size 1 8 --contexts 512 4096"""
@@ -86,6 +89,13 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
     _add_style(parser)
     _add_shared(parser)
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart compare``."""
+    about = "two reports of bench --json (before, after), or the folders of training runs"
+    parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, complete in itself")
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:

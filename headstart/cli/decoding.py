@@ -65,12 +65,14 @@ def bench(args: argparse.Namespace) -> int:
         fixed_trees=(_fixed(tree), _fixed(sampled)) if args.also_fixed_tree else None,
         batches=batches,
         skip_long=args.skip_long,
+        replay=args.html is not None,
     )
     report = compare(heads, prompts, plan, prompter, _assisted(args, backbone)) | {"backbone": name, "prompts_files": args.prompts}
     if args.html is not None:
         shortest = min(prompts, key=lambda prompt: len(prompt.ids_T))
         report["costs"] = [{"head": path, "points": cost_curve(one, shortest.ids_T, args.max_new_tokens)} for path, one in heads]
         write_text(args.html, page(report))
+        del report["replays"]   # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
     return 0 if verdict(report)[0] else 1

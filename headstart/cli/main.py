@@ -44,6 +44,8 @@ COMMANDS = (
     Command("chat", "decoding", "Chat with the backbone", arguments.add_chat, arguments.CHAT_EXAMPLE),
     Command("bench", "decoding", "Measure heads against autoregressive decoding and transformers' generate", arguments.add_bench,
             arguments.BENCH_EXAMPLE),
+    Command("compare", "comparing", "Compare two reports of bench, or several training runs", arguments.add_compare,
+            arguments.COMPARE_EXAMPLE),
     Command("tune", "decoding", "Measure step latency on this machine, so that tree sizes fit it from the first token on",
             arguments.add_tune, arguments.TUNE_EXAMPLE),
     Command("cache", "preparing", "Cache target hidden states for training", arguments.add_cache, arguments.CACHE_EXAMPLE),

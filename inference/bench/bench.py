@@ -24,6 +24,7 @@ from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
@@ -53,6 +54,8 @@ class Plan:
     """Also measure the trained heads without proposers, in trees of these shapes (greedy, sampled)."""
     skip_long: bool = False
     """Drop prompts that leave no room in the context, instead of refusing them."""
+    replay: bool = False
+    """Record some prompts pass by pass for the replay of the HTML report, at the first batch size (`replays` in the report)."""
 
     def settings(self, temperature: float) -> Settings:
         """Decoding settings at one temperature."""
@@ -89,6 +92,9 @@ def compare(
             report["baselines"] += [baseline(by_system[system], references, sizes) for system in baselines]
             report["results"] += [result(by_system[system], references, race.settings, sizes) for system in drafting]
             report["dropped_turns"] += race.dropped_turns
+            if plan.replay and prompter is not None and batch == plan.batches[0]:
+                recorded = record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer)
+                report["replays"] = [*report.get("replays", []), *recorded]
             if first is None and prompter is not None:
                 report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
             first = first or by_system[ar]

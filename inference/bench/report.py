@@ -47,6 +47,8 @@ def page(report: Row) -> str:
         depths=_depths(report),
         batches=_batches(report),
         first_temperature=f"{settings_of(report)[0][0]:g}",
+        replays=report.get("replays", []),
+        heat=_heat(report),
         tasks=_tasks(report),
         sizes=_sizes(report),
         samples=_samples(report),
@@ -121,6 +123,18 @@ def _tasks(report: Row) -> list[tuple[str, Table]]:
         batch = f", batch {row['batch']}" if len({one["batch"] for one in report["results"]}) > 1 else ""
         tables.append((f"{name(row)}, temperature {row['temperature']:g}{batch}", Table(titles, rows)))
     return tables
+
+
+def _heat(report: Row) -> Table | None:
+    """Tau by task, with a column for each head and temperature at the first batch size; None for a single task."""
+    rows, tasks = _first_batch(report), list(report["tasks"])
+    if len(tasks) < 2:
+        return None
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    columns = [_title(row, temperatures) for row in rows]
+    body = [TableRow([task, str(report["tasks"][task])], [row["tasks"][task]["tau"] for row in rows]) for task in tasks]
+    highest = max(row["tasks"][task]["tau"] for row in rows for task in tasks)
+    return Table(["task", "prompts", *columns], body, low=1.0, high=max(highest, 2.0))
 
 
 def _sizes(report: Row) -> list[tuple[str, Markup]]:

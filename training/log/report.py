@@ -62,30 +62,36 @@ class Head:
 def write_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from ``folder/log.jsonl`` atomically. Raises OSError on disk errors."""
     target = folder / "report.html"
-    write_text(target, page(_read(folder / "log.jsonl")))
+    write_text(target, page(read_log(folder / "log.jsonl")))
     return target
 
 
 def page(log: Iterable[Line]) -> str:
     """Render the page from log lines."""
     log = list(log)
-    started: Line = next((line for line in reversed(log) if "recipe" in line), {"recipe": {}})
+    started = start_of(log)
     recipe = started["recipe"]
-    heads = _heads(log, recipe)
+    heads = heads_of(log, recipe)
     return render(
         "training.html.j2",
         title=recipe.get("backbone", {}).get("path", "a training run"),
-        about=_about(heads, started),
-        drafters=_latest(heads),
-        charts=list(_charts(heads)),
-        accuracy=_by_depth(heads, "accuracy", "share of label tokens"),
-        acceptance=_by_depth(heads, ACCEPTANCE, "share of decoding steps"),
-        samples=list(_samples(heads)),
+        about=[about_run(recipe.get("save", {}).get("dir", ""), heads, started)],
+        drafters=latest(heads),
+        charts=list(charts(heads, heads[:1])),
+        accuracy=by_depth(heads, "accuracy", "share of label tokens"),
+        acceptance=by_depth(heads, ACCEPTANCE, "share of decoding steps"),
+        samples=list(samples_of(heads)),
+        differences=None,
         recipe=dump_yaml(recipe) if recipe else "",
     )
 
 
-def _read(path: Path) -> list[Line]:
+def start_of(log: Sequence[Line]) -> Line:
+    """Return the line with the recipe, the last one of a resumed run; an empty recipe if there is none yet."""
+    return next((line for line in reversed(log) if "recipe" in line), {"recipe": {}})
+
+
+def read_log(path: Path) -> list[Line]:
     """Read all complete log lines; the last may be incomplete."""
     log = []
     for line in path.read_text().splitlines():
@@ -96,7 +102,7 @@ def _read(path: Path) -> list[Line]:
     return log
 
 
-def _heads(log: Iterable[Line], recipe: Line) -> list[Head]:
+def heads_of(log: Iterable[Line], recipe: Line) -> list[Head]:
     """Group log lines by head, in order of first appearance."""
     heads: dict[str, Head] = {}
     several = recipe.get("heads") or {}
@@ -111,7 +117,8 @@ def _heads(log: Iterable[Line], recipe: Line) -> list[Head]:
     return list(heads.values())
 
 
-def _about(heads: Sequence[Head], started: Line) -> str:
+def about_run(folder: str, heads: Sequence[Head], started: Line) -> str:
+    """Say in one line how far the run in ``folder`` is."""
     if not heads or not heads[0].steps:
         return "Nothing has been logged yet."
     steps, seconds, before = heads[0].steps, 0.0, 0
@@ -120,10 +127,11 @@ def _about(heads: Sequence[Head], started: Line) -> str:
         before = line["tokens"]
     hours, rest = divmod(round(seconds), 3600)
     step = f"step {steps[-1]['step']:,}" + (f" of {started['steps']:,}" if "steps" in started else "")
-    return f"{started['recipe'].get('save', {}).get('dir', '')}: {step}; {before:,} tokens, {hours}:{rest // 60:02}:{rest % 60:02} in steps"
+    return f"{folder}: {step}; {before:,} tokens, {hours}:{rest // 60:02}:{rest % 60:02} in steps"
 
 
-def _latest(heads: Sequence[Head]) -> Table:
+def latest(heads: Sequence[Head]) -> Table:
+    """Make a table of the latest values of each head."""
     depths = max((len(head.last(ACCEPTANCE) or []) for head in heads), default=0)
     titles = ["", "kind", "loss", "gradient norm", "steps skipped", "accept len (tau)", *(f"depth {i}" for i in range(depths))]
     rows = []
@@ -143,11 +151,11 @@ class Chart:
     plot: Markup | None
 
 
-def _charts(heads: Sequence[Head]) -> Iterable[Chart]:
-    """Yield the charts with one line per head."""
+def charts(heads: Sequence[Head], runs: Sequence[Head]) -> Iterable[Chart]:
+    """Yield the charts with one line per head; that of the speed has one line per run (``runs``: a head of each)."""
 
-    def train(key: str, x: str = "step") -> list[Series]:
-        return [Series(head.name, head.curve(key, head.steps, x), head.hue) for head in heads]
+    def train(key: str, x: str = "step", of: Sequence[Head] = heads) -> list[Series]:
+        return [Series(head.name, head.curve(key, head.steps, x), head.hue) for head in of]
 
     yield Chart("Loss", _note(LOSS, heads), _plot(train("loss", "tokens"), "training tokens", "loss"))
     taus = [Series(head.name, head.curve("tau", head.evaluations), head.hue) for head in heads]
@@ -156,7 +164,7 @@ def _charts(heads: Sequence[Head]) -> Iterable[Chart]:
     yield Chart("Learning rate", "By the schedule.", _plot(train("lr"), "step", "learning rate"))
     yield Chart("Gradient norm", _note(NORM, heads), _plot(train("grad_norm"), "step", "norm"))
     speed = _note("Of the steps alone; evaluations and checkpoints are not in it.", heads)
-    yield Chart("Speed", speed, _plot(train("tokens_per_second")[:1], "step", "tokens per second"))
+    yield Chart("Speed", speed, _plot(train("tokens_per_second", of=runs), "step", "tokens per second"))
     if any(head.skipped for head in heads):
         skipped = [Series(head.name, _skipped(head), head.hue) for head in heads]
         yield Chart("Skipped steps", SKIPPED, _plot(skipped, "step", "steps"))
@@ -168,7 +176,7 @@ def _last_acceptance(heads: Sequence[Head]) -> Markup | None:
     return lines(series, Axes(range(depths), 1.0, "depth", "share of decoding steps")) if series else None
 
 
-def _by_depth(heads: Sequence[Head], key: str, title: str) -> list[tuple[str, Markup]]:
+def by_depth(heads: Sequence[Head], key: str, title: str) -> list[tuple[str, Markup]]:
     """Plot ``key`` over the steps: one plot per head, one line per depth."""
     plots = []
     for head in heads:
@@ -209,7 +217,8 @@ def _skipped(head: Head) -> Points:
     return points[:: math.ceil(len(points) / MOST) or 1]
 
 
-def _samples(heads: Sequence[Head]) -> Iterable[Sample]:
+def samples_of(heads: Sequence[Head]) -> Iterable[Sample]:
+    """Yield the texts of the last evaluation of each head."""
     for head in heads:
         for number, example in enumerate(head.last("examples") or [], 1):
             yield Sample.of(f"{head.name}, prompt {number}", example, head.hue)

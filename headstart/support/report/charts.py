@@ -10,7 +10,7 @@ from html import escape
 from markupsafe import Markup
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 20, 16, 44
+LEFT, RIGHT, TOP, BOTTOM = 66, 20, 16, 44
 CROWDED = 40
 """Number of points from which a line's dots are small."""
 
@@ -65,7 +65,7 @@ class Axes:
             parts.append(f'<text x="{self.x(mark):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(mark)}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="title" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.x_title)}</text>')
-        rotated = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
+        rotated = f'transform="translate(12 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
         parts.append(f'<text class="title" text-anchor="middle" {rotated}>{escape(self.y_title)}</text>')
         return "".join(parts)
 

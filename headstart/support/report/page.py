@@ -20,20 +20,26 @@ _environment = Environment(
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of text cells, then of cells with shares, shaded darker for larger values; ``css``: its classes."""
+    """A row of text cells, then of cells with numbers, shaded darker for larger values (None: empty); ``css``: its classes."""
 
     cells: Sequence[str]
-    heat: Sequence[float] = ()
+    heat: Sequence[float | None] = ()
     css: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; column ``left`` is aligned left, others right."""
+    """A table; column ``left`` is aligned left, others right. Shaded cells: from ``low``, not shaded, to ``high``."""
 
     titles: Sequence[str]
     rows: Sequence[TableRow]
     left: int = 0
+    low: float = 0.0
+    high: float = 1.0
+
+    def shade(self, value: float) -> float:
+        """The strength of a shaded cell, from 0 to 1."""
+        return min(max((value - self.low) / max(self.high - self.low, 1e-9), 0.0), 1.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,35 @@
+"""The command ``headstart compare``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
+from headstart.support.errors import UserError
+from headstart.support.files import require_writable, write_text
+from headstart.training.log.runs import print_runs, read_runs, runs_page
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
+    require_writable("--html", args.html)
+    folders = [Path(path).is_dir() for path in args.what]
+    if len(args.what) < 2:
+        raise UserError("one thing alone cannot be compared; give two reports of bench --json, or folders of training runs")
+    if all(folders):
+        if len(set(args.what)) < len(args.what):
+            raise UserError("the same folder was given twice; give different runs")
+        logs = read_runs(args.what)
+        print_runs(logs, sys.stdout)
+        page = runs_page(logs) if args.html is not None else ""
+    elif any(folders) or len(args.what) > 2:
+        raise UserError("these cannot be compared with each other; give two reports of bench --json, or folders of training runs")
+    else:
+        both = read_comparison(*args.what)
+        print_comparison(both, sys.stdout)
+        page = comparison_page(both) if args.html is not None else ""
+    if args.html is not None:
+        write_text(args.html, page)
+    return 0

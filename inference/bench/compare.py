@@ -1,0 +1,179 @@
+"""Compares two reports of ``headstart bench --json``: the same systems before and after a change, as a terminal table and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from headstart.inference.bench.table import name
+from headstart.support.errors import UserError
+from headstart.support.report.charts import Axes, Series, lines
+from headstart.support.report.page import Table, TableRow, render
+from headstart.support.report.terminal import columns, show
+
+Row = dict[str, Any]
+MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")
+"""What two reports must share to be compared; versions may differ."""
+FIGURES = {"tau": ("accept len (tau)", ".2f"), "tokens_per_second": ("tokens/s", ".1f")}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A system of both reports at one temperature and batch size."""
+
+    before: Row
+    after: Row
+
+    @property
+    def system(self) -> str:
+        """The system's name; both, where the second report names other heads."""
+        return " → ".join(dict.fromkeys((name(self.before), name(self.after))))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two reports of the same prompts on the same backbone and machine; ``paths``: their files."""
+
+    paths: tuple[str, str]
+    before: Row
+    after: Row
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The systems of both reports, by setting. Systems are paired by name, then those left over in order."""
+        pairs = []
+        for setting in dict.fromkeys(map(_setting, _rows(self.before))):
+            here, there = ([row for row in _rows(one) if _setting(row) == setting] for one in (self.before, self.after))
+            ours, theirs = {name(row) for row in here}, {name(row): row for row in there}
+            spare = iter([row for row in there if "head" in row and name(row) not in ours])
+            for row in here:
+                after = theirs.get(name(row)) or (next(spare, None) if "head" in row else None)
+                pairs += [Pair(row, after)] if after is not None else []
+        return pairs
+
+
+def read_comparison(before: str, after: str) -> Comparison:
+    """Read two reports. Raises UserError, in one line, for other files and for reports that cannot be compared."""
+    first, second = read_bench(before), read_bench(after)
+    for key in MUST_AGREE:
+        if first.get(key) != second.get(key):
+            raise UserError(
+                f"{before} and {after} cannot be compared: {key} is {_short(first.get(key))} and {_short(second.get(key))};"
+                " run bench again with the same prompts and settings on one machine"
+            )
+    both = Comparison((before, after), first, second)
+    if not both.pairs:
+        raise UserError(f"{before} and {after} share no temperature and batch size; run bench again with the same ones")
+    return both
+
+
+def read_bench(path: str) -> Row:
+    """Read a report. Raises UserError unless the file is one of ``headstart bench --json``."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read as a report: {reason}; give a file of headstart bench --json") from None
+    if not isinstance(report, dict) or not {"results", "baselines", *MUST_AGREE} <= report.keys():
+        raise UserError(f"{path} is no report of headstart bench --json; give one, or the folder of a training run")
+    return report
+
+
+def print_comparison(both: Comparison, out: TextIO) -> None:
+    """Print a line for each system and, if there are several tasks, for each of its tasks."""
+    parts = [_about(both), columns(*_text(_systems(both), 1))]
+    tasks = _tasks(both)
+    show([*parts, *([columns(*_text(tasks, 2))] if tasks else [])], out)
+
+
+def comparison_page(both: Comparison) -> str:
+    """Render the page."""
+    return render(
+        "compare.html.j2",
+        title=f"{both.before['backbone']}: {both.paths[0]} and {both.paths[1]}",
+        about=[_about(both), f"Before: {_versions(both.before)}", f"After: {_versions(both.after)}"],
+        systems=_systems(both),
+        depths=_depths(both),
+        tasks=_tasks(both),
+    )
+
+
+def _about(both: Comparison) -> str:
+    report = both.before
+    return (
+        f"{report['backbone']}, {report['dtype']}, {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to"
+        f" {report['max_new_tokens']} tokens each; before: {both.paths[0]}, after: {both.paths[1]}"
+    )
+
+
+def _versions(report: Row) -> str:
+    return ", ".join(f"{library} {version}" for library, version in report["versions"].items())
+
+
+def _rows(report: Row) -> list[Row]:
+    return [*report["baselines"], *report["results"]]
+
+
+def _setting(row: Row) -> tuple[float, int]:
+    return row["temperature"], row["batch"]
+
+
+def _systems(both: Comparison) -> Table:
+    titles = ["temperature", "system", *_titles(), "identical"]
+    several = len({row["batch"] for row in _rows(both.before)}) > 1
+    rows = []
+    for pair in both.pairs:
+        system = pair.system + (f", batch {pair.before['batch']}" if several else "")
+        identical = {None: "", True: "yes", False: "no"}[pair.after["identical"]]
+        cells = [f"{pair.before['temperature']:g}", system, *_changes(pair.before, pair.after), identical]
+        rows.append(TableRow(cells, css="head" if "head" in pair.before else "base"))
+    return Table(titles, rows, left=1)
+
+
+def _tasks(both: Comparison) -> Table | None:
+    """The figures of each task of each system that drafts; None for a single task."""
+    if len(both.before["tasks"]) < 2:
+        return None
+    rows = [
+        TableRow([f"{pair.before['temperature']:g}", pair.system, task, *_changes(one, pair.after["tasks"][task])])
+        for pair in both.pairs
+        if "head" in pair.before
+        for task, one in pair.before["tasks"].items()
+    ]
+    return Table(["temperature", "system", "task", *_titles()], rows, left=2)
+
+
+def _titles() -> list[str]:
+    return [title for figure, _ in FIGURES.values() for title in (figure, "after", "change")]
+
+
+def _changes(before: Row, after: Row) -> list[str]:
+    cells = []
+    for key, (_, form) in FIGURES.items():
+        change = f"{after[key] / before[key] - 1:+.1%}" if before[key] else ""
+        cells += [format(before[key], form), format(after[key], form), change]
+    return cells
+
+
+def _text(table: Table, left: int) -> tuple[Sequence[str], list[tuple[str, Sequence[str]]], Sequence[int]]:
+    """A table's arguments for the terminal."""
+    return table.titles, [("dim" if row.css == "base" else "", row.cells) for row in table.rows], range(1, left + 1)
+
+
+def _depths(both: Comparison) -> Any:
+    """A chart of the acceptance by depth: before dashed, after in the same colour."""
+    series = []
+    for hue, pair in enumerate(pair for pair in both.pairs if pair.before.get("acceptance_per_depth")):
+        title = f"{pair.system}, temperature {pair.before['temperature']:g}"
+        series.append(Series(f"{title}, before", list(enumerate(pair.before["acceptance_per_depth"])), hue, dashed=True))
+        series.append(Series(f"{title}, after", list(enumerate(pair.after["acceptance_per_depth"])), hue))
+    depths = max((len(one.points) for one in series), default=0)
+    return lines(series, Axes(range(depths), 1.0, "depth", "share of decoding steps")) if depths else None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

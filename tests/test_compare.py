@@ -1,0 +1,114 @@
+"""`headstart compare`: pairs and changes; what cannot be compared is refused in one line."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.inference.bench.compare import read_comparison
+
+
+def entry(tau: float, speed: float, **more: object) -> dict:
+    figures = {"tau": tau, "tokens_per_second": speed, "acceptance_per_depth": [tau - 1]}
+    tasks = {"a": dict(figures), "b": dict(figures)}
+    return {"temperature": 0.0, "batch": 1, "kind": "eagle3", "identical": True, **figures, "tasks": tasks, **more}
+
+
+def report(**changes: object) -> dict:
+    made = {
+        "backbone": "tiny", "prompts_files": ["p.jsonl"], "prompts": 2, "tasks": {"a": 1, "b": 1}, "max_new_tokens": 8, "seed": 0,
+        "dtype": "fp32", "device": "cpu", "threads": 1, "versions": {"headstart": "0.1.0"},
+        "baselines": [entry(1.0, 10.0, kind="ar", name="AR (headstart)", identical=None)],
+        "results": [entry(2.0, 15.0, head="out/old")],
+    }  # fmt: skip
+    return made | changes
+
+
+def write(folder: Path, name: str, value: object) -> str:
+    path = folder / name
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def test_it_pairs_by_name_then_by_order_and_gives_the_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = report(results=[entry(3.0, 30.0, head="out/new"), entry(2.5, 20.0, head="out/extra")])
+    before = write(tmp_path, "before.json", report())
+    both = read_comparison(before, write(tmp_path, "after.json", after))
+    assert [pair.system for pair in both.pairs] == ["AR (headstart)", "out/old → out/new"]
+    page = tmp_path / "page.html"
+    assert main(["compare", before, str(tmp_path / "after.json"), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "+50.0%" in out and "+100.0%" in out and "2.00" in out and "3.00" in out
+    assert out.count("out/old → out/new") == 3   # itself and its two tasks
+    assert "out/old → out/new" in page.read_text() and "extra" not in out
+
+
+def test_a_system_of_the_same_name_is_not_paired_with_another(tmp_path: Path) -> None:
+    before = report(results=[entry(2.0, 15.0, head="x"), entry(1.5, 12.0, head="y")])
+    after = report(results=[entry(1.6, 12.0, head="y"), entry(2.2, 15.0, head="z")])
+    both = read_comparison(write(tmp_path, "a.json", before), write(tmp_path, "b.json", after))
+    assert [(pair.before["tau"], pair.after["tau"]) for pair in both.pairs[1:]] == [(2.0, 2.2), (1.5, 1.6)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("backbone", "other"), ("prompts", 3), ("dtype", "bf16"), ("device", "cuda"), ("threads", 2), ("max_new_tokens", 9)]
+)
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object) -> None:
+    paths = write(tmp_path, "a.json", report()), write(tmp_path, "b.json", report(**{key: value}))
+    assert main(["compare", *paths, "--html", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"cannot be compared: {key} is" in error and str(value) in error
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_other_temperatures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = copy.deepcopy(report())
+    for row in (*after["baselines"], *after["results"]):
+        row["temperature"] = 1.0
+    assert main(["compare", write(tmp_path, "a.json", report()), write(tmp_path, "b.json", after)]) == 2
+    assert "share no temperature" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("{", "cannot be read"), ("[]", "is no report"), ('{"loss": 1}', "is no report"), ("\x00", "cannot be read")]
+)
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str) -> None:
+    (tmp_path / "b.json").write_text(text)
+    assert main(["compare", write(tmp_path, "a.json", report()), str(tmp_path / "b.json")]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def run(folder: Path, name: str, backbone: str = "tiny", lr: float = 0.1) -> str:
+    recipe = {"backbone": {"path": backbone}, "drafter": {"kind": "medusa"}, "train": {"lr": lr}, "save": {"dir": name}}
+    lines = [{"recipe": recipe, "steps": 2}, {"step": 2, "tau": 1.5, "acceptance_per_depth": [0.5]}]
+    lines += [{"step": 2, "loss": 1.0, "lr": lr, "grad_norm": 1.0, "accuracy": [0.5], "tokens": 9, "tokens_per_second": 3.0}]
+    (folder / name).mkdir()
+    (folder / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / name)
+
+
+def test_training_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [run(tmp_path, "a"), run(tmp_path, "a2", lr=0.2), run(tmp_path, "c", lr=0.3)]
+    page = tmp_path / "runs.html"
+    assert main(["compare", *paths, "--html", str(page)]) == 0
+    out, text = capsys.readouterr().out, page.read_text()
+    assert all(path in out and path in text for path in paths) and "train.lr" in out and "3 runs" in text
+    speed = text[text.index("<h2>Speed") :]
+    assert speed[: speed.index("</section>")].count("<polyline") == 3   # a line for each run
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = run(tmp_path, "a"), run(tmp_path, "b", backbone="large")
+    (tmp_path / "empty").mkdir()
+    given = write(tmp_path, "a.json", report())
+    for paths, expected in (
+        ([one, other], "on tiny and on large"), ([one, str(tmp_path / "empty")], "holds no log.jsonl"), ([one], "one thing alone"),
+        ([one, one], "given twice"), ([one, given], "with each other"), ([given, given, given], "with each other"),
+        ([given, str(tmp_path / "none.json")], "cannot be read"),
+    ):  # fmt: skip
+        assert main(["compare", *paths]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
