@@ -6,9 +6,10 @@
     python benchmarks/transfer.py --out OUT --table
 
 Every cell (transfer_cells.py) is a process of one thread: it trains heads for ``--tokens`` tokens and decodes held-out prompts greedily in
-a chain of five drafts. Acceptance is counted as a neutral decoder does: drafts kept per forward pass that verified any, plus one. A cell's
-result is a line in OUT/cells.jsonl; cells that are there are skipped, so the same command goes on after an interruption. After
-``--deadline`` seconds no cell starts, nor one that would not end in time, and cells that run are dropped. Everything runs on the CPU.
+a chain of five drafts, and half as far at temperature 1. Acceptance is counted as a neutral decoder does: drafts kept per forward pass that
+verified any, plus one. A cell's result is a line in OUT/cells.jsonl; cells that are there are skipped, so the same command goes on after an
+interruption. After ``--deadline`` seconds no cell starts, nor one that would not end in time, and cells that run are dropped. Everything
+runs on the CPU. Settings named speculators-* train that project's heads instead (speculators_heads.py says what to install).
 
 ``--assemble`` copies the small models and cuts the data to what the cells need: FOLDER can be carried to another machine (about 25 MB).
 ``--table`` prints, for each setting, tau on every backbone, and its least and mean share of the best found there.
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ import transfer_folder
 import transfer_report
 from runs import Results, Row, train_heads
 from torch import Tensor
-from transfer_cells import BACKBONES, DEPTH, SETTINGS, Cell, cells, model_path, recipe_of
+from transfer_cells import BACKBONES, DEPTH, RIVAL, SETTINGS, Cell, cells, model_path, recipe_of
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
@@ -125,11 +127,20 @@ def measured(cell: Cell, args: argparse.Namespace, folder: str) -> Row:
     started = time.perf_counter()
     recipe = recipe_of(cell, args, folder)
     ready = time.perf_counter()
-    run = train_heads(recipe)
+    if cell.setting.startswith(RIVAL):
+        import speculators_heads
+
+        run, theirs = speculators_heads.trained(recipe)
+        heads: AbstractContextManager[Drafter] = nullcontext(theirs)
+    else:
+        run = train_heads(recipe)
+        heads = run.trainers[0].eval_weights()
     trained = time.perf_counter()
     asked = prompts(run.held_out, recipe.eval, run.backbone.max_positions or sys.maxsize)
-    with run.trainers[0].eval_weights() as drafter:
-        found = acceptance(run.backbone, drafter, asked, recipe.eval.max_new_tokens)
+    with heads as drafter:
+        found = acceptance(run.backbone, drafter, asked, args.new_tokens)
+        sampled = acceptance(run.backbone, drafter, asked, args.new_tokens // 2, temperature=1.0)
+    found |= {f"{name}_sampled": sampled[name] for name in ("tau", "tau_error", "accepted")}
     logged = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
     norms = [round(line["grad_norm"], 4) for line in logged if "grad_norm" in line]
     return found | {
@@ -139,10 +150,11 @@ def measured(cell: Cell, args: argparse.Namespace, folder: str) -> Row:
 
 
 @torch.no_grad()
-def acceptance(backbone: Backbone, drafter: Drafter, asked: list[Tensor], new_tokens: int) -> Row:
-    """Decode prompts greedily in a chain; ``tau_error`` is the standard error over the prompts."""
+def acceptance(backbone: Backbone, drafter: Drafter, asked: list[Tensor], new_tokens: int, temperature: float = 0.0) -> Row:
+    """Decode prompts in a chain; ``tau_error`` is the standard error over the prompts."""
     heads = SpeculativeModel(backbone, drafter.eval(), capture="off")
-    output = continue_texts(heads, asked, Settings(new_tokens, tree=TreeShape(1 + DEPTH, 1, DEPTH)), range(len(asked)))
+    settings = Settings(new_tokens, temperature, tree=TreeShape(1 + DEPTH, 1, DEPTH))
+    output = continue_texts(heads, asked, settings, range(len(asked)))
     assert output.kept is not None and output.drafted is not None
     kept = [[count for count, drafted in zip(*row, strict=True) if drafted] for row in zip(output.kept, output.drafted, strict=True)]
     kept = [row for row in kept if row]

@@ -38,11 +38,13 @@ class Backbone:
 BACKBONES = {
     "stories260K": Backbone(64, 5, 512, 1.0, "stories"),
     "babyllama-tok105": Backbone(128, 5, 105, 1.2, "stories"),
-    "prose2": Backbone(128, 2, 2048, 1.5, "prose2"),
-    "tasks5": Backbone(160, 5, 1536, 1.8, "tasks5"),
-    "chat-7m": Backbone(256, 8, 4096, 3.5, "chat"),
-    "embedded": Backbone(192, 16, 4096, 4.0, "python"),
+    "prose2": Backbone(128, 2, 2048, 2.0, "prose2"),
+    "tasks5": Backbone(160, 5, 1536, 2.4, "tasks5"),
+    "chat-7m": Backbone(256, 8, 4096, 7.0, "chat"),
+    "embedded": Backbone(192, 16, 4096, 5.0, "python"),
 }
+RIVAL = "speculators"
+"""Settings of this name train speculators' heads (speculators_heads.py)."""
 TV, LK = "objective.terms={ce: 0.1, tv: 0.9}", "objective.terms={lk: 1.0}"
 FROZEN, NORMED, SMOOTH = "drafter.freeze_readout=true", "drafter.norm_output=true", "objective.depth_smoothing=0.8"
 SLOW_READOUT = "train.readout_lr_ratio=0.25"
@@ -60,42 +62,46 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "base": (),
     "lr4e-3": (lr(4e-3),),
     "lr16e-3": (lr(16e-3),),
-    "lr32e-3": (lr(32e-3),),
-    "batch4": (batch(4),),
-    "batch1": (batch(1),),
-    "batch1-lr4e-3": (batch(1), lr(4e-3)),
-    "batch4-lr16e-3": (batch(4), lr(16e-3)),
     "tv": (TV,),
-    "tv-lr16e-3": (TV, lr(16e-3)),
-    "lk": (LK,),
     "smooth": (SMOOTH,),
-    "geometric": ("objective.depth_weights=geometric",),
-    "tv-smooth": (TV, SMOOTH),
-    "normed": (NORMED,),
-    "frozen": (FROZEN,),
-    "frozen-lr16e-3": (FROZEN, lr(16e-3)),
     "slow-readout": (SLOW_READOUT,),
-    "slow-readout-lr16e-3": (SLOW_READOUT, lr(16e-3)),
-    "slow-readout-lr32e-3": (SLOW_READOUT, lr(32e-3)),
-    "final-tap": ("drafter.taps={final}",),
-    "final-only": ("drafter.taps={last}",),
-    "unclipped": ("train.max_grad_norm=.inf",),
-    "clipped": ("train.max_grad_norm=0.1",),
-    "average": ("train.ema_decay=0.99",),
-    "adamw-lr4e-3": ("train.optimizer=adamw", lr(4e-3)),
-    "linear": ("train.schedule=linear",),
-    "warmup10": ("train.warmup_ratio=0.1",),
 }
-"""By name, what a setting changes. ``{final}`` and ``{last}`` stand for taps that depend on the number of layers."""
-TIERS: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...] = (
-    (("base", "lr4e-3", "lr16e-3", "tv", "smooth", "slow-readout"), (0,), 1.0),
-    (("frozen", "batch1-lr4e-3", "batch4", "final-tap", "normed"), (0,), 1.0),
-    (("slow-readout-lr16e-3", "unclipped", "batch1", "lk", "tv-smooth"), (0,), 1.0),
-    (("base", "lr16e-3", "lr4e-3"), (0,), 0.25),
-    (("base", "lr4e-3", "lr16e-3", "tv", "smooth", "slow-readout"), (1,), 1.0),
-    (("lr32e-3", "frozen-lr16e-3", "clipped", "average", "linear", "warmup10", "geometric", "adamw-lr4e-3"), (0,), 1.0),
+RULED = {
+    "": (),
+    "-lr-half": ("train.lr={half}",),
+    "-lr-double": ("train.lr={double}",),
+    "-batch1": (batch(1),),
+    "-batch1-lr-half": (batch(1), "train.lr={half}"),
+    "-batch4": (batch(4),),
+    "-frozen": (FROZEN,),
+    "-normed": (NORMED,),
+    "-final-tap": ("drafter.taps={final}",),
+    "-unclipped": ("train.max_grad_norm=.inf",),
+    "-tv": (TV,),
+    "-lk": (LK,),
+    "-linear": ("train.schedule=linear",),
+    "-warmup10": ("train.warmup_ratio=0.1",),
+    "-average": ("train.ema_decay=0.99",),
+    "-rival-like": (FROZEN, NORMED, "drafter.norm_before_residual=true", "drafter.norm_before_fc=true", "objective.depth_weights=geometric",
+                    "objective.depth_decay=1.0"),
+}
+SETTINGS |= {f"rule{name}": ("train.lr={rate}", *changes) for name, changes in RULED.items()}
+SETTINGS |= {f"{RIVAL}-lr{rate:g}": (batch(1), lr(rate)) for rate in (2.5e-3, 5e-3, 1e-2, 2e-2)}
+"""By name, what a setting changes. ``{final}`` stands for taps that depend on the number of layers, ``{rate}`` for the learning rate that
+training/run/defaults.py takes since the first sweep, for steps of two texts: inverse to the width."""
+SMALL, LARGE, TINY = ("stories260K", "babyllama-tok105", "prose2", "tasks5"), ("chat-7m", "embedded"), ("stories260K", "babyllama-tok105")
+TIERS: tuple[tuple[tuple[str, ...], tuple[str, ...], int, float], ...] = (
+    (("base", "lr4e-3", "lr16e-3", "tv", "smooth", "slow-readout"), (*SMALL, *LARGE), 0, 1.0),
+    (("rule", "rule-lr-half", "rule-lr-double"), TINY, 0, 4.0),
+    (("rule-frozen", "rule-final-tap", "rule-batch1"), LARGE, 0, 1.0),
+    (("rule-batch1", "rule-batch4", "rule-frozen", "rule-final-tap", "rule-normed", "rule-unclipped"), SMALL, 0, 1.0),
+    (("rule", "rule-lr-half", "rule-lr-double"), (*SMALL, *LARGE), 0, 0.25),
+    (("rule-tv",), TINY, 0, 4.0),
+    (("rule", "rule-rival-like", "rule-linear", "rule-lk"), SMALL, 1, 1.0),
+    (("rule-batch1-lr-half", "rule-warmup10", "rule-average"), SMALL, 0, 1.0),
+    (("rule", "rule-lr-half", "rule-lr-double"), (*SMALL, *LARGE), 1, 1.0),
 )
-"""Settings, seeds and the fraction of ``--tokens``, most telling first; within a tier the largest backbones start first."""
+"""Settings, backbones, a seed and the fraction of ``--tokens``, most telling first; within a tier the largest cells start first."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,10 @@ class Cell:
 
 def cells(tokens: int, settings: list[str], backbones: list[str], seeds: list[int]) -> list[Cell]:
     """Return the cells of the tiers, in order and each once; with ``settings``, those with all ``seeds`` instead."""
-    tiers = [(tuple(settings), tuple(seeds), 1.0)] if settings else TIERS
+    tiers = [(tuple(settings), tuple(backbones), seed, 1.0) for seed in seeds] if settings else TIERS
     found: dict[Cell, None] = {}
-    for names, numbers, share in tiers:
-        tier = [Cell(name, one, seed, round(tokens * share)) for name in names for one in backbones for seed in numbers]
+    for names, ones, seed, share in tiers:
+        tier = [Cell(name, one, seed, round(tokens * share)) for name in names for one in ones if one in backbones]
         found |= dict.fromkeys(sorted(tier, key=lambda cell: -cell.cost))
     return [*found]
 
@@ -145,9 +151,10 @@ def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
 
 def _changes(cell: Cell) -> list[str]:
     """The setting's overrides for the backbone's number of layers."""
-    L = BACKBONES[cell.backbone].layers
-    taps = {"{final}": f"{sorted({max(1, min(2, L // 3)), L // 2, L})}", "{last}": f"[{L}]"}
+    L, rate = BACKBONES[cell.backbone].layers, 1.024 / BACKBONES[cell.backbone].width
+    values = {"{rate}": f"{rate:g}", "{half}": f"{rate / 2:g}", "{double}": f"{2 * rate:g}"}
+    values |= {"{final}": f"{sorted({max(1, min(2, L // 3)), L // 2, L})}"}
     changes = list(SETTINGS[cell.setting])
-    for name, value in taps.items():
+    for name, value in values.items():
         changes = [change.replace(name, value) for change in changes]
     return changes
