@@ -156,8 +156,8 @@ def test_backends_are_chosen_by_name_or_refused_with_the_reason() -> None:
             Capturer(name, CPU)   # type: ignore[arg-type]
     with pytest.raises(UserError, match="traces are for the CPU; the model is on meta"):
         Capturer("trace", torch.device("meta"))
-    on_cuda = Capturer("auto", torch.device("cuda")).report()
-    assert on_cuda == CaptureReport("off", "auto captures nothing on cuda; choose a backend by name")
+    on_meta = Capturer("auto", torch.device("meta")).report()
+    assert on_meta == CaptureReport("off", "auto captures nothing on meta; choose a backend by name")
 
 
 def test_a_function_may_be_left_out_for_a_reason() -> None:

@@ -14,10 +14,23 @@ from torch import Tensor
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
 
+MAX_COARSE = 1024
+"""Capacities on an accelerator are powers of two up to this, then multiples of it."""
+
 
 def whole_steps(slots: int) -> int:
     """Round up to a multiple of `STEP`."""
     return -(-slots // STEP) * STEP
+
+
+def rounded_up(slots: int, device: torch.device) -> int:
+    """The number of slots that a pass attends to: a multiple of `STEP` on a CPU; on an accelerator a power of two or a multiple of 1,024.
+
+    Fewer sizes occur on an accelerator, since each is captured apart, and unused slots cost little there.
+    """
+    if device.type == "cpu":
+        return whole_steps(slots)
+    return -(-slots // MAX_COARSE) * MAX_COARSE if slots > MAX_COARSE else max(STEP, 1 << (slots - 1).bit_length())
 
 
 def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.layers.ragged import grown, join_rows, move, put, select_rows, whole_steps
+from headstart.heads.layers.ragged import grown, join_rows, move, put, rounded_up, select_rows
 from headstart.support.pytree import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -45,11 +45,17 @@ class RaggedCache:
         return max(self._lengths)
 
     def stores(self, nodes: int) -> Stores:
-        """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`whole_steps`)."""
-        slots = whole_steps(self.longest + nodes)
+        """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`rounded_up`)."""
+        slots = rounded_up(self.longest + nodes, self.lengths_B.device)
         self.keys = tuple(grown(store, slots) for store in self.keys)
         self.values = tuple(grown(store, slots) for store in self.values)
         return tuple(store[..., :slots, :] for store in self.keys), tuple(store[..., :slots, :] for store in self.values)
+
+    def adopt(self, stores: Stores) -> Stores:
+        """Use these stores, which have the contents of `stores`, from now on; returns them."""
+        if any(new.data_ptr() != old.data_ptr() for new, old in zip(stores[0] + stores[1], self.keys + self.values, strict=True)):
+            self.keys, self.values = stores
+        return stores
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, S, D]`` of one layer."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headstart.inference.capture.fixed_memory import FixedMemory
 from headstart.support.pytree import builder, flatten, list_tensors
 
 Function = Callable[..., Any]
@@ -46,12 +47,15 @@ class Call:
 
 
 class Backend(ABC):
-    """Captures one function. ``module``: the module that the function runs."""
+    """Captures one function.
+
+    ``module``: the module that the function runs. ``memory``: for held tensors, shared by functions that pass them on to each other.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
+        self.module, self.memory = module, memory
 
     @classmethod
     @abstractmethod
@@ -65,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def capture(self, function: Function, call: Call) -> Capture:
         """Capture the function as called here; any error means that it cannot be captured."""
+
+    def settle(self, held: Any) -> Any:
+        """Return ``held`` where replays need it, moved if it is elsewhere; by default it may be anywhere."""
+        return held
 
 
 class Capture(ABC):

@@ -23,12 +23,13 @@ from torch import nn
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
 from headstart.inference.capture.compile import Compile
 from headstart.inference.capture.cuda_graph import CudaGraph
+from headstart.inference.capture.fixed_memory import FixedMemory
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.capture.trace import Trace
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
-"""auto: traces on a CPU after `PATIENCE` calls of a function, nothing on other devices. The others capture at the first call."""
+"""auto: after `PATIENCE` calls of a function, traces on a CPU and CUDA graphs on a GPU. The others capture at the first call."""
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
@@ -52,7 +53,10 @@ class Capturer:
     def __init__(self, name: BackendName, device: torch.device) -> None:
         self.backend, self.reason = choose(name, device)
         self.patience = PATIENCE if name == "auto" else 0
+        self.loads_kernels = device.type != "cpu"
         self.functions: list[Captured] = []
+        self.memories: dict[nn.Module, FixedMemory] = {}
+        """Functions of one module pass its state on to each other."""
 
     def capture(
         self, function: Function, name: str, module: nn.Module | None = None, unless: str | None = None, *, calls_per_step: int = 1
@@ -61,8 +65,10 @@ class Capturer:
 
         ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions.
         """
-        backend = self.backend(module) if self.backend is not None and unless is None else None
+        memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
+        backend = self.backend(module, memory) if self.backend is not None and unless is None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
+        captured.loads_kernels = self.loads_kernels
         self.functions.append(captured)
         return captured
 
@@ -82,8 +88,12 @@ class Captured:
         self.function, self.name, self.backend, self.patience = function, name, backend, patience
         self.fallback = fallback
         """The reason why this function is not captured although a backend was chosen."""
+        self.loads_kernels = False
+        """True on an accelerator: the first call at new shapes loads kernels, so its time says nothing of later ones."""
         self.calls = 0
         self.captures_made = 0
+        self._run: set[Hashable] = set()
+        """Structures and shapes of the uncaptured calls so far, on an accelerator."""
         self._captures: dict[Hashable, Capture] = {}
         self._known: dict[Hashable, Capture] = {}
         """Captures by structure and exact shapes of earlier calls."""
@@ -91,6 +101,8 @@ class Captured:
     def __call__(self, held: Any, *inputs: Any) -> Any:
         self.calls += 1
         if self.backend is None or self.calls <= self.patience:
+            if self.loads_kernels:
+                self._void_first(Call.of(held, inputs))
             return self.function(held, *inputs)
         call = Call.of(held, inputs)
         exact = (call.structure, call.shapes)
@@ -102,6 +114,17 @@ class Captured:
                 raise
             self._fall_back(error)
             return self.function(held, *inputs)
+
+    def settle(self, held: Any) -> Any:
+        """Return ``held`` where the backend's replays need it, moved if it is elsewhere; to be kept and passed from then on."""
+        return held if self.backend is None or self.calls < self.patience else self.backend.settle(held)
+
+    def _void_first(self, call: Call) -> None:
+        """Mark running stopwatches as not valid if the function is called at new shapes."""
+        exact = (call.structure, call.shapes)
+        if exact not in self._run:
+            void_running()
+            self._run.add(exact)
 
     def _at_new_shapes(self, exact: Hashable, call: Call, backend: Backend) -> Any:
         """The result at new shapes: replay within the compared range, else compare, else capture again."""
@@ -137,6 +160,8 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
         if reason := BACKENDS[name].unavailable(device):
             raise UserError(f"capture {name!r} cannot be used: {reason}; choose 'auto' or 'off'")
         return BACKENDS[name], None
+    if device.type == "cuda":
+        return CudaGraph, None
     if device.type != "cpu":
         return None, f"auto captures nothing on {device.type}; choose a backend by name"
     if reason := Trace.unavailable(device):

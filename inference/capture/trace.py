@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
+from headstart.inference.capture.fixed_memory import FixedMemory
 from headstart.inference.capture.folding import expected_warnings, fold, missing_functions
 from headstart.inference.capture.forms import Form, fastest_form
 from headstart.inference.capture.linear import TransposedLinear, layout
@@ -26,8 +27,8 @@ class Trace(Backend):
 
     name = "trace"
 
-    def __init__(self, module: nn.Module | None) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
+        super().__init__(module, memory)
         self._form: Form | None = None
 
     @classmethod

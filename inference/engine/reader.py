@@ -80,7 +80,8 @@ class Reader:
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
         """Verify a tree: returns the features of every node, and the logits ``[B, N, V]`` after it."""
         tokens_BN, levels_BN, ancestors_BNN = tree.tensors(cache.lengths_B.device)
-        return self.nodes(cache, cache.stores(tree.size), tokens_BN, levels_BN, ancestors_BNN)
+        stores = cache.adopt(self.read.settle(cache.stores(tree.size)))
+        return self.nodes(cache, stores, tokens_BN, levels_BN, ancestors_BNN)
 
     def nodes(
         self,

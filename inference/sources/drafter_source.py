@@ -242,7 +242,7 @@ def _not_capturable(drafter: Drafter) -> str | None:
         return f"{type(drafter).__name__} is not capturable"
     if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would not see weight updates
         return "its weights are being trained"
-    return None if drafter.backbone.device.type == "cpu" else "draft steps are captured on the CPU only"
+    return None
 
 
 def _selected(before: list[int] | None, rows: list[int]) -> list[int]:
