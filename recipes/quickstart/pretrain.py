@@ -130,22 +130,19 @@ class Corpus:
         return self.stream[where[:, None] + torch.arange(self.length + 1, device=self.stream.device)].long()
 
 
-def texts(args: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
-    """The texts for the tokenizer, those for training, where the library's are repeated, and those held out."""
-    files = library_files(args.library)
-    library = [text for name, text in files.items() if not held_out(name)]
-    more = [text for package in args.packages for text in package_files(package).values()]
-    return library, library * (args.repeats if more else 1) + more, [text for name, text in files.items() if held_out(name)]
-
-
 def pretrain(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    library, train, test = texts(args)
-    tokenizer = train_tokenizer(library, 4096)
+    files = library_files(args.library)
+    train = [text for name, text in files.items() if not held_out(name)]
+    test = [text for name, text in files.items() if held_out(name)]
+    more = [text for package in args.packages for text in package_files(package).values()]
+    tokenizer = train_tokenizer(train, 4096)
     model = build(tokenizer).to(device)
-    corpus = Corpus(encode(tokenizer, train), model.config.max_position_embeddings, device)
+    library = encode(tokenizer, train)
+    stream = torch.cat([*[library] * args.repeats, encode(tokenizer, more)]) if more else library
+    corpus = Corpus(stream, model.config.max_position_embeddings, device)
     state, done, spent = args.out / "resume.pt", 0, 0.0
     opts = optimizers(model, args.lr, args.weight_decay)
     if state.exists():
@@ -155,7 +152,7 @@ def pretrain(args: argparse.Namespace) -> None:
             opt.load_state_dict(values)
         done, spent = kept["step"], kept["seconds"]
     args.out.mkdir(parents=True, exist_ok=True)
-    sizes = {"parameters": model.num_parameters(), "train_tokens": len(corpus.stream), "files": len(train), "held_out_files": len(test)}
+    sizes = {"parameters": model.num_parameters(), "train_tokens": len(stream), "files": len(train + more), "held_out_files": len(test)}
     print(json.dumps(sizes), flush=True)
 
     def loss_of(windows: torch.Tensor) -> torch.Tensor:

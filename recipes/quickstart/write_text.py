@@ -24,10 +24,9 @@ PROMPT = 64
 """Tokens of a prompt for measurements."""
 
 
-def passages(tokenizer: PreTrainedTokenizerFast, count: int, tokens: int, held: bool, seed: int) -> list[list[int]]:
+def passages(tokenizer: PreTrainedTokenizerFast, files: list[str], count: int, tokens: int, seed: int) -> list[list[int]]:
     """``count`` passages of ``tokens`` tokens, each from a random file and starting at the beginning of a line."""
     draw = random.Random(seed)
-    files = [text for name, text in sorted(library_files().items()) if held_out(name) == held and len(text) > 2000]
     found: list[list[int]] = []
     while len(found) < count:
         text = draw.choice(files)
@@ -41,19 +40,22 @@ def passages(tokenizer: PreTrainedTokenizerFast, count: int, tokens: int, held: 
 def write_text(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.backbone)
-    model = LlamaForCausalLM.from_pretrained(args.backbone, dtype=torch.float32).eval()
-    openings = passages(tokenizer, args.passages, OPENING, held=False, seed=args.seed)
+    model = LlamaForCausalLM.from_pretrained(args.backbone, dtype=torch.float32).eval().to(device)
+    library = [(held_out(name), text) for name, text in sorted(library_files(args.library).items()) if len(text) > 2000]
+    openings = passages(tokenizer, [text for held, text in library if not held], args.passages, OPENING, args.seed)
     rows: list[str] = []
     for i in tqdm(range(0, len(openings), args.batch_size), desc="writing"):
-        batch = torch.tensor(openings[i : i + args.batch_size])
+        batch = torch.tensor(openings[i : i + args.batch_size], device=device)
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if (i // args.batch_size) % 2 else {"do_sample": False}
         ids = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=LENGTH - OPENING, **sampling)
         rows += tokenizer.batch_decode(ids, skip_special_tokens=True)
     args.out.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
     (args.out / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-    prompts = [tokenizer.decode(ids) for ids in passages(tokenizer, args.prompts, PROMPT, held=True, seed=args.seed + 1)]
+    held_files = [text for held, text in library if held]
+    prompts = [tokenizer.decode(ids) for ids in passages(tokenizer, held_files, args.prompts, PROMPT, args.seed + 1)]
     (args.out / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
 
 
@@ -65,6 +67,7 @@ if __name__ == "__main__":
     parser.add_argument("--passages", type=int, default=2400)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=80)
+    parser.add_argument("--library", type=Path, metavar="FOLDER", help="a standard library (default: this Python's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     write_text(parser.parse_args())
