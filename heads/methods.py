@@ -67,7 +67,7 @@ def construct_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any
 
 def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
     """Construct a newly initialised drafter. Raises UserError as `construct_drafter` does."""
-    drafter = construct_drafter(kind, backbone, arguments)
+    drafter = construct_drafter(kind, backbone, arguments).to(backbone.device)   # start values are computed from the backbone's tensors
     with torch.no_grad():
         drafter.init_from(backbone)
     require_weights(drafter, f"init_from of drafter {kind}")
