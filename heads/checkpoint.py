@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
@@ -32,10 +33,12 @@ from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
 from headstart.support.files import discard, file_hash, value_hash
 from headstart.support.hub import find_folder, upload
+from headstart.support.inside import inside
 from headstart.support.transaction import settle, transaction
 
 METADATA = "headstart.json"
 FORMAT = 1
+ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weights": dict, "provenance": dict}
 
 
@@ -96,7 +99,7 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the local folder of a checkpoint (downloaded if ``path`` is a hub id) and its ``headstart.json``."""
     folder = find_folder(path, "heads")
     settle(folder)
-    card_file = folder / METADATA
+    card_file = inside(folder, METADATA)
     if not card_file.is_file():
         raise UserError(f"{path} has no {METADATA}: not heads saved by Headstart (or the run that writes them has not saved yet)")
     try:
@@ -108,6 +111,8 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
         wrong += [f"weights.{key}" for key in ("file", "sha256") if not isinstance(card["weights"][key], str)]
         if wrong or Path(card["weights"]["file"]).name != card["weights"]["file"]:
             raise TypeError(f"{(wrong or ['weights.file'])[0]} is of another form")
+        for name in ("config.json", card["weights"]["file"], *ADAPTER_FILES):
+            inside(folder, name)
         return folder, found
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise UserError(f"{card_file} is damaged ({type(error).__name__}: {error}); train or fetch the heads again") from None

@@ -18,6 +18,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.support.errors import UserError
 from headstart.support.token_text import TokenTextStream
+from headstart.support.visible import visible
 
 HELP = "/reset begins anew, /exit leaves, /help shows this; Ctrl-C stops an answer"
 COLOURS = ("cyan", "yellow", "magenta", "green")
@@ -85,6 +86,8 @@ class Chat:
 class Painter(BaseStreamer):
     """Streams tokens as they are accepted; with ``colours``, each decoding step has the next of `COLOURS`.
 
+    On a terminal, control characters are written out; elsewhere the text is the model's.
+
     Rich disables colours if the output is not a terminal or NO_COLOR is set.
     """
 
@@ -113,7 +116,10 @@ class Painter(BaseStreamer):
 
     def _write(self, piece: str) -> None:
         self.text += piece
-        self.console.out(piece, style=COLOURS[self.steps % len(COLOURS)] if self.colours else None, highlight=False, end="")
+        if self.console.is_terminal:
+            self.console.out(visible(piece), style=COLOURS[self.steps % len(COLOURS)] if self.colours else None, highlight=False, end="")
+        else:   # the text as it is: rich would drop control characters and expand tabs
+            self.console.file.write(piece)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -31,6 +31,7 @@ from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation.tuned import key, write_tuned
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, write_json, write_text
+from headstart.support.visible import visible
 
 UNTRAINED = "untrained"
 """Name of a system without heads in reports."""
@@ -171,7 +172,7 @@ def _write(
     """Stream the generated text; returns its statistics."""
     settings = _settings(args, tuple(args.stop or ()))
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    streamer = TextStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
+    streamer = SafeStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
     start = time.perf_counter()
     output = continue_text(heads, prompt_T, settings, seed, streamer=streamer, tokenizer=tokenizer)
     seconds = time.perf_counter() - start
@@ -190,6 +191,13 @@ def _write(
         "tokens_per_second": tally.tokens / seconds,
         **tally.milliseconds(),
     }
+
+
+class SafeStreamer(TextStreamer):
+    """Streams text to standard output; on a terminal, control characters are written out."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(visible(text) if sys.stdout.isatty() else text, stream_end)
 
 
 def _prompt(argument: str | None, file: str | None) -> str:

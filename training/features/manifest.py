@@ -25,6 +25,7 @@ from headstart.heads.checkpoint import same_weights
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash, write_json
+from headstart.support.inside import inside
 from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.data import Sample
 from headstart.training.features.codec import CacheFormat, Record
@@ -200,7 +201,7 @@ def _range(name: str, i: int, tokens: list[int], labels: list[int]) -> tuple[int
 
 def open_shard(manifest: Manifest, number: int) -> Any:
     """Open a shard. Raises UserError if it is damaged or of another cache."""
-    path = manifest.shard(number)
+    path = inside(manifest.folder, manifest.shard(number).name)
     try:
         file = safe_open(path, "pt")
         header = file.metadata() or {}

@@ -8,6 +8,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.token_text import token_texts
+from headstart.support.visible import visible
 from headstart.training.data.data import Sample
 
 LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
@@ -36,8 +37,8 @@ def paint(tokens: list[TokenText], marks: bool) -> Text:
     painted, inside = Text(overflow="fold"), False
     for token in tokens:
         if marks:
-            painted.append(("" if token.loss == inside else BRACKETS[inside]) + token.text)
+            painted.append(("" if token.loss == inside else BRACKETS[inside]) + visible(token.text))
             inside = token.loss
         else:
-            painted.append(token.text, style=f"{LABEL if token.loss else CONTEXT}{f' {SPECIAL}' if token.special else ''}")
+            painted.append(visible(token.text), style=f"{LABEL if token.loss else CONTEXT}{f' {SPECIAL}' if token.special else ''}")
     return painted.append(BRACKETS[1] if inside else "")

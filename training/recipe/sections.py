@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -19,7 +20,9 @@ from pydantic import (
 )
 
 from headstart.support.config import RuleError, StrictModel
+from headstart.support.errors import UserError
 
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 Text = Annotated[str, MinLen(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 
@@ -202,11 +205,27 @@ def _jsonl(name: str) -> str:
 def _address(text: str) -> str:
     try:
         parts = urlsplit(text)
+        if parts.username is not None or parts.password is not None or parts.query:   # it would stand in logs and cards
+            raise UserError(
+                "regenerate.endpoint is an address without user, password and query (what was given is not shown); "
+                "name the environment variable with the server's key in regenerate.api_key"
+            )
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return text
+    except UserError:
+        raise
     except ValueError:   # a port that is no number
         pass
     raise ValueError("is an http(s) address, or null")
+
+
+def _variable(name: str) -> str:
+    if VARIABLE.fullmatch(name):
+        return name
+    raise UserError(
+        "regenerate.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null; what was given, perhaps the key "
+        "itself, is not shown"
+    )
 
 
 class Regenerate(StrictModel):
@@ -232,7 +251,7 @@ class Regenerate(StrictModel):
     """Ask this OpenAI-compatible server, as http://localhost:8000/v1, instead of loading the backbone."""
     model: str | None = None
     """The backbone's name on that server; null: ``backbone.path``."""
-    api_key: str | None = None
+    api_key: Annotated[str, AfterValidator(_variable)] | None = None
     """Name of the environment variable that holds the server's key; null sends none."""
     concurrency: PositiveInt = 16
     """Requests in flight at once."""

@@ -21,6 +21,7 @@ from headstart.inference.serving.quantize import dequantized
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import find_folder
+from headstart.support.inside import inside
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a repository."""
@@ -126,6 +127,8 @@ def _weight_files(folder: Path, path: str) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         files = sorted({file for pattern in PICKLES for file in folder.glob(pattern)} - {folder / name for name in NOT_WEIGHTS})
+    for file in files:
+        inside(folder, file.name)
     if not files:
         raise UserError(f"{path} has no weights: no .safetensors, .bin or .pt file; fetch the heads again")
     return files
@@ -134,7 +137,7 @@ def _weight_files(folder: Path, path: str) -> list[Path]:
 def _shard(folder: Path, name: str, index: str) -> Path:
     if Path(name).name != name:
         raise UserError(f"{index} in {folder} names the file {name!r} outside of it; fetch the heads from a source that you trust")
-    if not (folder / name).is_file():
+    if not inside(folder, name).is_file():
         raise UserError(f"{folder} lacks {name}, which {index} names; fetch the heads again")
     return folder / name
 

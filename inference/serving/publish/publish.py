@@ -16,6 +16,7 @@ from headstart.inference.serving.publish.license import license_of
 from headstart.inference.serving.publish.measured import bench_figures, training_figures
 from headstart.inference.serving.publish.scrub import scrubbed
 from headstart.support.hub import upload
+from headstart.support.inside import inside
 
 METADATA = ("config.json", "headstart.json", "headstart_export.json", "adapter_config.json")
 """Files in which paths of this machine may stand."""
@@ -55,7 +56,7 @@ def _place(heads: Heads, card: str, folder: Path, copy: bool) -> None:
     """Fill a folder with the files and the card; ``copy`` False: by links, except what is changed."""
     known = {name: heads.shown_backbone for name in (heads.backbone, resolve(heads.backbone)) if name}
     for name in heads.files:
-        source, target = heads.folder / name, folder / name
+        source, target = inside(heads.folder, name), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name.name in METADATA:
             target.write_text(json.dumps(scrubbed(json.loads(source.read_text("utf-8")), known), indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.inference.serving.reference.packed import PARTS, require_known, unpack, whole_names
 from headstart.support.errors import UserError
+from headstart.support.inside import inside
 
 INDEX = "model.safetensors.index.json"
 NOT_HEADS = frozenset({"mask_embedding.pt", "optimizer.pt", "scheduler.pt", "training_args.bin"})
@@ -83,6 +84,7 @@ def read_files(folder: Path) -> Files:
             raise DamagedError(f"{folder / INDEX} lists {name}, which is not in the folder (half-written); export it again")
     homes: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        inside(folder, path.name)
         homes |= dict.fromkeys(_names(path), path)
     if lacking := sorted(set(listed) - set(homes)):
         raise DamagedError(f"{folder} lacks {lacking[0]}, which {INDEX} lists (half-written); export it again")
@@ -119,6 +121,7 @@ def _pickled(folder: Path) -> dict[str, Tensor]:
     for pattern in ("*.bin", "*.pt"):
         tensors: dict[str, Tensor] = {}
         for path in sorted(path for path in folder.glob(pattern) if path.name not in NOT_HEADS):
+            inside(folder, path.name)
             try:
                 held = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError:
