@@ -1,6 +1,7 @@
 # make demo    train heads on the embedded backbone and measure them (about 8 minutes on two cores)
 # make test    the tests that are fast     make lint    ruff, mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
+# make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
@@ -15,7 +16,7 @@ INSTALLED := .venv/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo test test-all lint docs engines test-engines
+.PHONY: install demo test test-all soak lint docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -43,6 +44,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --durations=12
+
+MINUTES ?= 60
+soak: $(INSTALLED)
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --json out/soak.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,10 +3,11 @@
     python benchmarks/soak.py [--minutes 60] [--seed 0] [--json FILE]
 
 Each call has random prompts, lengths, batch, processors, sampling, tree, heads and proposers, on a small random backbone in fp32, whose
-passes are short, so that there are many calls; its texts repeat, so that drafts are accepted. Greedy texts and beams are compared with transformers' own, sampled ones with autoregressive decoding of the same seeds. One call in eight is cancelled at a random
-token by an exception. Memory, file descriptors, threads and hooks are counted every `EVERY` calls; memory is flat if
-its median over the last fifth of the time is at most `GROWTH` above that of the second fifth (captures are made in the first). Prints JSON;
-the exit status is 1 if a text differs, memory grows or something is left.
+passes are short, so that there are many calls; its texts repeat, so that drafts are accepted. Greedy texts and beams are compared with
+transformers' own, sampled ones with autoregressive decoding of the same seeds. One call in eight is cancelled at a random token by an
+exception. Memory, file descriptors, threads and hooks are counted every `EVERY` calls; memory is flat if its median over the last fifth of
+the time is at most `GROWTH` above that of the second fifth (captures are made in the first). Prints JSON; the exit status is 1 if a text
+differs, memory grows or something is left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 from program import options, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
@@ -99,9 +102,8 @@ def systems_of(backbone: Backbone) -> dict[str, SpeculativeModel]:
 
 def draw(rng: random.Random, systems: list[str]) -> Call:
     """Draw the arguments of a call."""
-    rows = [
-        torch.tensor([rng.randrange(1, VOCAB) for _ in range(rng.randint(1, LONGEST_PROMPT))]) for _ in range(rng.choice((1, 1, 2, MOST_ROWS)))
-    ]
+    lengths = [rng.randint(1, LONGEST_PROMPT) for _ in range(rng.choice((1, 1, 2, MOST_ROWS)))]
+    rows = [torch.tensor([rng.randrange(1, VOCAB) for _ in range(length)]) for length in lengths]
     settings: dict[str, Any] = {"max_new_tokens": rng.randint(1, LONGEST_TEXT), "eos_token_id": EOS, "pad_token_id": 0}
     for name, value in (
         ("repetition_penalty", 1.3), ("no_repeat_ngram_size", 3), ("min_new_tokens", 9), ("bad_words_ids", [[17], [30, 31]]),
@@ -169,6 +171,8 @@ def left(backbone: Backbone) -> dict[str, int]:
 
 def soak(minutes: float, seed: int) -> dict[str, Any]:
     """Generate for that long; returns the figures."""
+    logging.set_verbosity_error()   # of lengths that cannot be reached
+    warnings.simplefilter("ignore")
     torch.manual_seed(seed)
     backbone = Backbone(LlamaForCausalLM(CONFIG).eval())
     systems, rng, counts = systems_of(backbone), random.Random(seed), Counter[str]()
