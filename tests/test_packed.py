@@ -99,8 +99,8 @@ def test_a_function_that_cannot_use_them_is_captured_without() -> None:
         pytest.skip("this torch packs no weights")
     layer, other = (nn.Linear(6, 4).requires_grad_(False) for _ in range(2))
     captured = Capturer("trace", CPU).capture(lambda held, x: (layer(x).view(-1), other(x)), "layers", layer)
-    assert captured.backend is not None
-    captured.backend._form = Form(AVAILABLE[0])   # type: ignore[attr-defined]
+    assert isinstance(captured.backend, trace.Trace)
+    captured.backend.form = Form(AVAILABLE[0])
     for rows in (3, 5):
         x = torch.randn(rows, 6)
         assert torch.allclose(captured(None, x)[0], layer(x).view(-1), atol=1e-6)

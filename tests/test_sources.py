@@ -67,6 +67,18 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     assert drafted.index(max(drafted)) > 20, "little by little"
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> None:
+    """Of a tree of fixed shape, from the second step on; rows that end in between change nothing."""
+    of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), depth=3), capture="trace")
+    rows, options = left_padded(prompts((9, 6))), {"do_sample": False, "max_new_tokens": 14}
+    out = say(of, rows, tree=TreeShape(8, 3), return_dict_in_generate=True, **options)
+    source = of.engine(True).speculation.of_kind(DrafterSource)[0]
+    assert source._round.calls == out.passes - 1 and source._round.fallback is None and source._round.captures_made
+    assert source._steps.calls + source._step.calls == 1 and not source._extend.calls, "the first step drafts from the prompts"
+    assert torch.equal(out.sequences, say(of, rows, speculate=False, **options))
+
+
 def test_costs_are_kept_for_each_depth() -> None:
     """The first step of a head that gives all depths at once costs more than the later depths."""
     source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()

@@ -77,12 +77,13 @@ def _measure(weights: Sequence[Tensor]) -> Kind | None:
 def _least(ways: dict[Kind | None, Callable[..., Any]], inputs: Sequence[Tensor]) -> dict[Kind | None, float]:
     """The least seconds of each, in turns, so that a disturbance affects all."""
     least, eviction = dict.fromkeys(ways, math.inf), torch.ones(EVICTION)
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter   # on a busy machine only the former is steady
     for _ in range(ROUNDS):
         for kind, way in ways.items():
             eviction.sum()
-            start = time.perf_counter()
+            start = clock()
             way(*inputs)
-            least[kind] = min(least[kind], time.perf_counter() - start)
+            least[kind] = min(least[kind], clock() - start)
     return least
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
-from headstart.inference.capture.fixed_memory import FixedMemory
 from headstart.inference.capture.folding import expected_warnings, fold, missing_functions
 from headstart.inference.capture.forms import Form, fastest_form
 from headstart.inference.capture.linear import TransposedLinear, layout
@@ -26,10 +26,6 @@ class Trace(Backend):
     """TorchScript traces; linear layers have packed weights, or the layout that is faster for their number of rows on this machine."""
 
     name = "trace"
-
-    def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
-        super().__init__(module, memory)
-        self._form: Form | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -44,12 +40,10 @@ class Trace(Backend):
             return f"{version} lacks {', '.join(missing)}, with which traces are folded"
         return None
 
-    @property
+    @cached_property
     def form(self) -> Form:
         """The form of linear layers, chosen when the first function is captured."""
-        if self._form is None:
-            self._form = fastest_form(self.module)
-        return self._form
+        return fastest_form(self.module)
 
     def variant(self, call: Call) -> Hashable:
         rows = call.leaves[call.held_leaves].numel()

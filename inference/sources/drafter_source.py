@@ -1,8 +1,8 @@
 """A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
 
-All depths of a fixed tree are one captured call, after which the host reads the nodes once. With adaptive trees the depth is chosen by
-what deeper levels are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before
-drafting, from the levels of earlier steps, so that the device never waits for the host.
+The extension by the tokens accepted last and all depths of a fixed tree are one captured call, after which the host reads the nodes once.
+With adaptive trees the depth is chosen by what deeper levels are expected to bring: on a CPU, where reading is free, level by level from the
+nodes drafted so far; elsewhere before drafting, from the levels of earlier steps, so that the device never waits for the host.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -23,7 +23,7 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
-from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
+from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
 from headstart.inference.sources.source import Accepted, Source
 from headstart.inference.sources.source_stats import EMA_WEIGHT
 
@@ -45,6 +45,7 @@ class DrafterSource(Source):
         self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
         self._step = capturer.capture(partial(draft_levels, drafter), "draft levels", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
+        self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
         self.level_by_level = self.device.type == "cpu"
         """Adaptive trees: read every level before the next one is drafted."""
         self._clear()
@@ -52,12 +53,12 @@ class DrafterSource(Source):
     @property
     def captured(self) -> bool:
         """True once draft steps are captured; their times are then kept separately, since they are faster."""
-        return bool(self._step.captures_made or self._steps.captures_made)
+        return bool(self._step.captures_made or self._steps.captures_made or self._round.captures_made)
 
     @property
     def calls(self) -> int:
         """The number of calls in which levels were drafted so far."""
-        return self._step.calls + self._steps.calls
+        return self._step.calls + self._steps.calls + self._round.calls
 
     @property
     def own_cache(self) -> bool:
@@ -109,11 +110,18 @@ class DrafterSource(Source):
 
     def catch_up(self, length: int) -> None:
         """Apply row selections and pending features to the state; ``length``: positions it must have room for, drafted nodes included."""
-        if self._rows is not None and self.state is not None:
-            self.state = self.drafter.select(self.state, torch.tensor(self._rows, device=self.device))
+        self._select_rows()
         if self._pending:
             self.state = self._extended(self.state, self._joined(), length)
-        self._rows, self._pending = None, []
+        self._pending = []
+
+    def _select_rows(self) -> None:
+        """Apply row selections to the state and to the pending features."""
+        if self._rows is not None and self.state is not None:
+            self.state = self.drafter.select(self.state, torch.tensor(self._rows, device=self.device))
+        if len(self._pending) > 1 or (self._pending and self._pending[0][1] is not None):
+            self._pending = [(self._joined(), None)]
+        self._rows = None
 
     def _joined(self) -> Features:
         parts = self._pending
@@ -135,7 +143,7 @@ class DrafterSource(Source):
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""
-        nodes = ((depth or self.depth) + 1) * (width + 1)
+        nodes = _room(depth or self.depth, width)
         self.catch_up(longest + nodes)
         if cache is None:
             self.state = self.drafter.reserve(self.state, longest + nodes)
@@ -147,7 +155,12 @@ class DrafterSource(Source):
     def draft(self, draft: Draft) -> None:
         assert draft.cache is not None
         with Stopwatch() as watch:
-            self.prepare(draft.cache.longest, draft.width, draft.cache, self.depth_of(draft.shape))
+            longest, depth = draft.cache.longest, self.depth_of(draft.shape)
+            if self.state is None or self.drafter.uses_backbone_cache:
+                self.prepare(longest, draft.width, draft.cache, depth)
+            else:   # the call that drafts the first levels extends the state too
+                self._select_rows()
+                self.state = self.drafter.reserve(self.state, longest + _room(depth, draft.width))
             self.grow(draft)
         draft.seconds[self] = watch.seconds
 
@@ -192,8 +205,14 @@ class DrafterSource(Source):
     def _drafted(self, depths: range, before: Level, width: int, scoring: DraftScoring) -> tuple[list[Level], Tensor]:
         """Draft consecutive depths in one call: returns their levels, and the numbers of their nodes for `unpacked`."""
         progress = Progress(self.state, self._hidden_BKD, depths.start, len(depths))
-        draft = self._step if len(depths) == 1 else self._steps
-        levels, packed_BX, self.state, self._hidden_BKD = draft(progress, before, width, scoring.at(depths, self.drafter.vocabulary))
+        scoring = scoring.at(depths, self.drafter.vocabulary)
+        if self._pending:
+            drafted = self._round(progress, self._joined(), before, width, scoring)
+        else:
+            draft = self._step if len(depths) == 1 else self._steps
+            drafted = draft(progress, before, width, scoring)
+        levels, packed_BX, self.state, self._hidden_BKD = drafted
+        self._pending = []
         return levels, packed_BX
 
     def part(self, depth: int) -> tuple[str, int, bool]:
@@ -227,6 +246,11 @@ class DrafterSource(Source):
             return True
         acceptance[depth] += RETRY_BONUS * (1 - acceptance[depth])
         return False
+
+
+def _room(depth: int, width: int) -> int:
+    """Positions to reserve for the nodes of a draft."""
+    return (depth + 1) * (width + 1)
 
 
 def _masses(draft: Draft, levels: Sequence[list[list[int]]]) -> list[float]:

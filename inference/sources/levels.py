@@ -6,12 +6,13 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary, X 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.inference.sources.draft import DraftScoring
 
@@ -68,6 +69,13 @@ def draft_levels(
         logits_BWV = drafter.readout(hidden, depth, above.tokens_BW).float()
         levels.append(_best(above, _scored(logits_BWV, scoring, k), width, drafter.vocabulary))
     return levels[1:], _packed(levels[1:]), state, hidden_BKD
+
+
+def extend_and_draft(
+    drafter: Drafter, progress: Progress, features: Features, before: Level, width: int, scoring: DraftScoring
+) -> tuple[list[Level], Tensor, Any, Tensor | None]:
+    """Extend the drafter's state by the features of accepted tokens, then `draft_levels`, as one function."""
+    return draft_levels(drafter, replace(progress, state=drafter.begin(features, progress.state)), before, width, scoring)
 
 
 def _scored(logits_BWV: Tensor, scoring: DraftScoring, index: int) -> Tensor:
