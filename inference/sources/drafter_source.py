@@ -1,8 +1,9 @@
 """A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
 
-The extension by the tokens accepted last and all depths of a fixed tree are one captured call, after which the host reads the nodes once.
-With adaptive trees the depth is chosen by what deeper levels are expected to bring: on a CPU, where reading is free, level by level from the
-nodes drafted so far; elsewhere before drafting, from the levels of earlier steps, so that the device never waits for the host.
+All depths of a fixed tree are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than captures of
+further sizes, the same call extends the state by the tokens accepted last. With adaptive trees the depth follows from what deeper levels
+are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before drafting, from the
+levels of earlier steps, so that the device never waits for the host.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -48,6 +49,8 @@ class DrafterSource(Source):
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
         self.level_by_level = self.device.type == "cpu"
         """Adaptive trees: read every level before the next one is drafted."""
+        self.in_one_call = self.device.type == "cpu" and not drafter.uses_backbone_cache
+        """Extend the state in the call that drafts the first levels."""
         self._clear()
 
     @property
@@ -156,11 +159,11 @@ class DrafterSource(Source):
         assert draft.cache is not None
         with Stopwatch() as watch:
             longest, depth = draft.cache.longest, self.depth_of(draft.shape)
-            if self.state is None or self.drafter.uses_backbone_cache:
-                self.prepare(longest, draft.width, draft.cache, depth)
-            else:   # the call that drafts the first levels extends the state too
+            if self.in_one_call and self.state is not None:
                 self._select_rows()
                 self.state = self.drafter.reserve(self.state, longest + _room(depth, draft.width))
+            else:
+                self.prepare(longest, draft.width, draft.cache, depth)
             self.grow(draft)
         draft.seconds[self] = watch.seconds
 
