@@ -43,6 +43,7 @@ def plain(model: PreTrainedModel = MODEL, **options: Any) -> Tensor:
     return model.generate(**{**ROW, "max_new_tokens": LENGTH, "do_sample": False} | options)
 
 
+@pytest.mark.matrix(cells=4)
 @pytest.mark.parametrize(("kind", "arguments"), every_head(DEPTH))
 def test_greedy_text_and_rounds_are_those_of_a_chain(kind: str, arguments: dict[str, Any]) -> None:
     of = SpeculativeModel(SMALL, random_drafter(kind, SMALL, **arguments), capture="off")

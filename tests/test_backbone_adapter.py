@@ -159,6 +159,7 @@ def test_a_run_goes_on_with_the_adapter_it_began_with(folder: Path, tmp_path: Pa
     assert "was trained with adapter" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_quantized_backbones(tmp_path: Path, dtype: str, use_dora: bool) -> None:

@@ -223,6 +223,7 @@ def test_weights_that_a_pass_reads():
     assert memory_bandwidth(torch.device("cpu")) > 1e8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_kind_of_heads_can_be_compared(kind):
     on = backbone("llama")

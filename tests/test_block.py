@@ -148,6 +148,7 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_decoding_is_lossless(correction: str) -> None:
     """Trees, a window and offloading change no token, greedy or sampled; a tree may be shallower than the block."""

@@ -51,7 +51,7 @@ def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, *
     return texts
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("manner", ["nearly", "adversary"])
 def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_cache_holds_what_a_fresh_read_would(family: str, manner: str, monke
     assert audited(scripted, monkeypatch, 7, **rows, **options) == plain.tolist()
 
 
-@pytest.mark.matrix(cells=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_buffers_grow_past_their_first_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """63 tokens and a tree exceed the first 64 slots; the drafter's own keys grow too."""

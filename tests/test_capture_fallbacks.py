@@ -174,6 +174,7 @@ def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Compile.unavailable(CPU) == "torch.compile needs a C++ compiler (no-such-compiler is missing); install one or set CXX"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Compile.unavailable(CPU) is not None, reason=str(Compile.unavailable(CPU)))
 def test_a_compiled_function_gives_the_same() -> None:
     captured, held = captured_by("compile", Counted()), torch.zeros(9)

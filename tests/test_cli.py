@@ -91,6 +91,7 @@ def test_bench(house, tmp_path, capsys):
     assert [path.name for path in file.parent.iterdir()] == ["report.json"]
 
 
+@pytest.mark.slow
 def test_bench_takes_another_tree_for_sampling(house, tmp_path):
     report = tmp_path / "report.json"
     sizes = ["--nodes", "5", "--width", "2", "--sampled-nodes", "9", "--sampled-width", "3", "--max-new-tokens", "6"]

@@ -49,7 +49,7 @@ def drafters(family: str) -> list[Drafter]:
     return [DraftModel.of(on, near(family), depth=3), EarlyExit(on, layers=LAYERS - 1, depth=3)]
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @each_family
 @greedy_and_sampled
 def test_they_change_no_token(family: str, sample: bool) -> None:
@@ -68,7 +68,7 @@ def test_they_change_no_token(family: str, sample: bool) -> None:
             assert torch.equal(say(of, rows, tree=tree, batch_size=batch, **ending).sequences, truth), (tree, batch)
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @each_family
 @greedy_and_sampled
 def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
@@ -87,6 +87,7 @@ def test_the_backbone_itself_is_always_right(family: str, sample: bool) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_captured_passes_write_the_same(family: str) -> None:
     on = backbone(family)
@@ -191,6 +192,7 @@ def words(*changed: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="word0")))
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("size", [VOCAB - 9, VOCAB + 7])
 def test_sizes_may_differ_where_tokenizers_show_that_it_is_padding(size: int) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())

@@ -92,6 +92,7 @@ def test_only_the_adapter_is_trained_and_saved_beside_the_weights(adapted: Path)
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_merged_on_request_it_drafts_the_same(adapted: Path, tmp_path: Path) -> None:
     """The same command with ``merge`` saves whole weights; loading adds the adapter otherwise."""
     shutil.copytree(adapted / "out", tmp_path / "out")

@@ -68,6 +68,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", [EAGLE, {"kind": "medusa", "depth": 2}], ids=lambda drafter: drafter["kind"])
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_trained_from_a_cache_the_losses_are_the_live_ones(

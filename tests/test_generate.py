@@ -186,7 +186,7 @@ def test_scores_and_logits_are_transformers_own(sample: bool, rows: int) -> None
         torch.testing.assert_close(out.logits[i], expected.logits[0], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_tau_matches_its_definition(kind: str) -> None:
     """Tokens after the first per pass, and one more than the sum of the acceptance rates. A single row, so every pass is its own."""
@@ -233,6 +233,7 @@ def test_greedy_ignores_seeds_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_gpt2_near_its_last_position() -> None:
     """96 positions: up to the last one by length; or more requested, but stopped there by a criterion."""
     on, row = backbone("gpt2"), {"input_ids": texts(1, 80)}

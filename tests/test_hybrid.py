@@ -121,6 +121,7 @@ def read_prompts(of: Backbone, rows: list[Tensor]) -> tuple[Reader, Any, Any]:
     return reader, *reader.prompts(padded, lengths_B)
 
 
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_tree_is_read_as_its_paths(family: str) -> None:
     """Logits and features of every node against the model's own pass over the sequence that ends there."""
@@ -154,6 +155,7 @@ def test_prompts_of_any_lengths_are_read_as_if_alone() -> None:
                 torch.testing.assert_close(one[row, :, : len(text)], other[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_text_is_transformers_own(family: str) -> None:
     on, truths, rows = hybrid(family), alone(family), left_padded(prompts())
@@ -175,6 +177,7 @@ def test_captured_passes_write_the_same() -> None:
     assert say(of, row, speculate=False, max_new_tokens=LENGTH, do_sample=False).tolist() == truths[:1]
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("manner", ["eagle3", "nearly"])
 def test_sampled_text_is_that_of_autoregressive_decoding(manner: str) -> None:
     """A batch of five whose rows end at different times, and one row alone with its seed; a small batch lets rows join."""

@@ -69,6 +69,7 @@ def imported(folder: Path, home: Path, on: Backbone, out: Path, **wishes: Any) -
     return importer.import_heads(str(folder), str(home), out, lambda: on, importer.Wishes(new_tokens=6, **wishes))
 
 
+@pytest.mark.matrix(cells=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp_path: Path, name: str) -> None:
     make, kind, arguments = LAYOUTS[name]

@@ -71,6 +71,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("where", ["tensors", "flush"])
 def test_a_full_disk(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str

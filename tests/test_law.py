@@ -84,7 +84,7 @@ def drawn(of: SpeculativeModel, n: int, length: int, **options: Any) -> Counter:
     return Counter(map(tuple, texts.tolist()))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warpers", WARPERS, ids=["plain", "warped", "penalised"])
 def test_sequences_follow_the_distribution(small: SpeculativeModel, length: int, warpers: dict[str, Any]) -> None:
@@ -96,6 +96,7 @@ def test_the_test_detects_another_distribution(small: SpeculativeModel) -> None:
     assert chi_square(drawn(small, 4000, 2, seed=1), law(small, 2, {"temperature": 1.15}), 4000) < 1e-4
 
 
+@pytest.mark.slow
 def test_transformers_samples_from_the_same_distribution(small: SpeculativeModel) -> None:
     """A two-sample test: counts of three tokens from headstart and from generate(do_sample=True)."""
     n = 4000

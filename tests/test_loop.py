@@ -26,6 +26,7 @@ KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_v
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("drafter", KINDS, ids=lambda drafter: drafter["kind"])
 def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: dict) -> None:
     recipe = load_recipe(make_recipe(tmp_path, drafter=drafter, train={"steps": 40, "schedule": "constant"}, log={"every": 10}))

@@ -144,6 +144,7 @@ def test_an_oracle_is_accepted_and_an_adversary_is_not(family: str, sample: bool
         assert (worst.tau, worst.passes, worst.acceptance_per_depth) == (1.0, 24, [0.0] * 5)
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_can_be_continued_from_any_position(family: str) -> None:
     """The token at a position depends only on the preceding tokens, the seed and the position."""

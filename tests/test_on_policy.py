@@ -55,6 +55,7 @@ def each_draft(anchors: SampledAnchors) -> list[tuple[int, int, int, int]]:
     return [(m, *place) for m, place in enumerate(zip(*columns, strict=True))]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [ROWS, ALONE], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_target_hidden_is_that_of_each_draft_in_its_sequence(family: str, rows: list[list[int]]) -> None:
@@ -143,6 +144,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
     return loss
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("vocabulary,layers", [(None, 1), (20, 1), (None, 2)])
 @pytest.mark.parametrize("terms", [{"kl": 1.0}, {"ce": 0.3, "tv": 0.7}], ids=str)
 def test_loss_and_gradients_are_those_by_the_book(terms: dict[str, float], vocabulary: int | None, layers: int) -> None:

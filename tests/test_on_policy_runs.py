@@ -48,6 +48,7 @@ def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
     assert losses(tmp_path / "without")[0][0] < whole[0][0]
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("more", [[], ["data.packing=true", "data.max_length=48", "train.precision=bf16"]], ids=["plain", "packed-bf16"])
 def test_resumed_it_is_the_same_bit_for_bit(tmp_path: Path, more: list[str]) -> None:

@@ -106,6 +106,7 @@ def test_one_conversation_is_learnt(conversation: Conversation, kind: str, argum
     assert accepted(drafter, conversation) >= SHARE
 
 
+@pytest.mark.slow
 def test_a_misaligned_head_is_found_out(conversation: Conversation) -> None:
     """Trained one position off, a head that learns its row as well is wrong nearly everywhere."""
 

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[list[str], MicroBatch]] = {
 }
 
 
-@pytest.mark.matrix(cells=4)
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_takes_what_the_plan_says(name: str, small: Path) -> None:
     overrides, size = CASES[name]
@@ -113,7 +113,7 @@ def test_the_lasting_parts_are_those_of_the_real_thing(small: Path, tmp_path: Pa
     run.log.close()
 
 
-@pytest.mark.matrix(cells=3)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", methods())
 def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
     for accelerator in (False, True):

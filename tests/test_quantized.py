@@ -27,7 +27,7 @@ def quantized(folder: Path) -> Backbone:
     return load_backbone(str(folder), dtype="int8")
 
 
-@pytest.mark.matrix(cells=2)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("capture", ["off", "trace"])
 def test_the_text_is_the_quantized_models_own(quantized: Backbone, kind: str, capture: str) -> None:

@@ -161,6 +161,7 @@ def test_texts_are_continued_and_never_dropped(ask: Any, talker: Path, tmp_path:
     assert (report["rows_written"], report["empty"], report["truncated"]) == (2, 1, 0) and 2 <= report["tokens"] <= 10
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, options = dialogues(), (*SAMPLED, "regenerate.batch_size=1")
     assert ask(rows, *options, out="whole.jsonl") == 0
@@ -187,6 +188,7 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
     assert not half.exists()
 
 
+@pytest.mark.matrix(cells=2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

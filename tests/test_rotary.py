@@ -25,6 +25,7 @@ def heads(kind: str) -> SpeculativeModel:
     return SpeculativeModel(on, random_drafter("medusa", on), capture="trace")
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind,lengths", [("longrope", (9, 14)), ("longrope", (33, 40)), ("dynamic", (9, 14))])
 def test_on_one_side_the_text_is_the_models_own(kind: str, lengths: tuple[int, ...]) -> None:
     of = heads(kind)

@@ -61,7 +61,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.matrix("processes", cells=1)
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
@@ -72,6 +72,7 @@ def test_several_processes_train_as_one_does(whole: Path, tmp_path: Path, proces
     load_drafter(tmp_path / "out", load_backbone(str(whole / "backbone"), device="cpu"))
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("processes, environment", [(2, {}), (3, SHARDED)], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("whole", ["muon"], indirect=True)
 def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int, environment: dict[str, str]) -> None:
@@ -112,6 +113,7 @@ def test_what_all_cannot_read_alike_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resumed_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
     """One, then two sharded, then three replicated, then one: the order of the data is the same."""
     recipe, out = whole / "recipe.yaml", tmp_path / "out"

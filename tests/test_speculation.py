@@ -227,6 +227,7 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off() 
         assert wrong.asked <= 25, "it brings nothing: asked in two trials or three, and not of 118 passes"
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("sample", [False, True])
 def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())
@@ -242,6 +243,7 @@ def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
     assert out.tau > 2
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> None:
     """Each equals its result alone with its seed, whatever its neighbours; sequences end at different times."""

@@ -74,6 +74,7 @@ class Linear(Drafter):
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_strangers_drafter_trains_and_decodes(kind: str, tmp_path: Path) -> None:
     recipe = make_recipe(

@@ -110,6 +110,7 @@ def test_short_texts(length: int) -> None:
     close(learned(drafter, out), learned(drafter, expected))
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("lengths", [None, [[5, 3], [2, 6]]])
 def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of the result and of the log-sum-exp, in fp64."""

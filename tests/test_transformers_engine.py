@@ -47,6 +47,7 @@ def exported(heads: Path, to: str, out: Path) -> Path:
     return out
 
 
+@pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize(("kind", "to", "arguments"), [("block", "dflash-hf", BLOCK), ("draft_model", "draft-model", {"layers": 2})])
 def test_it_drafts_what_headstart_drafts(model_folder: Path, tmp_path: Path, kind: str, to: str, arguments: dict[str, Any]) -> None:
     checkpoint = saved(model_folder, kind, tmp_path / "heads", **arguments)

@@ -174,6 +174,7 @@ DAMAGES: list[tuple[str, Damage, str, str]] = [
 ]
 
 
+@pytest.mark.matrix(cells=8)
 @pytest.mark.parametrize("kind,damage,cause,detail", DAMAGES, ids=[f"{kind}-{damage.__name__}" for kind, damage, _, _ in DAMAGES])
 def test_damage_is_named(house: Path, backbone: Backbone, tmp_path: Path, kind: str, damage: Damage, cause: str, detail: str) -> None:
     verdict = verdict_of(copied(house / kind, tmp_path / "export", damage), backbone, house / kind)

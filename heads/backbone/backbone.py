@@ -230,8 +230,8 @@ def load_backbone(
     """Load a frozen backbone from a folder, a hub id or ``embedded``; safetensors only.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the
-    CPU; int8, int4: see `quantization`. ``attention``: see `Attention`. ``place`` moves the model from the CPU to the device; by default it is moved whole. Raises
-    UserError.
+    CPU; int8, int4: see `quantization`. ``attention``: see `Attention`. ``place`` moves the model from the CPU to the
+    device; by default it is moved whole. Raises UserError.
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -78,7 +78,8 @@ def engine_fields(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters", "attention_bias",
         "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    rope = values["rope_parameters"]
+    # A head's layer rotates whole attention heads, whatever share of theirs the backbone's layers rotate.
+    rope = values["rope_parameters"] = {key: value for key, value in values["rope_parameters"].items() if key != "partial_rotary_factor"}
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if rope["rope_type"] != "default" else None
     name = str(dtype).removeprefix("torch.")
     return {key: values[key] for key in keep} | {
