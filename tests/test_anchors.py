@@ -129,6 +129,7 @@ def test_a_batch_without_anchors_still_reaches_every_parameter(backbone: Backbon
     assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_at_anchors_learns_and_does_not_depend_on_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Includes on-policy training: its rollouts take all depths from one step, each corrected by the token drafted before it."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -228,6 +228,7 @@ for name in headstart.__all__:
 """
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_extras() -> None:
     modules = {
         layer: [".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__") for path in sources(layer)]

@@ -90,6 +90,7 @@ def test_a_cold_function_is_timed_once_it_is_captured():
     assert not times[PATIENCE] and all(times[-5:]) and captured.captures_made == 1
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_captured_and_why_not(heads, monkeypatch):
     on = heads.backbone
     traced = SpeculativeModel(on, heads.drafter, capture="trace")

@@ -144,7 +144,7 @@ def test_trees_deeper_than_trained() -> None:
         say(medusa, rows, tree=TreeShape(12, 2, 3), **options)
 
 
-@pytest.mark.matrix(cells=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_decode_losslessly(kind: str) -> None:
     on, rows = backbone("llama"), left_padded(prompts((9, 1, 4)))

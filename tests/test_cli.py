@@ -297,5 +297,4 @@ def test_a_closed_pipe_is_quiet():
         "def broken(given):\n    print('unwritten', end=''); raise BrokenPipeError\n"
         "decoding.bench = broken; sys.exit(main.main(['bench', '--heads', 'a', '--prompts', 'b']))"
     )
-    done = python("-c", code)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert ((done := python("-c", code)).returncode, done.stderr) == (141, "")

@@ -143,6 +143,7 @@ def test_two_processes_adapt_as_one_does(adapted: Path, tmp_path: Path, environm
             torch.testing.assert_close(load_file(tmp_path / "two" / name)[key], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_planned_and_inspected(adapted: Path, tmp_path: Path) -> None:
     """The adapter is what is trained, and the checkpoint shows it."""
     recipe = load_recipe(adapted / "recipe.yaml")

@@ -55,6 +55,7 @@ def test_heads_can_be_loaded_and_say_where_they_come_from(tmp_path: Path) -> Non
     assert [line["step"] for line in evaluated] == [2] and origin["tau"] == evaluated[0]["tau"] >= 1
 
 
+@pytest.mark.slow
 def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, train={"batch_size": 6})
     logs = []

@@ -79,6 +79,7 @@ def test_what_does_not_fit_is_said(small: Path, tmp_path: Path, capsys: pytest.C
     assert report["fits"]["rows"] == report["fits"]["length"] == 0 and "nothing fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gpus_share_the_batch(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(small, tmp_path, "--gpus", "2", "--memory", "8")
     assert report["micro_batch"]["rows"] == 2 and report["machine"]["processes"] == 2

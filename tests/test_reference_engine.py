@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, backbone, random_drafter, texts
+from shrink import shrunk
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.reference.decode import begin, logits_at
 from headstart.inference.serving.reference.files import read_files
 from headstart.inference.serving.reference.methods import read_heads
+from headstart.inference.serving.reference.rope import read_rope, rotate
 from headstart.inference.serving.reference.target import Target
 from headstart.inference.serving.transcript import mean_acceptance_length, tau
 from headstart.inference.serving.verification.engine import EngineSettings
@@ -62,3 +67,29 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     expected = headstart_logits(drafter, text, [3, 8, 1])
     found = logits_at(begin(reading, target, [*text, 3, 8, 1]), len(text), [3, 8, 1])
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0, "truncate": False},
+        {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+        {"factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    ],
+    ids=["gpt-oss", "plain", "deepseek"],
+)
+def test_yarn_is_that_of_transformers(stated: dict[str, Any], width: int) -> None:
+    rope = {"rope_type": "yarn", **stated}
+    config = LlamaConfig(hidden_size=4 * width, num_attention_heads=4, head_dim=width, rope_parameters=dict(rope))
+    x_THC, positions_T = torch.randn(9, 4, width), torch.arange(9) * 7
+    cos, sin = LlamaRotaryEmbedding(config)(x_THC, positions_T[None])
+    expected = apply_rotary_pos_emb(x_THC[None], x_THC[None], cos, sin, unsqueeze_dim=2)[0][0]
+    torch.testing.assert_close(rotate(x_THC, positions_T, read_rope({"rope_parameters": rope})), expected)
+
+
+def test_heads_state_the_rotation_they_trained_with() -> None:
+    """Pythia rotates a quarter of each head, its EAGLE-3 heads all of theirs."""
+    on = Backbone(shrunk("pythia-1b"))
+    assert on.config.to_dict()["rope_parameters"]["partial_rotary_factor"] == 0.25
+    assert read_rope(random_drafter("eagle3", on).engine_config()).share == 1.0

@@ -101,7 +101,7 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.matrix(cells=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["regenerate.batch_size=1", "regenerate.batch_size=3", "heads", "order"])
 def test_only_row_and_seed_decide(ask: Any, talker: Path, tmp_path: Path, change: str) -> None:
     rows = dialogues()

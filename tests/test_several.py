@@ -124,7 +124,7 @@ def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> Non
             torch.testing.assert_close(from_cache[key], tensor, **CLOSE)
 
 
-@pytest.mark.matrix(cells=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
     environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}

@@ -243,7 +243,7 @@ def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
     assert out.tau > 2
 
 
-@pytest.mark.matrix(cells=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> None:
     """Each equals its result alone with its seed, whatever its neighbours; sequences end at different times."""
