@@ -46,8 +46,7 @@ BACKBONES = {
 RIVAL = "speculators"
 """Settings of this name train speculators' heads (speculators_heads.py)."""
 TV, LK = "objective.terms={ce: 0.1, tv: 0.9}", "objective.terms={lk: 1.0}"
-FROZEN, NORMED, SMOOTH = "drafter.freeze_readout=true", "drafter.norm_output=true", "objective.depth_smoothing=0.8"
-SLOW_READOUT = "train.readout_lr_ratio=0.25"
+FROZEN, NORMED = "drafter.freeze_readout=true", "drafter.norm_output=true"
 
 
 def lr(rate: float) -> str:
@@ -63,8 +62,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lr4e-3": (lr(4e-3),),
     "lr16e-3": (lr(16e-3),),
     "tv": (TV,),
-    "smooth": (SMOOTH,),
-    "slow-readout": (SLOW_READOUT,),
 }
 RULED = {
     "": (),
@@ -91,7 +88,7 @@ SETTINGS |= {f"{RIVAL}-lr{rate:g}": (batch(1), lr(rate)) for rate in (2.5e-3, 5e
 training/run/defaults.py takes since the first sweep, for steps of two texts: inverse to the width."""
 SMALL, LARGE, TINY = ("stories260K", "babyllama-tok105", "prose2", "tasks5"), ("chat-7m", "embedded"), ("stories260K", "babyllama-tok105")
 TIERS: tuple[tuple[tuple[str, ...], tuple[str, ...], int, float], ...] = (
-    (("base", "lr4e-3", "lr16e-3", "tv", "smooth", "slow-readout"), (*SMALL, *LARGE), 0, 1.0),
+    (("base", "lr4e-3", "lr16e-3", "tv"), (*SMALL, *LARGE), 0, 1.0),
     (("rule", "rule-lr-half", "rule-lr-double"), TINY, 0, 4.0),
     (("rule-frozen", "rule-final-tap", "rule-batch1"), LARGE, 0, 1.0),
     (("rule-batch1", "rule-batch4", "rule-frozen", "rule-final-tap", "rule-normed", "rule-unclipped"), SMALL, 0, 1.0),

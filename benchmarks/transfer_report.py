@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_cells import BACKBONES, SETTINGS
+from transfer_cells import BACKBONES
 
 Row = dict[str, Any]
 VERIFICATION, DEPTH_COSTS = 1.1, (0.05, 0.1)
@@ -21,7 +21,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def _part(rows: Sequence[Row], budget: int) -> str:
     backbones = [name for name in BACKBONES if any(row["backbone"] == name for row in rows)]
-    settings = [name for name in SETTINGS if any(row["setting"] == name for row in rows)]
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
     taus = {(setting, one): _mean(rows, setting, one) for setting in settings for one in backbones}
     best = {one: max(tau for (_, name), tau in taus.items() if name == one and tau is not None) for one in backbones}
     lines = [f"| {budget:,} tokens | {' | '.join(backbones)} | least | mean |", "|---" * (len(backbones) + 3) + "|"]

@@ -65,13 +65,13 @@ def smooth_l1(drafted_D: Tensor, hidden_D: Tensor) -> Tensor:
     return torch.where(apart_D < 1, apart_D.square() / 2, apart_D - 0.5).mean()
 
 
-def dpace(confidence: list[float | None], smoothing: float = 0.5) -> list[float]:
-    """The ``dpace`` depth weights (2605.18810); None marks a depth without a label."""
+def dpace(confidence: list[float | None]) -> list[float]:
+    """The ``dpace`` depth weights (2605.18810) with smoothing 0.5; None marks a depth without a label."""
     weights = []
     for k in range(len(confidence)):
         total = 0.0
         for j in range(k, len(confidence)):
             if confidence[j] is not None:
-                total += math.prod(smoothing + (1 - smoothing) * prob for prob in confidence[: j + 1] if prob is not None)
+                total += math.prod(0.5 + 0.5 * prob for prob in confidence[: j + 1] if prob is not None)
         weights.append(total if confidence[k] is not None else 0.0)
     return weights

@@ -104,7 +104,7 @@ def naive(wanted: Objective, backbone: Backbone, drafter: Drafter, features: Fea
             correct[k] += ids[log_q.argmax()] == p.argmax()
             alpha[k] += torch.minimum(p[ids], log_q.exp()).sum().detach()
         geometric = [wanted.depth_decay**k for k in range(drafter.trained_depth)]
-        weights = geometric if wanted.depth_weights == "geometric" else dpace(sure, wanted.depth_smoothing)
+        weights = geometric if wanted.depth_weights == "geometric" else dpace(sure)
         loss = loss + sum(weight * value for weight, value in zip(weights, values, strict=True))
     return Sums(loss, count, correct, alpha, torch.zeros_like(loss), torch.zeros_like(loss))
 

@@ -14,17 +14,27 @@ from small_run import make_recipe, read_log
 from headstart.cli.main import main as command
 from headstart.cli.train import main
 from headstart.heads.methods import build_drafter
-from headstart.training.recipe.recipe import Train, load_recipe
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.defaults import ADAPTED, choose, learning_rate
-from headstart.training.run.optimizer import build_optimizer
+from headstart.training.run.optimizer import MuonAdamW
 from headstart.training.setup import prepare
 
+MUON = ["train.optimizer=muon", "train.lr=1e-3"]
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return make_recipe(tmp_path, train={"lr": "auto", "steps": 6}, eval={"prompts": 1, "max_new_tokens": 2}, log={"every": 1})
+
+
+def test_the_optimizer_follows_the_rate(small: Path) -> None:
+    """Published rates are AdamW's."""
+    for changes, optimizer in (([], "muon"), (["train.lr=1e-3"], "adamw"), (["train.optimizer=adamw"], "adamw"), (MUON, "muon")):
+        assert load_recipe(small, changes).train.chosen_optimizer == optimizer
+        run = prepare(load_recipe(small, [*changes, "drafter={kind: eagle3, depth: 2}"]))
+        run.log.close()
+        assert isinstance(run.trainers[0].optimizer.optimizer, MuonAdamW) == (optimizer == "muon")
 
 
 def chosen_by(run: Any) -> float:
@@ -44,9 +54,9 @@ def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Pa
     assert command(["plan", str(small), "--no-calibration", "--json", str(tmp_path / "plan.json")]) == 0
     planned = json.loads((tmp_path / "plan.json").read_text())["chosen"][""]
     rate = planned["values"]["train.lr"]
-    assert f"chosen    train.lr={rate:g} (auto: width 16, 6 steps of about" in capsys.readouterr().out
+    assert f"chosen    train.optimizer=muon, train.lr={rate} (auto: width 16, 6 steps of about" in capsys.readouterr().out
     assert main([str(small)]) == 0
-    assert f"train.lr={rate:g} (auto: width 16" in capsys.readouterr().err
+    assert f"train.lr={rate} (auto: width 16" in capsys.readouterr().err
     log = read_log(tmp_path / "out")
     assert [line["chosen"] for line in log if "chosen" in line] == [planned["values"]]
     assert max(line["lr"] for line in log if "lr" in line) == pytest.approx(rate)
@@ -64,10 +74,10 @@ def test_a_run_that_goes_on_for_longer_keeps_what_was_chosen(small: Path) -> Non
     first = prepare(load_recipe(small))
     first.log.close()
     assert main([str(small)]) == 0
-    longer = prepare(load_recipe(small, ["train.steps=6000"]))
+    longer = prepare(load_recipe(small, ["train.steps=1000000"]))
     longer.log.close()
     assert longer.done == 6 and chosen_by(longer) == chosen_by(first)
-    fresh = prepare(load_recipe(small, ["train.steps=6000", f"save.dir={small.parent / 'fresh'}"]))
+    fresh = prepare(load_recipe(small, ["train.steps=1000000", f"save.dir={small.parent / 'fresh'}"]))
     fresh.log.close()
     assert chosen_by(fresh) < chosen_by(first)
 
@@ -93,12 +103,3 @@ def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:
 def test_a_readout_of_another_width_cannot_be_frozen(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(small), "drafter={kind: mlp, depth: 2, inner_dim: 24, freeze_readout: true}"]) == 2
     assert "drafter.freeze_readout needs output layers as wide as the backbone, 16" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_readout_has_its_own_learning_rate(optimizer: Any) -> None:
-    drafter = build_drafter("eagle3", backbone("llama"), {"depth": 2})
-    groups = build_optimizer(drafter, Train(optimizer=optimizer, lr=1.0, readout_lr_ratio=0.25)).param_groups
-    ratios = {id(weight): group.get("lr_ratio", 1.0) for group in groups for weight in group["params"]}
-    names = {name: ratios[id(weight)] for name, weight in drafter.named_parameters()}
-    assert names.pop("lm_head.weight") == 0.25 and set(names.values()) == {1.0}

@@ -53,15 +53,6 @@ def test_same_as_naive_forward_and_backward(
     assert right[1][0] == learned(features) > 0
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.8, 1.0])
-def test_smoothing_of_expected_weights_same_as_naive(backbone: Backbone, smoothing: float) -> None:
-    torch.manual_seed(2)
-    drafter, features = TinyDrafter(backbone, 3, None).double(), batch(backbone)
-    wanted = Objective(depth_weights="expected", depth_smoothing=smoothing, chunk_size=7)
-    for a, b in zip(run(naive, wanted, backbone, drafter, features), run(chunked, wanted, backbone, drafter, features), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("terms", "weights"), CASES, ids=str)
 def test_the_sum_does_not_depend_on_how_documents_lie(backbone: Backbone, terms: dict[str, float], weights: Weights) -> None:
     """Each alone (as in accumulation, or in separate processes), padded to one length, or packed in a row."""

@@ -17,6 +17,9 @@ from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows
 from headstart.training.objective.terms import at_least_fp32, in_vocabulary
 
+SMOOTHING = 0.5
+"""a = SMOOTHING + (1 - SMOOTHING) q, so that depths after an unlikely one keep some weight (2605.18810)."""
+
 
 def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:
     """Return weights ``decay ** k``, ``[M, K]``, with k from ``first_depth``; 0 where a depth does not count."""
@@ -42,14 +45,13 @@ def confidence(loss: FusedLoss, rows: LossRows, drafts: list[Tensor]) -> Tensor:
     return prob_MK
 
 
-def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int, smoothing: float = 0.5) -> Tensor:
+def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int) -> Tensor:
     """Return D-PACE's weights, ``[M, K]``; entry (m, k) is depth k of draft ``draft_MK[m, k]``, an index below ``drafts``.
 
-    A depth that does not count has weight 0 and does not affect the weights of deeper ones. Probabilities q are raised to ``smoothing +
-    (1 - smoothing) q``, so that depths after an unlikely one keep some weight; 0.5 is 2605.18810's.
+    A depth that does not count has weight 0 and does not affect the weights of deeper ones.
     """
     K = counts_MK.shape[1]
-    smooth_MK = smoothing + (1 - smoothing) * confidence_MK
+    smooth_MK = SMOOTHING + (1 - SMOOTHING) * confidence_MK
     # Arrange by draft and depth; an additional draft takes entries that do not count.
     index_MK = torch.where(counts_MK, draft_MK, drafts) * K + torch.arange(K, device=counts_MK.device)
     smooth_NK = smooth_MK.new_ones((drafts + 1) * K).scatter_(0, index_MK.flatten(), smooth_MK.flatten()).view(-1, K)

@@ -68,7 +68,7 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
         weights_MK = depths.geometric(settings.depth_decay, rows.counts_MK, dtype)
     else:
         confidence_MK = depths.confidence(loss, rows, drafts).to(dtype)
-        weights_MK = depths.expected(confidence_MK, rows.counts_MK, draft_MK, draft_count, settings.depth_smoothing)
+        weights_MK = depths.expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
     weights_MK = weights_MK if anchors is None else weights_MK / anchors.share
     total, correct_K, alpha_K = loss.sum(rows.weighted(weights_MK), drafts)
     return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))

@@ -127,8 +127,9 @@ class MemoryPlan:
         """Return the bytes of optimizer state: AdamW has two values per weight, Muon one per matrix entry it updates."""
         with self.models.fake_mode():
             adapter = self.models.backbone.trainable.values()
-            train = self.recipe.per_drafter()[name].train.model_copy(update={"lr": 1.0})   # any number, should it be auto
-            optimizer = build_optimizer(self.models.drafters[name], train, adapter)
+            train = self.recipe.per_drafter()[name].train
+            any_rate = train.model_copy(update={"lr": 1.0, "optimizer": train.chosen_optimizer})
+            optimizer = build_optimizer(self.models.drafters[name], any_rate, adapter)
         first, *others = (size_of(group["params"]) for group in optimizer.param_groups)
         return first * (1 if isinstance(optimizer, MuonAdamW) else 2) + 2 * sum(others)
 

@@ -23,8 +23,6 @@ class Objective(StrictModel):
     """Of ``topk_kl``: how many of the backbone's most probable tokens are told apart."""
     depth_weights: Literal["expected", "geometric"] = "expected"
     """``expected``: by what each depth adds to the expected acceptance length (D-PACE); ``geometric``: by ``depth_decay``."""
-    depth_smoothing: Annotated[float, Ge(0), Le(1)] = 0.5
-    """With ``expected``: probabilities q count as ``s + (1 - s) q``, so that depths after an unlikely one keep some weight."""
     depth_decay: Annotated[float, Gt(0), Le(1)] = 0.8
     """With ``geometric``, and for on-policy drafts: depth k has this to the power k as its weight."""
     chunk_size: PositiveInt = 1024
@@ -55,12 +53,11 @@ class Train(StrictModel):
     """Sequences of an optimizer step, over all processes and accumulation."""
     micro_batch: PositiveInt | None = None
     """Sequences of one forward on one device (per-device batch size); null: the device's whole share, without accumulation."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate."""
+    optimizer: Literal["auto", "adamw", "muon"] = "auto"
+    """``muon``: Muon for hidden matrices, AdamW for vocabulary tables and vectors, at one learning rate; ``auto``: Muon if ``lr`` is auto
+    too, AdamW beside a number, since published rates are AdamW's."""
     lr: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate; ``auto``: by the width of the drafter, the tokens of a step and the number of steps (docs/defaults.md)."""
-    readout_lr_ratio: PositiveFloat = 1.0
-    """Learning rate of matrices with a vocabulary dimension, as a fraction of ``lr``."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
@@ -83,6 +80,11 @@ class Train(StrictModel):
     """Recompute activations of the drafter, and of a backbone with ``lora``, in the backward pass: less memory, same gradients."""
     non_finite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip that step (and stop after ten in a row)."""
+
+    @property
+    def chosen_optimizer(self) -> Literal["adamw", "muon"]:
+        """The optimizer with ``auto`` resolved."""
+        return ("muon" if self.lr == "auto" else "adamw") if self.optimizer == "auto" else self.optimizer
 
     @property
     def peak_lr(self) -> float:

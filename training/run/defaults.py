@@ -7,16 +7,15 @@ same exponents, which is an extrapolation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from headstart.heads.base import Drafter
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
-WIDTH, STEP_TOKENS, STEPS = 128, 512, 600
+WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
 """The size of run at which the learning rate is `PEAK`."""
 PEAK = {"muon": 8e-3, "adamw": 4e-3}
-WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT = -0.75, 0.25, -0.25
+WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT = -1.0, 0.25, -0.25
 HIGHEST = 2e-2
 ADAPTED = 0.3
 """Factor of the learning rate where training goes on from weights that were trained before."""
@@ -27,11 +26,11 @@ AUTO = "auto"
 class Chosen:
     """Values in place of ``auto`` by dotted key, and what they follow from. Saved with a run, so that resuming it keeps them."""
 
-    values: dict[str, float]
+    values: dict[str, float | str]
     reason: str
 
     def __str__(self) -> str:
-        return f"{', '.join(f'{key}={value:g}' for key, value in self.values.items())} (auto: {self.reason})"
+        return f"{', '.join(f'{key}={value}' for key, value in self.values.items())} (auto: {self.reason})"
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """Return the recipe with these values."""
@@ -44,12 +43,13 @@ def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> 
 
     ``step_tokens``: mean number of tokens of an optimizer step, padding excluded; ``steps``: optimizer steps of the run.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, float | str] = {}
     adapted = drafter.pretrained or (drafter.lora is None and split_drafter(recipe.drafter)[0].init is not None)
     reason = f"width {drafter.width:,}, {steps:,} steps of about {step_tokens:,.0f} tokens"
     if recipe.train.lr == AUTO:
-        values["train.lr"] = learning_rate(recipe.train.optimizer, drafter.width, step_tokens, steps, adapted)
-        reason += f", {recipe.train.optimizer}{', weights that were trained before' if adapted else ''}"
+        optimizer = recipe.train.chosen_optimizer
+        values = {"train.optimizer": optimizer, "train.lr": learning_rate(optimizer, drafter.width, step_tokens, steps, adapted)}
+        reason += ", weights that were trained before" if adapted else ""
     return Chosen(values, reason)
 
 

@@ -90,20 +90,16 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
 
     The backbone's ``adapter`` always uses AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
     """
-    adapted: list[dict[str, Any]] = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio, "rises": True}]
+    adapted: list[dict[str, Any]] = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
-    tables = [p for p in trained.values() if p.ndim == 2 and sizes & set(p.shape)]
-    vectors = [p for p in trained.values() if p.ndim < 2]
-    hidden = [p for p in trained.values() if p.ndim >= 2 and not sizes & set(p.shape)]
-    matrices = [p for p in hidden if p.ndim == 2] if train.optimizer == "muon" else []
+    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
+    if train.chosen_optimizer == "muon" and hidden:
+        others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *adapted]
+        return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train)
     groups = [
-        {"params": [p for p in hidden if p.ndim > 2] if matrices else hidden, "weight_decay": train.weight_decay},
-        {"params": tables, "weight_decay": 0.0 if matrices else train.weight_decay, "lr_ratio": train.readout_lr_ratio},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         *adapted,
     ]
-    groups = [group for group in groups if group["params"]]
-    if matrices:
-        return MuonAdamW(matrices, groups, train)
-    return torch.optim.AdamW(groups, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))
