@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headstart.inference.generate import SpeculativeModel, load
     from headstart.inference.serving.assisted import assisted
     from headstart.inference.serving.custom_generate import custom_generate
+    from headstart.inference.show import show
     from headstart.training.recipe.recipe import load_recipe
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "load_backbone",
     "load_recipe",
     "load_tokenizer",
+    "show",
 ]
 
 _HOME = {
@@ -44,6 +46,7 @@ _HOME = {
     "load_backbone": "headstart.heads.backbone.backbone",
     "load_recipe": "headstart.training.recipe.recipe",
     "load_tokenizer": "headstart.heads.backbone.backbone",
+    "show": "headstart.inference.show",
 }
 """The module each public name lives in."""
 

@@ -17,21 +17,7 @@ from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape, VerifiedTree
 from headstart.inference.measure import Settings, continue_text
-from headstart.support.report.tree import DrawnTree, tree_svg
-
-STYLE = """<style>
-  text { font: 13px ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; fill: #1d2126 }
-  path { fill: none; stroke: #c3c9d1; stroke-width: 1.5 } path.kept, path.own { stroke: #13876a; stroke-width: 2.5 }
-  rect { fill: #eef0f3; stroke: #c3c9d1 } rect.root { fill: #dbe7fb; stroke: #2563c9 }
-  rect.kept { fill: #cfeee3; stroke: #13876a } rect.own { fill: none; stroke: #13876a; stroke-dasharray: 4 3 }
-  text.lost { fill: #8a94a0 }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6e9ec } path { stroke: #434b55 } path.kept, path.own { stroke: #4fd0a6 }
-    rect { fill: #22272e; stroke: #434b55 } rect.root { fill: #1d3358; stroke: #6fa8ff }
-    rect.kept { fill: #14463a; stroke: #4fd0a6 } rect.own { fill: none; stroke: #4fd0a6 }
-    text.lost { fill: #7d8793 }
-  }
-</style>"""
+from headstart.support.report.tree import STYLE, DrawnTree, tree_svg
 
 
 def drawn(tree: VerifiedTree, own: int, tokenizer: PreTrainedTokenizerBase) -> DrawnTree:

@@ -20,7 +20,7 @@ VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
   headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
 
-EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart --to vllm --out out/served"
+EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,20 @@ LONGEST = 14
 """Characters of a token that are shown."""
 CHARACTER, PADDING, ROW, BOX, GAP = 8.0, 18, 34, 24, 28
 """Pixels: width of a character, space beside a text, height of a row and of a box, distance between levels."""
+STYLE = """<style>
+  .tree text { font: 13px ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; fill: #1d2126 }
+  .tree path { fill: none; stroke: #c3c9d1; stroke-width: 1.5 } .tree path.kept, .tree path.own { stroke: #13876a; stroke-width: 2.5 }
+  .tree rect { fill: #eef0f3; stroke: #c3c9d1 } .tree rect.root { fill: #dbe7fb; stroke: #2563c9 }
+  .tree rect.kept { fill: #cfeee3; stroke: #13876a } .tree rect.own { fill: none; stroke: #13876a; stroke-dasharray: 4 3 }
+  .tree text.lost { fill: #8a94a0 }
+  @media (prefers-color-scheme: dark) {
+    .tree text { fill: #e6e9ec } .tree path { stroke: #434b55 } .tree path.kept, .tree path.own { stroke: #4fd0a6 }
+    .tree rect { fill: #22272e; stroke: #434b55 } .tree rect.root { fill: #1d3358; stroke: #6fa8ff }
+    .tree rect.kept { fill: #14463a; stroke: #4fd0a6 } .tree rect.own { fill: none; stroke: #4fd0a6 }
+    .tree text.lost { fill: #7d8793 }
+  }
+</style>"""
+"""CSS of a picture outside a page, which has classes of its own."""
 VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"})
 
 
@@ -75,7 +89,7 @@ def label(text: str) -> str:
 
 
 def tree_svg(tree: DrawnTree, style: str = "") -> Markup:
-    """Draw the tree; ``style``: CSS for a picture outside a page, which has the classes already."""
+    """Draw the tree; ``style``: `STYLE` for a picture outside a page."""
     labels, levels, kinds = tree.labels, tree.levels, tree.kinds
     widths = [0.0] * (max(levels) + 1)
     for level, text in zip(levels, labels, strict=True):
