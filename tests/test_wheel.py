@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from documented import clear, commands, make_home, reason_not_run, shorter
 
 ROOT = Path(__file__).parent.parent
 PACKAGED = ("headstart", "heads", "inference", "training", "recipes", "pyproject.toml", "README.md", "LICENSE")
@@ -50,7 +51,10 @@ def test_it_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     assert not [name for name in names if name.startswith("tests/") or "__pycache__" in name]
 
 
-def test_installed_outside_the_clone_it_trains_and_decodes(wheel: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment with the wheel."""
+    tmp_path = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     binaries = tmp_path / "env" / "bin"
     site = Path(run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
@@ -58,8 +62,11 @@ def test_installed_outside_the_clone_it_trains_and_decodes(wheel: Path, tmp_path
     run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--no-deps", wheel, cwd=tmp_path)
     home = run(binaries / "python", "-c", "import headstart; print(headstart.__file__)", cwd=tmp_path).strip()
     assert Path(home).is_relative_to(site)
+    return binaries
 
-    recipe = site / "headstart" / "recipes" / "quickstart" / "eagle3.yaml"
+
+def test_installed_outside_the_clone_it_trains_and_decodes(binaries: Path, tmp_path: Path) -> None:
+    recipe = "recipes/quickstart/eagle3.yaml"   # of the package: there is no such file here
     settings = ["train.steps=2", "train.epochs=null", "train.batch_size=2", "data.limit=12", "data.eval_rows=2", "data.max_length=64"]
     settings += ["eval.prompts=1", "eval.max_new_tokens=4", "drafter.depth=2"]
     run(binaries / "headstart", "train", recipe, "save.dir=out", *settings, cwd=tmp_path)
@@ -68,3 +75,17 @@ def test_installed_outside_the_clone_it_trains_and_decodes(wheel: Path, tmp_path
     command = ["generate", "--heads", "out", "def add(a, b):", "--max-new-tokens", "8", "--json", "written.json"]
     run(binaries / "headstart", *command, cwd=tmp_path)
     assert json.loads((tmp_path / "written.json").read_text())["tokens"] == 8
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_that_needs_no_clone_runs(binaries: Path, tmp_path: Path) -> None:
+    """One after another, as a reader types them, on the small backbone and few rows."""
+    home = make_home(tmp_path)
+    shutil.rmtree(home / "out" / "quickstart")   # the README trains these
+    lines = commands([ROOT / "README.md"])
+    assert len(lines) >= 8 and not [line for line in lines if reason_not_run(line)]
+    for line in lines:
+        words = [word.replace("save.dir=out/new", "save.dir=out/quickstart/eagle3") for word in shorter(line, home)]
+        clear(words, home)
+        run(binaries / "headstart", *words, cwd=home)
+    assert (home / "out" / "served" / "headstart_export.json").exists() and (home / "report.html").exists()
