@@ -50,8 +50,8 @@ def look(page: str, folder: Path, *, width: int = 1200, dark: bool = False, act:
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},1600"]
     options += ["--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
     options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-    done = subprocess.run([program, *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([program, *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    shot = subprocess.run([program, *options, f"--screenshot={picture}", file.as_uri()], capture_output=True, text=True, timeout=120)
+    shot = subprocess.run([program, *options, f"--screenshot={picture}", file.as_uri()], capture_output=True, text=True, timeout=600)
     assert shot.returncode == 0 and picture.stat().st_size > 5_000, shot.stderr[-2000:]
     return Seen(done.stdout, re.findall(r"CONSOLE[:(].*", done.stderr), picture)

@@ -22,7 +22,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     """Standard output of a command that sees neither the clone nor the network."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command[0]}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
