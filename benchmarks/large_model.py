@@ -2,14 +2,16 @@
 
     python benchmarks/large_model.py [--json FILE]      # without CUDA: a tiny model instead, as the output states
 
-Prints JSON: milliseconds of an autoregressive step, uncaptured and captured; passes by number of nodes, and a 64-node decoding step with
-drafting, as multiples of a captured AR step; and the share of the measured memory bandwidth that captured AR decoding reaches (MBU).
+Prints JSON: milliseconds of an autoregressive step, uncaptured and captured; passes by number of nodes as multiples of a captured AR
+step; the parts of real decoding steps, AR and with drafts, and the ratio of the whole steps; and the share of the measured memory
+bandwidth that captured AR decoding reaches (MBU). With ``--profile``, the kernels of steps with 1, 8 and 64 nodes instead.
 """
 
 from typing import Any
 
 import torch
 from program import options, run
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
@@ -17,7 +19,9 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.tune import TunePlan, tune
-from headstart.inference.generate import SpeculativeModel
+from headstart.inference.capture.capture import BackendName
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import GenerateOutput, SpeculativeModel
 
 LARGE = {
     "hidden_size": 4096,
@@ -36,6 +40,7 @@ TINY = {
     "vocab_size": 2048,
 }
 NODES = (1, 8, 16, 32, 64)
+DEPTH, WIDTH = 6, 8
 
 
 def build() -> tuple[Backbone, Drafter]:
@@ -45,7 +50,7 @@ def build() -> tuple[Backbone, Drafter]:
     with torch.device(device):
         torch.set_default_dtype(dtype)
         backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
-        drafter = build_drafter("eagle3", backbone, {"depth": 6, "draft_vocab_size": backbone.vocab // 4})
+        drafter = build_drafter("eagle3", backbone, {"depth": DEPTH, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
     return backbone, drafter
 
@@ -57,30 +62,72 @@ def device_name() -> str:
     return "cpu: no CUDA here, so a tiny model; the ratios say nothing of a large one"
 
 
-def measure(context: int) -> dict[str, Any]:
+def decode(model: SpeculativeModel, context: int, new_tokens: int, tree: TreeShape | None) -> GenerateOutput:
+    """Decode greedily after a random prompt: autoregressively, or with trees of that shape."""
+    backbone = model.backbone
+    ids = torch.randint(backbone.vocab, (1, context), device=backbone.device)
+    options: dict[str, Any] = {"speculate": False} if tree is None else {"tree": tree}
+    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    return backbone.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=model.generate, timed=True, return_dict_in_generate=True,
+        **lengths, **options,
+    )  # fmt: skip
+
+
+def step_ms(model: SpeculativeModel, context: int, tree: TreeShape | None) -> dict[str, float]:
+    """Milliseconds of the parts of a decoding step; the first call captures."""
+    for _ in range(2):
+        out = decode(model, context, 48, tree)
+    assert out.seconds is not None and out.passes
+    return {part: 1e3 * seconds / out.passes for part, seconds in out.seconds.items()}
+
+
+def models() -> tuple[Backbone, Drafter]:
     backbone, drafter = build()
-    cuda, device = torch.cuda.is_available(), backbone.device
-    drafter = drafter.to(device, backbone.dtype).eval().requires_grad_(False)
+    return backbone, drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+
+
+def measure(context: int) -> dict[str, Any]:
+    backbone, drafter = models()
+    backend: BackendName = "cuda-graph" if torch.cuda.is_available() else "trace"
     plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
     uncaptured, captured = (
-        tune(SpeculativeModel(backbone, drafter, capture=backend), [], plan).details["by_context"][0]   # type: ignore[arg-type]
-        for backend in ("off", "cuda-graph" if cuda else "trace")
+        tune(SpeculativeModel(backbone, drafter, capture=name), [], plan).details["by_context"][0] for name in ("off", backend)
     )
     ar = dict(captured["pass_ms"])[1]
-    draft = captured["drafting_ms"][0]
+    model = SpeculativeModel(backbone, drafter, capture=backend)
+    steps = {"ar": step_ms(model, context, None)}
+    steps |= {str(nodes): step_ms(model, context, TreeShape(nodes, WIDTH, DEPTH)) for nodes in NODES[1:]}
+    whole = {name: sum(parts.values()) for name, parts in steps.items()}
     return {
         "device": device_name(),
         "dtype": str(backbone.dtype),
         "context": context,
         "ar_ms": {"uncaptured": dict(uncaptured["pass_ms"])[1], "captured": ar},
         "pass_over_ar": {str(nodes): ms / ar for nodes, ms in captured["pass_ms"]},
-        "whole_pass_over_ar": (dict(captured["pass_ms"])[64] + draft["begin"] + sum(draft["depths"])) / ar,
-        "drafting_ms": draft,
-        "mbu": weight_bytes(backbone) / (ar / 1e3) / memory_bandwidth(device),
+        "step_ms": steps,
+        "step_over_ar": {name: ms / whole["ar"] for name, ms in whole.items()},
+        "mbu": weight_bytes(backbone) / (ar / 1e3) / memory_bandwidth(backbone.device),
     }
+
+
+def kernels(context: int) -> dict[str, Any]:
+    """The kernels that take longest in some decoding steps, by nodes: milliseconds a step and calls a step."""
+    backbone, drafter = models()
+    model, found = SpeculativeModel(backbone, drafter, capture="off"), {}
+    for nodes in (1, 8, 64):
+        tree = None if nodes == 1 else TreeShape(nodes, WIDTH, DEPTH)
+        decode(model, context, 4, tree)
+        with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as watch:
+            passes = decode(model, context, 9, tree).passes or 1
+        events = [(one.key, (one.self_device_time_total or one.self_cpu_time_total) / 1e3 / passes, one.count / passes) for one in watch.key_averages()]
+        longest = sorted(events, key=lambda event: -event[1])[:16]
+        found[str(nodes)] = [{"kernel": name[:100], "ms": round(ms, 3), "calls": round(calls, 1)} for name, ms, calls in longest]
+    return found
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--context", type=int, default=512)
-    run(parser, lambda given: measure(given.context))
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step instead")
+    run(parser, lambda given: (kernels if given.profile else measure)(given.context))
