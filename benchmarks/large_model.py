@@ -120,9 +120,11 @@ def kernels(context: int) -> dict[str, Any]:
         decode(model, context, 4, tree)
         with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as watch:
             passes = decode(model, context, 9, tree).passes or 1
-        events = [(one.key, (one.self_device_time_total or one.self_cpu_time_total) / 1e3 / passes, one.count / passes) for one in watch.key_averages()]
-        longest = sorted(events, key=lambda event: -event[1])[:16]
-        found[str(nodes)] = [{"kernel": name[:100], "ms": round(ms, 3), "calls": round(calls, 1)} for name, ms, calls in longest]
+        events = [(one.self_device_time_total or one.self_cpu_time_total, one.count, one.key) for one in watch.key_averages()]
+        found[str(nodes)] = [
+            {"kernel": name[:100], "ms": round(microseconds / 1e3 / passes, 3), "calls": round(calls / passes, 1)}
+            for microseconds, calls, name in sorted(events, reverse=True)[:16]
+        ]
     return found
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
 import torch
-from families import prompts, tiny
 from torch import Tensor
-from transformers.integrations import sdpa_attention
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.hooks import GROUPED
 from headstart.inference.capture.folding import expected_warnings, fold
 
 
@@ -45,17 +39,3 @@ def test_sizes_are_no_tensors_any_more() -> None:
     count = {name: sum(1 for node in graph.nodes()) for name, graph in (("before", before.graph), ("after", after.graph))}
     assert "aten::floor_divide" in str(before.graph) and "aten::floor_divide" not in str(after.graph)
     assert count["after"] < 0.7 * count["before"]
-
-
-def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    on = Backbone(tiny("llama"))
-    assert on.config.num_key_value_heads < on.config.num_attention_heads
-    (ids,), attention_mask = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    expected = on.read(ids[None]).hidden_BTD
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *args: pytest.fail("repeated"))
-    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": attention_mask}).hidden_BTD, expected, atol=1e-5)
-    assert GROUPED not in os.environ
-    monkeypatch.setenv(GROUPED, "0")   # a user's own setting is kept
-    with pytest.raises(pytest.fail.Exception, match="repeated"):
-        on.read(ids[None], None, None, {"full_attention": attention_mask})
-    assert os.environ[GROUPED] == "0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.hooks import GROUPED
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
@@ -63,9 +61,7 @@ def test_the_model_itself_may_run_in_another_thread() -> None:
     calls += [lambda row=row: model.generate(**row, max_new_tokens=LENGTH, do_sample=False) for row in rows()[2:]]
     for own, result in zip(expected, at_once(calls), strict=True):
         assert torch.equal(own, result)
-    before = os.environ.get(GROUPED)
     assert at_once([lambda one=one: say(one, rows()[0], max_new_tokens=LENGTH) for one in (heads, other)])[0].shape[1] == LENGTH + 9
-    assert os.environ.get(GROUPED) == before
 
 
 class Meddling(BaseStreamer):

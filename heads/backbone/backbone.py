@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.hooks import grouped, recomputed, tapped
+from headstart.heads.backbone.grouped_attention import grouped
+from headstart.heads.backbone.hooks import recomputed, tapped
 from headstart.heads.backbone.masks import additive_mask, attention_windows
 from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import quantization, quantizing
@@ -186,7 +187,7 @@ class Backbone:
     def _mode(self, differentiable: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, grouped(self.device.type == "cpu"):
+        with dropout, grouped():
             yield
 
     def fingerprint(self) -> list[float]:

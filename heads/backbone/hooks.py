@@ -1,9 +1,7 @@
-"""Temporary changes to a model during a forward pass: collect layer outputs, recompute layers in the backward, and avoid repeating keys
-in grouped-query attention."""
+"""Temporary changes to a model during a forward pass: collect layer outputs, and recompute layers in the backward."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,12 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
-"""Environment variable that makes transformers leave grouped-query attention to torch's SDPA."""
-_grouped = 0
-"""Number of threads that need it."""
-_counting = threading.Lock()
 
 
 @contextmanager
@@ -66,31 +58,3 @@ def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[
                 del layer.forward
             else:
                 layer.forward = own
-
-
-@contextmanager
-def grouped(on: bool) -> Iterator[None]:
-    """Prevent transformers' SDPA attention from repeating the keys of grouped queries, which it does when there is a mask.
-
-    On a CPU this makes a tree of four nodes 10 % faster; on other devices torch might choose a slow kernel. Threads may do so at once.
-    """
-    if on:
-        _count(1)
-    try:
-        yield
-    finally:
-        if on:
-            _count(-1)
-
-
-def _count(change: int) -> None:
-    """Set the variable when the first thread needs it, and remove it after the last; one that the user has set stays."""
-    global _grouped
-    with _counting:
-        if not _grouped and GROUPED in os.environ:
-            return
-        _grouped += change
-        if _grouped:
-            os.environ[GROUPED] = "1"
-        else:
-            del os.environ[GROUPED]

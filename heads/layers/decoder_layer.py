@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
+from headstart.heads.backbone.grouped_attention import attend_grouped
 from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
@@ -169,9 +170,7 @@ class DecoderLayer(nn.Module):
 
     def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
         """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
-        query, grouped = self.self_attn.queries(x, rotation), self.self_attn.num_kv != self.self_attn.num_heads
-        mixed = nn.functional.scaled_dot_product_attention(query, past[0], past[1], attn_mask=mask_BNS[:, None], enable_gqa=grouped)
-        return self.finish(state, mixed, x)
+        return self.finish(state, attend_grouped(self.self_attn.queries(x, rotation), *past, mask_BNS[:, None]), x)
 
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks

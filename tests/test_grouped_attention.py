@@ -1,0 +1,45 @@
+"""Attention of tree passes repeats no keys and values, gives what repeating gives, and leaves other calls of transformers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import prompts, tiny
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations import sdpa_attention
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.grouped_attention import attend_as_queries, attend_grouped, grouped
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_both_ways_of_grouping_equal_repeated_keys(additive: bool) -> None:
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 6, 5, 8).transpose(1, 1), torch.randn(2, 3, 17, 8), torch.randn(2, 3, 17, 8)
+    allowed = torch.rand(2, 1, 5, 17) > 0.3
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min) if additive else allowed
+    for scale in (None, 0.5):
+        repeated = [part.repeat_interleave(2, 1) for part in (keys, values)]
+        expected = scaled_dot_product_attention(query, *repeated, mask, scale=scale)
+        for attend in (attend_grouped, attend_as_queries):
+            assert torch.allclose(attend(query, keys, values, mask, scale), expected, atol=1e-6)
+
+
+def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = Backbone(tiny("llama"))
+    assert on.config.num_key_value_heads < on.config.num_attention_heads
+    (ids,), allowed = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    expected = on.read(ids[None]).hidden_BTD
+
+    def fail(*given: Any) -> None:
+        raise AssertionError("repeated")
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", fail)
+    assert torch.allclose(on.read(ids[None], None, None, {"full_attention": allowed}).hidden_BTD, expected, atol=1e-5)
+    padded = {"input_ids": ids[None], "attention_mask": torch.tensor([[0] * 3 + [1] * 6])}
+    with pytest.raises(AssertionError, match="repeated"):   # the user's own calls are as before
+        on.model(**padded)
+    with grouped():
+        on.model(**padded)
