@@ -123,7 +123,7 @@ class Drafter(nn.Module, ABC):
 
     # Training.
 
-    def frozen(self) -> list[nn.Parameter]:
+    def frozen(self) -> list[Tensor]:
         """Return the weights that training leaves as they are; by default none."""
         return []
 

@@ -56,7 +56,7 @@ class OwnReadoutDrafter(Drafter):
     def output_layers(self) -> Sequence[nn.Linear]:
         """Return the layers ``[DV, D]`` that start as the backbone's output layer."""
 
-    def frozen(self) -> list[nn.Parameter]:
+    def frozen(self) -> list[Tensor]:
         if not self.config.freeze_readout:
             return []
         if not (layers := self.output_layers()):
