@@ -18,7 +18,7 @@ from headstart.training.recipe.schema import recipe_schema, with_tables
 from headstart.training.recipe.yaml_text import read_yaml
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name != "accelerate")
+SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "shared"))
 RENEW = "run: headstart schema --out recipes/schema.json --tables docs/recipe.md"
 
 

@@ -33,6 +33,11 @@ TRAIN_EXAMPLE = """examples:
   headstart train recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
   accelerate launch train_heads.py recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
   torchrun --nproc-per-node 2 train_heads.py recipes/quickstart/eagle3.yaml"""
+NEW_RECIPE_EXAMPLE = """examples:
+  headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe Qwen/Qwen3-8B
+  headstart new-recipe meta-llama/Llama-3.3-70B-Instruct --gpus 8 --memory 80 --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe lmsys/vicuna-7b-v1.5 --method medusa --gpus 1 --memory 40 --data sharegpt"""
 CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
 REGENERATE_EXAMPLE = """examples:
   headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
@@ -121,6 +126,22 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser, "YAML file: the only configuration")
 
 
+def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart new-recipe``."""
+    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a hub id, or 'embedded'")
+    methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
+    parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
+    data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
+    parser.add_argument("--data", metavar="NAME", help=data)
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--tflops", type=float, metavar="N", help="peak of each GPU in bf16 (H100 989), for an estimate of the duration")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the recipe to write (default: MODEL/METHOD.yaml)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the values as JSON too")
+
+
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart cache``."""
     _add_recipe(parser, "training recipe")
@@ -140,6 +161,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
     parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
     parser.add_argument("--no-calibration", action="store_true", help="skip timing")
+    about = "peak of each GPU in bf16 (H100 989, A100 312), for a duration estimated from the arithmetic of a step"
+    parser.add_argument("--tflops", type=float, metavar="N", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON too")
 
 

@@ -39,6 +39,8 @@ class Command:
 
 COMMANDS = (
     Command("train", "train", "Train heads by a recipe", arguments.add_train, arguments.TRAIN_EXAMPLE),
+    Command("new-recipe", "new_recipe", "Write a recipe for a model, by rule, that fits the hardware", arguments.add_new_recipe,
+            arguments.NEW_RECIPE_EXAMPLE, "new_recipe"),
     Command("generate", "decoding", "Continue one prompt, printing tokens as they are accepted", arguments.add_generate,
             arguments.GENERATE_EXAMPLE),
     Command("chat", "decoding", "Chat with the backbone", arguments.add_chat, arguments.CHAT_EXAMPLE),

@@ -41,7 +41,7 @@ def plan(args: argparse.Namespace) -> int:
 
     require_writable("--json", args.json)
     quiet()
-    report = plan.plan(load_recipe(args.recipe, args.overrides), args.gpus, args.memory, not args.no_calibration)
+    report = plan.plan(load_recipe(args.recipe, args.overrides), args.gpus, args.memory, not args.no_calibration, args.tflops)
     print("\n".join(plan_table.lines(report)))
     write_json(args.json, report)
     return 0

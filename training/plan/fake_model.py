@@ -32,6 +32,7 @@ from headstart.heads.warm_start import require_kind
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.training.features.source import taps_of
+from headstart.training.recipe import sections
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.step import recompute
@@ -107,9 +108,9 @@ class FakeModels:
             yield
 
 
-def read_config(recipe: Recipe) -> PretrainedConfig:
+def read_config(settings: sections.Backbone) -> PretrainedConfig:
     """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
-    path, trust = recipe.backbone.path, recipe.backbone.trust_remote_code
+    path, trust = settings.path, settings.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust)
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
@@ -126,21 +127,14 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
 
     Raises UserError for recipes that building the real models would reject, and for models that cannot be built on fake tensors.
     """
-    config, settings = read_config(recipe), recipe.backbone
+    config, settings = read_config(recipe.backbone), recipe.backbone
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     dtype = torch_dtype(settings.dtype) or (stored if accelerator else torch.float32)
     values, mode = FakeValues(), FakeTensorMode()
     kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:
         with mode, values:
-            with no_init_weights():
-                kernel = attention_kernel(settings.attention)
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=kernel, trust_remote_code=settings.trust_remote_code
-                )
-            model.tie_weights()
-            model.config.name_or_path = resolve(settings.path)
-            backbone = Backbone(model)
+            backbone = _backbone(config, settings, dtype)
             if settings.adapter is not None:
                 backbone.attach(settings.adapter, weights=False)
             if (lora := settings.lora) is not None:
@@ -155,6 +149,28 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     for name, single in recipe.per_drafter().items():
         _adapt(drafters[name], single, mode)
     return FakeModels(backbone, drafters, values, mode)
+
+
+def make_fake_backbone(settings: sections.Backbone) -> Backbone:
+    """Build a backbone on fake tensors. Raises UserError if there is none."""
+    config = read_config(settings)
+    try:
+        with FakeTensorMode(), FakeValues():
+            return _backbone(config, settings, torch.float32)
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"{settings.path!r} cannot be built from its configuration ({cause}); give a causal language model") from None
+
+
+def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype) -> Backbone:
+    with no_init_weights():
+        kernel = attention_kernel(settings.attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=kernel, trust_remote_code=settings.trust_remote_code
+        )
+    model.tie_weights()
+    model.config.name_or_path = resolve(settings.path)
+    return Backbone(model)
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:

@@ -24,6 +24,7 @@ from headstart.training.data.rows import ENDINGS, SHIPPED
 from headstart.training.features.manifest import format_of, record_size
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
+from headstart.training.plan.compute import UTILISATION, estimated_hours, step_operations
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
@@ -72,8 +73,15 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     return Machine(accelerator, gpus or 1, total if memory is None else round(memory * 1e9), name, accelerator == (device is not None))
 
 
-def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None, calibrate: bool = True) -> dict[str, Any]:
-    """Return the plan as JSON. Raises UserError for recipes that training would reject, as far as is known without loading weights."""
+def plan(
+    recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None, calibrate: bool = True, tflops: float | None = None
+) -> dict[str, Any]:
+    """Return the plan as JSON; with ``tflops``, the peak of each device, also a duration from the arithmetic of a step.
+
+    Raises UserError for recipes that training would reject, as far as is known without loading weights.
+    """
+    if tflops is not None and not 0 < tflops < float("inf"):
+        raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
     if recipe.backbone.lora is not None and recipe.train.gradient_checkpointing:
         off = "train.gradient_checkpointing=false"
         raise UserError(f"headstart plan does not count recomputed activations of a trained backbone; with {off} it gives an upper bound")
@@ -104,7 +112,16 @@ def plan(recipe: Recipe, gpus: int | None = None, memory_gb: float | None = None
     report["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
     report["chosen"] = _chosen(recipe, models, report["tokens"])
     report["data_unavailable"] = splits if isinstance(splits, str) else None
+    report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report | _time(recipe, report, machine, calibrate)
+
+
+def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int | None, tflops: float) -> dict[str, Any]:
+    """Return the operations of a device's share of a step, and the hours that the run takes at ``tflops``; None if steps are unknown."""
+    operations = step_operations(memory_plan, size)
+    hours = None if steps is None else estimated_hours(operations, share / size.rows, steps, tflops)
+    per_step = {name: round(count * share / size.rows) for name, count in operations.items()}
+    return {"operations_per_step": per_step, "tflops": tflops, "utilisation": UTILISATION, "steps": steps, "hours": hours}
 
 
 def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:

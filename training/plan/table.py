@@ -18,7 +18,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         *_data(report),
         "",
     ]
-    return [*head, *_memory(report["memory"]["phases"]), "", *_verdict(report), *_disk(report["disk"]), *_time(report)]
+    return [*head, *_memory(report["memory"]["phases"]), "", *_verdict(report), *_disk(report["disk"]), *_time(report), *_estimate(report)]
 
 
 def _memory(phases: dict[str, dict[str, int]]) -> list[str]:
@@ -80,5 +80,20 @@ def _time(report: dict[str, Any]) -> list[str]:
     notes = "" if report["machine"]["processes"] == 1 else ", measured on one process, without communication"
     if report["time"]["without_cache"]:
         notes += ", with the live backbone, since there is no feature cache yet; training from it is faster"
-    span = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.0f} minutes" if hours >= 1 / 30 else f"{3600 * hours:,.0f} seconds"
-    return [f"time      {span}: {seconds:.2f} s per step{notes}; evaluations come on top"]
+    return [f"time      {duration(hours)}: {seconds:.2f} s per step{notes}; evaluations come on top"]
+
+
+def duration(hours: float) -> str:
+    """Return a duration for people: hours, minutes or seconds."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.0f} minutes" if hours >= 1 / 30 else f"{3600 * hours:,.0f} seconds"
+
+
+def _estimate(report: dict[str, Any]) -> list[str]:
+    estimate = report["estimate"]
+    if estimate is None:
+        return []
+    count = sum(estimate["operations_per_step"].values())
+    each = f"{count / 1e12:,.0f} TFLOP per device and step at {estimate['utilisation']:.0%} of {estimate['tflops']:,.0f} TFLOP/s"
+    if estimate["hours"] is None:
+        return [f"estimate  {each}; how many steps there are depends on data that are not here"]
+    return [f"estimate  {duration(estimate['hours'])} for {estimate['steps']:,} steps: {each}"]

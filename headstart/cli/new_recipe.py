@@ -1,0 +1,48 @@
+"""``headstart new-recipe``: a recipe for a model, by rule. Libraries are imported when the command runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headstart.support.errors import UserError
+
+
+def new_recipe(args: argparse.Namespace) -> int:
+    """Write a recipe for a model; say what it assumes."""
+    from headstart.cli.loading import quiet
+    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.units import gigabytes
+    from headstart.training.plan.plan import find_machine
+    from headstart.training.rules.methods import find_method
+    from headstart.training.rules.model import read_facts
+    from headstart.training.rules.propose import propose
+    from headstart.training.rules.text import recipe_text
+
+    quiet()
+    find_method(args.method)   # before anything is read
+    machine = find_machine(args.gpus, args.memory)
+    if not args.model.strip():
+        raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")
+    facts = read_facts(args.model, trust_remote_code=args.trust_remote_code)
+    out: Path = args.out or Path(facts.name) / f"{args.method}.yaml"
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out} is to end in .yaml, as recipes do")
+    if out.exists() and not out.is_dir() and not args.overwrite:
+        raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
+    require_writable("--out", out)
+    require_writable("--json", args.json)
+    if args.tflops is not None and not 0 < args.tflops < float("inf"):
+        raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {args.tflops:g}")
+    proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)
+    assert proposal.figures is not None
+    extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
+    tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
+    write_text(out, recipe_text(proposal, str(out), values=tree))
+    print(f"wrote     {out}")
+    for assumption in proposal.assumed:
+        print(f"assumed   {assumption}")
+    print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
+    print(f"next      headstart train {out}")
+    write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
+    return 0

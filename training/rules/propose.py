@@ -1,0 +1,130 @@
+"""A recipe by rule: the values for a model, a method, data and hardware (training/rules/methods.py has the rules and their sources)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headstart.support.errors import UserError
+from headstart.training.plan.plan import Machine
+from headstart.training.recipe.extends import merged
+from headstart.training.rules.datasets import PRESETS, Preset, find_preset
+from headstart.training.rules.fit import Figures, fit
+from headstart.training.rules.methods import BATCH_TOKENS, EVERY_METHOD, METHODS, PASSES, Method, find_method, own_values
+from headstart.training.rules.model import ModelFacts
+
+Tree = dict[str, Any]
+FORWARD_TOKENS = 4096
+"""Tokens of a forward pass, enough to keep an accelerator busy."""
+BYTES, SHARE_OF_MEMORY = 2, 0.5
+"""Of a weight in bf16; of a device's memory that the backbone may take before it is sharded."""
+LEAST_CONTEXT = 32
+"""Positions below which a model is no use as a backbone."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    facts: ModelFacts
+    method_name: str
+    preset: Preset
+    machine: Machine
+    own: Tree
+    """Values for this model, method and hardware; those that all recipes of the method or preset share are left out."""
+    assumed: tuple[str, ...] = ()
+    figures: Figures | None = None
+    """What it takes on the machine; None if it was not planned."""
+
+    @property
+    def method(self) -> Method:
+        """The rules of the method."""
+        return METHODS[self.method_name]
+
+    @property
+    def tree(self) -> Tree:
+        """The whole recipe."""
+        shared = merged(EVERY_METHOD, self.method.shared)
+        return ordered(merged(merged(shared, {"data": self.preset.data}), self.own))
+
+    def fitted(self, config: str | None = None, tflops: float | None = None) -> Proposal:
+        """Return the proposal with the changes that make it fit the machine, and with its figures.
+
+        ``config``: where the backbone's configuration is read from, if not its path. Raises UserError if nothing fits.
+        """
+        place = config or self.facts.path
+        changes, figures = fit(self.tree, self.machine, place, checkpointing=self.method.checkpointing, tflops=tflops)
+        return replace(self, own=ordered(merged(self.own, changes)), figures=figures)
+
+
+def propose(facts: ModelFacts, method_name: str, machine: Machine, data: str | None = None, extra: Tree | None = None) -> Proposal:
+    """Return a recipe's values by rule, without planning it.
+
+    ``data``: a preset, file or dataset (None: by the model). ``extra``: values for this model that no rule knows. Raises UserError for a
+    method that is none, or a model with next to no context.
+    """
+    method = find_method(method_name)
+    if facts.context < LEAST_CONTEXT:
+        raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
+    preset = find_preset(data) if data is not None else PRESETS["ultrachat" if facts.chat else "text"]
+    own = merged(_own(facts, method_name, method, preset, machine), extra or {})
+    return Proposal(facts, method_name, preset, machine, ordered(own), (*facts.assumed, *_assumed(facts, preset, data)))
+
+
+def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, machine: Machine) -> Tree:
+    values = own_values(method, facts)
+    values["backbone"] = {"path": facts.path}
+    if machine.accelerator:
+        values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
+    if preset.tokens is not None and facts.packable:
+        values["data"]["packing"] = True
+    frozen = "lora" not in method.shared.get("backbone", {})
+    if machine.processes > 1 and frozen and not fits_one(facts, machine.memory):
+        values["backbone"]["shard"] = True
+    values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
+    values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
+    values["regenerate"] = {"temperature": 0.7, "max_new_tokens": values["data"]["max_length"] // 2}
+    values["save"] = {"dir": f"out/{facts.name}/{method_name}"}
+    return values
+
+
+def _micro_batch(method: Method, batch_size: int, length: int, processes: int) -> int:
+    """Return the rows of a forward pass: a power of two, at most a device's share of the step."""
+    tokens = FORWARD_TOKENS if method.checkpointing else FORWARD_TOKENS // 2   # a trained backbone keeps its activations
+    return min(max(1, batch_size // processes), 1 << (max(1, tokens // length).bit_length() - 1))
+
+
+def fits_one(facts: ModelFacts, memory: float) -> bool:
+    """Whether the rules train on one GPU of this many bytes: the backbone takes at most half of it."""
+    return facts.parameters * BYTES <= SHARE_OF_MEMORY * memory
+
+
+def _length_of_run(preset: Preset, batch_size: int) -> Tree:
+    if preset.tokens is not None:
+        return {"steps": _hundreds(PASSES * preset.tokens / BATCH_TOKENS)}
+    return {"epochs": PASSES} if preset.rows is None else {"steps": _hundreds(PASSES * preset.rows / batch_size)}
+
+
+def _hundreds(steps: float) -> int:
+    return max(100, round(steps / 100) * 100)
+
+
+def _assumed(facts: ModelFacts, preset: Preset, data: str | None) -> list[str]:
+    assumed = []
+    if data is None:
+        what = "it has a chat template" if facts.chat else "it has no chat template"
+        assumed.append(f"data: {preset.about}, because {what} (--data names yours)")
+    if facts.thinks:
+        assumed.append("rows of up to 4,096 tokens, since its chat template knows thoughts before an answer")
+    return assumed
+
+
+ORDER = ("backbone", "drafter", "data", "regenerate", "objective", "train", "eval", "save")
+
+
+def ordered(tree: Tree) -> Tree:
+    """Return the sections in the order of docs/recipe.md, and the paths, kinds and lengths first in theirs."""
+    return {key: {name: tree[key][name] for name in sorted(tree[key], key=_rank)} for key in sorted(tree, key=ORDER.index)}
+
+
+def _rank(name: str) -> int:
+    first = ("path", "kind", "train", "dir", "steps", "epochs", "batch_size", "micro_batch", "lr")
+    return first.index(name) if name in first else len(first)
