@@ -34,16 +34,22 @@ def make_backbone(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
-    """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``."""
-    make_backbone(folder / "backbone")
+def rows_of_text(folder: Path) -> Path:
+    """Write ``folder/text.jsonl``: 40 short texts."""
     rng = random.Random(0)
     lines = [{"text": " ".join(rng.choices(WORDS, k=rng.randint(3, 9)))} for _ in range(40)]
     (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "text.jsonl"
+
+
+def make_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Write backbone, data and ``recipe.yaml`` into ``folder``; the run goes to ``folder/out``."""
+    make_backbone(folder / "backbone")
+    text = rows_of_text(folder)
     recipe: dict[str, Any] = {
         "backbone": {"path": str(folder / "backbone")},
         "drafter": {"kind": "medusa", "depth": 2},
-        "data": {"train": str(folder / "text.jsonl"), "eval_rows": 4, "max_length": 64},
+        "data": {"train": str(text), "eval_rows": 4, "max_length": 64},
         "objective": {"chunk_size": 50},
         "train": {"steps": 12, "batch_size": 4, "lr": 3e-3},
         "eval": {"prompts": 2, "max_new_tokens": 8},

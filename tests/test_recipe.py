@@ -35,21 +35,12 @@ def write(tmp_path):
     return write
 
 
-def test_the_promised_recipes_are_shipped():
-    shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in SHIPPED}
-    assert shipped >= {
-        "quickstart/eagle3.yaml", "quickstart/medusa.yaml", "qwen3-0.6b/eagle3.yaml", "qwen3-8b/eagle3.yaml",
-        "quickstart/block.yaml", "qwen3-8b/block.yaml",
-        "llama-3.1-8b-instruct/eagle3.yaml", "vicuna-7b-v1.5/medusa.yaml", "quickstart/medusa2.yaml",
-    }
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_recipe_loads_and_has_its_header(path):
     recipe = load_recipe(path)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert path.stem.startswith(recipe.drafter["kind"])   # medusa2.yaml trains the same heads otherwise
-    assert f"accelerate launch train_heads.py {path.relative_to(ROOT)}\n" in header
+    assert re.search(rf"^# Command   accelerate launch .*train_heads.py {path.relative_to(ROOT)}$", header, re.M)
     assert all(word in header for word in ("# On ", "# Data ", "# Out ", recipe.save.dir if "quickstart" in header else "out/"))
     assert re.search(r"\d{4}\.\d{5}", header)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from forked import Forked
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
+from headstart.training import setup
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
@@ -23,6 +26,8 @@ from headstart.training.run.sharding import shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
 TRAIN = {"steps": 6, "batch_size": 5, "schedule": "constant", "weight_decay": 0.1, "ema_decay": 0.9}
+SMALL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2,
+         "initializer_range": 0.3, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """The environment set by ``accelerate launch --use_fsdp --fsdp_version 2``; its launcher itself would look for GPUs."""
 
@@ -80,6 +85,23 @@ def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int
     output = launch(processes, whole / "recipe.yaml", tmp_path / "out", "train.micro_batch=1", "backbone.shard=true", **environment)
     assert "frozen, its layers sharded over the processes\n" in output
     same(tmp_path / "out", whole / "out")
+
+
+def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = setup.open_backbone
+
+    def only_in_the_first(*arguments: Any, **options: Any) -> Any:
+        assert os.environ["RANK"] == "0", "another process reads the model's files"
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(setup, "open_backbone", only_in_the_first)   # the processes are forked from this one
+    for tied in (False, True):
+        recipe = make_recipe(tmp_path, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
+        model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
+        model.save_pretrained(tmp_path / "backbone")
+        launch(2, recipe, tmp_path / f"sharded {tied}", "backbone.shard=true")
+        launch(1, recipe, tmp_path / f"whole {tied}", RANK="0")
+        same(tmp_path / f"sharded {tied}", tmp_path / f"whole {tied}")
 
 
 def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None:

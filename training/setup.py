@@ -40,7 +40,7 @@ from headstart.training.run.checkpoint import (
 )
 from headstart.training.run.defaults import Chosen, choose
 from headstart.training.run.provenance import provenance
-from headstart.training.run.sharding import fsdp_plugin, require_known, shard_layers
+from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
@@ -143,8 +143,11 @@ def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
 
 def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
     section = recipe.backbone
-    place = shard_layers if section.shard and accelerator.num_processes > 1 else None
-    backbone = open_backbone(section, accelerator.device, place)
+    sharded = section.shard and accelerator.num_processes > 1
+    if sharded and not accelerator.is_main_process:   # the main process reads the files, once for all
+        backbone = Backbone(shard_layers(empty_model(section), accelerator.device))
+    else:
+        backbone = open_backbone(section, accelerator.device, shard_layers if sharded else None)
     require_packable(recipe, backbone)
     if (lora := section.lora) is not None:
         if accelerator.is_fsdp2:

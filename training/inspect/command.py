@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from headstart.heads.checkpoint import METADATA
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
+from headstart.support.shipped import local_or_shipped
 from headstart.support.transaction import settle
 from headstart.training.inspect.checkpoint import inspect_checkpoint
 from headstart.training.inspect.recipe import inspect_recipe
@@ -26,7 +27,7 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
     path = Path(target)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         report, screen = inspect_recipe(load_recipe(target, overrides), row, marks)
-        extended = [str(file) for file in read_extended(path)[1]]
+        extended = [str(file) for file in read_extended(local_or_shipped(path))[1]]
         shown = [labelled([("extends", ", ".join(extended))]), ""] if extended else []
         return {"extends": extended, **report}, [*shown, *screen]
     settle(path)

@@ -59,11 +59,13 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def active_parameters(backbone: Backbone) -> int:
-    """Return how many weights of the layers a token meets: all, or of the experts as many as its router chooses."""
-    stated: Mapping[str, Any] = backbone.config.to_dict()
+def active_parameters(layers: nn.ModuleList, stated: Mapping[str, Any]) -> int:
+    """Return how many weights of the layers a token meets: all, or of the experts as many as its router chooses.
+
+    ``stated``: the fields of the configuration.
+    """
     experts = next((stated[name] for name in ROUTED if stated.get(name)), None)
-    named = [(name, weight.numel()) for layer in backbone.layers for name, weight in layer.named_parameters()]
+    named = [(name, weight.numel()) for layer in layers for name, weight in layer.named_parameters()]
     total = sum(count for _, count in named)
     if experts is None:
         return total
@@ -80,7 +82,7 @@ def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]
     passes = 0 if recipe.cache.dir is not None else 1 if recipe.backbone.lora is None else 3
     tokens = size.rows * size.length
     return {
-        "backbone": passes * 2 * active_parameters(backbone) * tokens,
+        "backbone": passes * 2 * active_parameters(backbone.layers, backbone.config.to_dict()) * tokens,
         "drafters": counter.operations * tokens // sample.length,
     }
 

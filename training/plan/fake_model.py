@@ -4,7 +4,7 @@ All tensors are torch `FakeTensor`s (meta tensors that represent tensors on the 
 with the right shapes, dtypes and lifetimes in milliseconds, for a model of any size. Where code branches on values, `FakeValues`
 supplies them.
 
-Shape suffixes: B batch, T positions, V vocabulary, C head width.
+Shape suffixes: B batch, T positions, V vocabulary, C head width, M rows sorted by expert, E experts, D and F widths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone, attention_kernel, resolve
@@ -52,6 +52,19 @@ class _FusedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """Allocates what `grouped_mm` allocates, whose fake kernel knows bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weights_EDF: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MD, weights_EDF)
+        return rows_MD.new_empty(*rows_MD.shape[:-1], weights_EDF.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, by_product: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(torch.empty_like(x) if needed else None for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True))
+
+
 class FakeValues(TorchFunctionMode):
     """Supplies the few values that a training step reads from tensors.
 
@@ -72,6 +85,8 @@ class FakeValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*(*args, *kwargs.values())[:3])
+        if func is torch._grouped_mm:
+            return _GroupedProduct.apply(*args[:2])
         if func is torch.Tensor.detach:
             func(*args)   # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
         if func is torch.Tensor.item:
@@ -151,12 +166,14 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     return FakeModels(backbone, drafters, values, mode)
 
 
-def make_fake_backbone(settings: sections.Backbone) -> Backbone:
-    """Build a backbone on fake tensors. Raises UserError if there is none."""
+def make_empty_model(settings: sections.Backbone) -> PreTrainedModel:
+    """Build a backbone's model on the meta device, in a second and without memory: shapes only. Raises UserError if there is none."""
     config = read_config(settings)
     try:
-        with FakeTensorMode(), FakeValues():
-            return _backbone(config, settings, torch.float32)
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+        model.tie_weights()
+        return model
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(f"{settings.path!r} cannot be built from its configuration ({cause}); give a causal language model") from None

@@ -94,7 +94,7 @@ METHODS: Mapping[str, Method] = {
         "mtp", "A multi-token prediction module", "2412.19437", {"drafter": {"depth": 4}, "train": _train(1e-4, 0.015, max_grad_norm=0.5)}
     ),
     "draft_model": Method(
-        "draft_model", "A draft model, the backbone pruned to a quarter of its layers and distilled", "2310.08461",
+        "draft_model", "A distilled draft model", "2310.08461",
         {"train": _train(2e-5, 0.015)},
     ),
 }  # fmt: skip

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import EMBEDDED, load_tokenizer
+from headstart.heads.backbone.backbone import EMBEDDED, decoder_layers, load_tokenizer
+from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.support.errors import UserError
 from headstart.training.plan.compute import active_parameters
-from headstart.training.plan.fake_model import make_fake_backbone
+from headstart.training.plan.fake_model import make_empty_model
 from headstart.training.recipe import sections
 
 THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
@@ -53,16 +54,19 @@ class ModelFacts:
 
 def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Look at a model, a folder or hub id. Raises UserError if it is no backbone."""
-    backbone = make_fake_backbone(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
+    model = make_empty_model(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
+    config = model.config.get_text_config()
+    stated, readout = config.to_dict(), model.get_output_embeddings()
+    layers = decoder_layers(model.base_model, config.num_hidden_layers)
     tokenizer, assumed = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
-    model = backbone.model
-    if backbone.max_positions is None:
+    context = stated.get("max_position_embeddings") or stated.get("n_positions")
+    if context is None:
         assumed = (*assumed, f"a context of {CONTEXT:,} tokens: its configuration states none")
     return ModelFacts(
-        path=path, parameters=sum(weight.numel() for weight in model.parameters()), active=active_parameters(backbone),
-        layers=backbone.num_layers, width=backbone.dim, vocab=backbone.vocab, context=backbone.max_positions or CONTEXT,
-        packable=backbone.recurrent is None,
+        path=path, parameters=sum(weight.numel() for weight in model.parameters()), active=active_parameters(layers, stated),
+        layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
+        packable=find_recurrent(type(model).__name__, layers, stated.get("layer_types") or []) is None,
         chat=tokenizer is None or bool(template), thinks=any(text in template for text in THOUGHTS), assumed=assumed,
     )  # fmt: skip
 

@@ -7,17 +7,20 @@ Results equal those of data parallelism. Mixed precision is left to autocast, so
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState, init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import decoder_layers
+from headstart.heads.backbone.backbone import attention_kernel, decoder_layers, resolve
 from headstart.support.errors import UserError
+from headstart.training.recipe import sections
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -51,17 +54,52 @@ def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
         accelerator.state.fsdp_plugin = plugin
 
 
-def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a frozen model to the device and shard its decoder layers over the processes; each layer is gathered while it runs.
+def empty_model(section: sections.Backbone) -> PreTrainedModel:
+    """Build a recipe's backbone with parameters on the meta device, for `shard_layers` to fill; its files are not read.
 
-    The embedding and output layer are not sharded, since the objective uses them chunk by chunk. All processes must run the model
-    together.
+    Buffers that no file holds, such as rotary frequencies, have their values.
+    """
+    config = AutoConfig.from_pretrained(resolve(section.path), trust_remote_code=section.trust_remote_code)
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention_kernel(section.attention), trust_remote_code=section.trust_remote_code
+        )
+    return model.eval()
+
+
+def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Shard the decoder layers of a frozen model over the processes, on the device; each layer is gathered while it runs.
+
+    The weights are those of the first process, which sends each tensor to the others; theirs may be on the meta device. The embedding and
+    output layer are not sharded, since the objective uses them chunk by chunk. All processes must run the model together.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    model.requires_grad_(False)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
+    model.load_state_dict(_receive(model, weights, device), strict=False, assign=True)
+    model.tie_weights()
     return model.to(device)
+
+
+def _receive(model: PreTrainedModel, weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Send the first process's ``weights`` to all, one at a time: whole, or each process its shard. Tied tensors are sent once."""
+    once = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}.values()
+    listed: list[Any] = [[(name, weights[name].shape, weights[name].dtype) for name in weights if name in set(once)]]
+    torch.distributed.broadcast_object_list(listed, device=device)
+    first, places, parameters = torch.distributed.get_rank() == 0, model.state_dict(), dict(model.named_parameters())
+    received: dict[str, Tensor] = {}
+    for name, shape, dtype in listed[0]:
+        tensor = weights[name].to(device) if first else torch.empty(shape, dtype=dtype, device=device)
+        if isinstance(place := places[name], DTensor):
+            tensor = distribute_tensor(tensor, place.device_mesh, place.placements)
+        else:
+            torch.distributed.broadcast(tensor, 0)
+        received[name] = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+    return received
 
 
 def keep_gathered(module: nn.Module, keep: bool) -> None:
