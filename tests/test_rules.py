@@ -138,7 +138,10 @@ def losses(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "loss" in line]
 
 
-@pytest.mark.parametrize(("name", "method"), matrix([(name, "eagle3") for name in ENTRIES] + [("gpt2", method) for method in METHODS if method != "eagle3"]))
+OTHERS = [(name, "eagle3") for name in ENTRIES] + [("gpt2", method) for method in METHODS if method != "eagle3"]
+
+
+@pytest.mark.parametrize(("name", "method"), matrix(OTHERS))
 def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text, out = small_model(tmp_path, name), rows_of_text(tmp_path), tmp_path / "recipe.yaml"
     written = ["--out", str(out), "--json", str(tmp_path / "x.json")]
