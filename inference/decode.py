@@ -78,7 +78,7 @@ class Decoder:
             self.speculation.observe(draft, tree, logits_BNV)
             accepted = self._write(paths, picks, scores_BNV, logits_BNV, features)
             self._advance(paths, accepted)
-            self.speculation.learn(draft, paths, picks)
+            self.speculation.learn(draft, tree, paths, picks)
             host = clock.lap()
         if watch.valid:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)

@@ -50,7 +50,7 @@ INSPECT_EXAMPLE = """examples:
   headstart inspect out/quickstart/eagle3 --json heads.json"""
 SCHEMA_EXAMPLE = """in a clone:
   headstart schema --out recipes/schema.json --tables docs/recipe.md"""
-PROPOSERS = ("suffix", "recycling", "history")
+PROPOSERS = ("suffix", "recycling", "history", "lookahead")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.history import HistoryProposer
+from headstart.inference.sources.lookahead import LookaheadProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
@@ -84,7 +85,7 @@ def drafts_untrained(args: argparse.Namespace) -> bool:
 
 def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[Proposer | Drafter]:
     """Make new proposers and untrained drafters, as requested; they keep statistics of what they observe."""
-    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer}
+    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer, "lookahead": LookaheadProposer}
     proposers: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(args.propose or [])]
     if args.draft_model:
         how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}

@@ -1,9 +1,9 @@
 """A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
 
-All depths of a fixed tree are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than captures of
-further sizes, the same call extends the state by the tokens accepted last. With adaptive trees the depth follows from what deeper levels
-are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before drafting, from the
-levels of earlier steps, so that the device never waits for the host.
+All depths of a fixed tree are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than
+captures of further sizes, the same call extends the state by the tokens accepted last. With adaptive trees the depth follows from what
+deeper levels are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before
+drafting, from the levels of earlier steps, so that the device never waits for the host.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """

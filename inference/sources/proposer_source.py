@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headstart.heads.backbone.features import Features
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import Pool
@@ -32,6 +34,9 @@ class ProposerSource(Source):
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         self.proposer.observe(tokens, top_tokens, logprobs)
+
+    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
+        self.proposer.verified(sequence, tokens, parents, picks)
 
     def draft(self, draft: Draft) -> None:
         for sequence in draft.sequences:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,6 +98,10 @@ class Source(ABC):
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         """Receive the token of each verified node of a row, its `observe_top_k` most likely next tokens and their log-probabilities."""
+        return None
+
+    def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
+        """Receive a row's verified tree, the root first, and the pick at every node; ``sequence``: its number in the call."""
         return None
 
     def prob(self, draft: Draft, depth: int, score: float) -> float:

@@ -107,10 +107,14 @@ class Speculation:
         for source in observing:
             draft.seconds[source] += watch.seconds / len(observing)
 
-    def learn(self, draft: Draft, paths: list[list[int]], picks: list[list[int]]) -> None:
-        """Update every source's statistics from the picks at the accepted nodes."""
+    def learn(self, draft: Draft, tree: CandidateTree, paths: list[list[int]], picks: list[list[int]]) -> None:
+        """Update every source's statistics from the picks at the accepted nodes, and show the verified tree to the sources that drafted."""
         if not draft.seconds:
             return
+        for sequence, tokens, parents, picked in zip(draft.sequences, tree.tokens, tree.parents, picks, strict=True):
+            for source in draft.seconds:
+                assert isinstance(source, Source)
+                source.verified(sequence, tokens, parents, picked)
         for pool, nodes, path, picked in zip(draft.pools, draft.kept, paths, picks, strict=True):
             accepted = {nodes[node]: picked[node] for node in path}
             for source in self.sources:
