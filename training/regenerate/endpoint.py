@@ -22,6 +22,7 @@ from headstart.support.chat import ASSISTANT, prompt_length
 from headstart.support.errors import UserError
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
+from headstart.training.regenerate.post import post
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the first retry, doubled for each further one up to the maximum, which also bounds the server's Retry-After."""
@@ -143,8 +144,8 @@ class Endpoint:
             if attempt and self.stopped.wait(_pause(attempt, after)):
                 break
             try:
-                response = self.client.post(f"{self.url}{path}", json=request)
-            except httpx2.TransportError as error:
+                response = post(self.client, f"{self.url}{path}", request, self.settings.timeout)
+            except httpx2.RequestError as error:
                 problem, after = f"{type(error).__name__}: {_short(str(error))}", 0.0
                 continue
             if response.status_code == 200:

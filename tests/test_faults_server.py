@@ -1,0 +1,182 @@
+"""A server that is slow, wrong, partial, busy, broken or silent costs a wait or one line; what was answered is kept, and the next run asks
+for the rest."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.training.recipe.yaml_text import dump_yaml
+from headstart.training.regenerate import endpoint, post
+
+Manner = Callable[[Any, str], None]
+"""Answers a question by writing to the connection."""
+
+
+def head(status: str, length: int | None, *more: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *([] if length is None else [f"Content-Length: {length}"]), "Connection: close", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def body(question: str) -> bytes:
+    message = {"role": "assistant", "content": f"to {question}"}
+    return json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}).encode()
+
+
+def right(out: Any, question: str) -> None:
+    out.write(head("200 OK", len(body(question))) + body(question))
+
+
+def slow(out: Any, question: str) -> None:
+    for byte in head("200 OK", len(body(question))) + body(question):
+        out.write(bytes([byte]))
+        out.flush()
+        time.sleep(0.0005)
+
+
+def sends(status: str, content: bytes, *more: str, length: int | None = None) -> Manner:
+    return lambda out, question: out.write(head(status, len(content) if length is None else length, *more) + content)
+
+
+def partial(out: Any, question: str) -> None:
+    out.write(head("200 OK", len(body(question))) + body(question)[:-20])
+
+
+def trickles(out: Any, question: str) -> None:
+    """A byte now and then, without end."""
+    out.write(head("200 OK", None))
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        out.write(b" ")
+        out.flush()
+        time.sleep(0.05)
+
+
+def floods(out: Any, question: str) -> None:
+    out.write(head("200 OK", None))
+    for _ in range(200):
+        out.write(b" " * (1 << 16))
+
+
+def silent(out: Any, question: str) -> None:
+    time.sleep(1.0)
+
+
+def closes(out: Any, question: str) -> None:
+    """Nothing is sent before the connection ends."""
+
+
+PASSING: dict[str, Manner] = {
+    "slow": slow, "partial": partial, "trickles": trickles, "floods": floods, "silent": silent, "closes": closes,
+    "429": sends("429 Too Many Requests", b"later", "Retry-After: 0"), "500": sends("500 Oh", b"{}"), "503": sends("503 Loading", b""),
+    "no gzip": sends("200 OK", b"this is no gzip", "Content-Encoding: gzip"),
+    "no HTTP": lambda out, question: out.write(b"\x00\x01\x02 what?\r\n\r\n"),
+    "short": sends("200 OK", b"{}", length=500),
+}  # fmt: skip
+"""Faults that pass: the same request is sent again."""
+LASTING: dict[str, Manner] = {
+    "html": sends("200 OK", b"<html>sign in</html>"), "array": sends("200 OK", b"[]"), "empty": sends("200 OK", b""),
+    "no choices": sends("200 OK", b'{"choices": []}'), "redirect": sends("302 Found", b"", "Location: http://127.0.0.1:1/"),
+    "forbidden": sends("403 Forbidden", b"no"),
+}  # fmt: skip
+"""Faults that asking again does not mend: the run ends."""
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """Serves connections in the manner ``script`` says for the number of a request, from 0."""
+
+    daemon_threads, allow_reuse_address = True, True
+
+    def __init__(self, script: Callable[[int], Manner]) -> None:
+        super().__init__(("127.0.0.1", 0), Connection)
+        self.script, self.asked, self.counting = script, 0, threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Connection(socketserver.StreamRequestHandler):
+    server: Server
+
+    def handle(self) -> None:
+        lines = list(iter(self.rfile.readline, b"\r\n"))
+        length = next(int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length"))
+        question = json.loads(self.rfile.read(length))["messages"][-1]["content"]
+        with self.server.counting:
+            number, self.server.asked = self.server.asked, self.server.asked + 1
+        try:
+            self.server.script(number)(self.wfile, question)
+        except OSError:   # the client has gone
+            pass
+
+
+@contextmanager
+def serving(script: Callable[[int], Manner]) -> Iterator[Server]:
+    with Server(script) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(post, "MAX_BYTES", 1 << 20)
+    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "backbone": {"path": "some/model"}, "drafter": {"kind": "medusa"}, "data": {"train": str(tmp_path / "rows.jsonl")},
+        "save": {"dir": "out"},
+        "regenerate": {"out": str(tmp_path / "new.jsonl"), "concurrency": 1, "retries": 2, "timeout": 0.5},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(recipe))
+    return lambda url: main(["regenerate", str(tmp_path / "recipe.yaml"), f"regenerate.endpoint={url}"])
+
+
+def require_all(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
+    assert [row["messages"][-1]["content"] for row in rows] == [f"to question {i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_passes(ask: Callable[[str], int], tmp_path: Path, name: str) -> None:
+    """The third request meets it."""
+    with serving(lambda number: PASSING[name] if number == 2 else right) as server:
+        assert ask(server.url) == 0
+        assert server.asked == (6 if name == "slow" else 7)
+    require_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*(name for name in PASSING if name != "slow"), *LASTING])
+def test_a_fault_that_stays_ends_the_run_and_the_next_one_goes_on(
+    ask: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    manner = (PASSING | LASTING)[name]
+    start = time.monotonic()
+    with serving(lambda number: right if number < 3 else manner) as server:
+        assert ask(server.url) == 2
+        said = capsys.readouterr().err
+        [line] = [line for line in said.splitlines() if line.startswith("error")]
+        assert "Traceback" not in said and server.url in line
+        assert ("gave no answer in 3 attempts" in line) == (name in PASSING)
+        assert time.monotonic() - start < 15, "bounded by timeout and retries"
+        assert not (tmp_path / "new.jsonl").exists()
+        answered = server.asked
+        server.script = lambda number: right
+        assert ask(server.url) == 0
+        assert server.asked - answered == 3, "what was answered is not asked again"
+    require_all(tmp_path)
