@@ -12,6 +12,7 @@ from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture import capture as capture_module
 from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
@@ -146,3 +147,16 @@ def test_moved_weights_are_captured_anew() -> None:
     assert of.engine(False) is not engine
     second = say(of, row, **options)
     assert torch.equal(second, model.generate(**row, **options)) and not torch.equal(first, second)
+
+
+def test_captures_and_shapes_of_a_function_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each constant among the arguments, such as a temperature, has captures of its own: a long-lived process would keep them all."""
+    monkeypatch.setattr(capture_module, "MOST_CAPTURES", 3)
+    monkeypatch.setattr(capture_module, "MOST_SHAPES", 4)
+    scale = Capturer("trace", torch.device("cpu")).capture(lambda held, x_N, factor: x_N * factor, "scale")
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 1.0):
+        for size in (3, 4, 5, 3, 4, 5):
+            assert torch.equal(scale(None, torch.ones(size), factor), torch.full((size,), factor))
+        assert len(scale._captures) <= 3 and len(scale._known) <= 4
+        assert set(map(id, scale._known.values())) <= set(map(id, scale._captures.values()))
+    assert scale.captures_made == 6, "the first was given up for the fourth, and made again"

@@ -33,6 +33,10 @@ BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
+MOST_CAPTURES = 64
+"""Captures of a function that are kept: each temperature and filter of sampled drafts has captures of its own, a few MB each."""
+MOST_SHAPES = 4096
+"""Exact shapes of a function that are remembered."""
 logger = logging.getLogger(__name__)
 
 
@@ -131,15 +135,26 @@ class Captured:
         key = (call.structure, backend.variant(call))
         capture = self._captures.get(key)
         if capture is not None and capture.follows(call.shapes):
+            if len(self._known) >= MOST_SHAPES:
+                self._known = {}
             self._known[exact] = capture
             return capture(call)
         void_running()
         if capture is not None and (expected := capture.compare(self.function, call)) is not None:
             return expected
-        self._captures[key] = capture = backend.capture(self.function, call)
+        capture = backend.capture(self.function, call)
+        self._keep(key, capture)
         self.captures_made += 1
         capture.extend_range(call.shapes)
         return capture(call)
+
+    def _keep(self, key: Hashable, capture: Capture) -> None:
+        """Keep a capture in place of an earlier one of its key or, if there are `MOST_CAPTURES`, of the one made first."""
+        dropped = self._captures.pop(key, None)
+        if dropped is None and len(self._captures) >= MOST_CAPTURES:
+            dropped = self._captures.pop(next(iter(self._captures)))
+        self._captures[key] = capture
+        self._known = {exact: known for exact, known in self._known.items() if known is not dropped}
 
     def _fall_back(self, error: Exception) -> None:
         """Run the function uncaptured from now on."""
