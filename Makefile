@@ -4,6 +4,7 @@
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
+# make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500)
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make engines        only that environment, in .venv-engines (3.6 GB)
 #
@@ -16,7 +17,7 @@ INSTALLED := .venv/.installed
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo test test-all soak lint docs engines test-engines
+.PHONY: install demo test test-all fuzz soak lint docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -48,6 +49,9 @@ test-all: $(INSTALLED)
 MINUTES ?= 60
 soak: $(INSTALLED)
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --json out/soak.json
+
+fuzz: $(INSTALLED)
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -x --durations=12 tests/fuzz/test_fuzz.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

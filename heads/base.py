@@ -12,17 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from headstart.heads.anchors import Anchors, gather_anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.row_state import RowState
-from headstart.support.config import StrictModel
+from headstart.support.config import Depth, StrictModel
 from headstart.support.errors import UserError
+from headstart.support.limits import MAX_DEPTH
 from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class DrafterConfig(StrictModel):
     """Arguments that every drafter takes; a drafter's own ``Config`` adds to them."""
 
-    depth: Annotated[int, Ge(1)]
+    depth: Depth
     """Tokens beyond the root that it is trained to draft."""
-    draft_depth: Annotated[int, Ge(1)] | None = None
+    draft_depth: Depth | None = None
     """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for)."""
 
 
@@ -107,7 +107,7 @@ class Drafter(nn.Module, ABC):
 
     def require_depth(self, depth: int) -> None:
         """Raise UserError unless ``depth`` tokens can be drafted."""
-        require_count("depth", depth)
+        require_count("depth", depth, most=MAX_DEPTH)
         if self.max_depth is not None and depth > self.max_depth:
             raise UserError(
                 f"{type(self).__name__} cannot draft deeper than the {self.max_depth} tokens it is trained for; got depth {depth}: "
@@ -232,7 +232,8 @@ class Drafter(nn.Module, ABC):
         push_drafter(self, repo_id, private)
 
 
-def require_count(name: str, value: Any, least: int = 1, of: str = "drafter") -> None:
-    """Raise UserError unless ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{of}.{name} is a whole number of at least {least}; got {value!r}")
+def require_count(name: str, value: Any, least: int = 1, of: str = "drafter", most: int | None = None) -> None:
+    """Raise UserError unless ``value`` is an integer of at least ``least`` and at most ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise UserError(f"{of}.{name} is a whole number of at least {least}{upper}; got {value!r}")

@@ -32,6 +32,7 @@ from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.start_values import probe, start_fusion, start_normed
+from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError
 
 
@@ -60,19 +61,19 @@ class Block(Drafter):
     """A few layers over a block, once per draft."""
 
     class Config(DrafterConfig):
-        depth: Annotated[int, Ge(1)] = 7
+        depth: Depth = 7
         """Tokens of a block beyond the root."""
-        layers: Annotated[int, Ge(1)] = 3
+        layers: Layers = 3
         """Decoder layers."""
         taps: tuple[int, ...] | None = None
         """Layers whose residual stream is fused into the context, counted from 1 (null: up to five, evenly spaced)."""
-        intermediate_size: Annotated[int, Ge(1)] | None = None
+        intermediate_size: Size | None = None
         """Width of the feed-forward part (null: the backbone's)."""
         correction: Literal["none", "markov", "recurrent"] = "markov"
         """Of the logits: none (DFlash), by the parent token (``markov``, DSpark), or by the path (``recurrent``, Domino)."""
-        correction_rank: Annotated[int, Ge(1)] = 256
+        correction_rank: Size = 256
         """Rank of the correction."""
-        recurrent_size: Annotated[int, Ge(1)] | None = None
+        recurrent_size: Size | None = None
         """Size of the state of a recurrent correction (null: a quarter of the backbone's width)."""
         anchor_share: Annotated[float, Gt(0), Le(1)] = 0.5
         """Share of the label positions at which a step trains a block."""
@@ -84,9 +85,8 @@ class Block(Drafter):
         """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
-    reads_hidden = False
+    reads_hidden = recomputing = False
     capturable = True
-    recomputing = False
     fixed_arguments = ("mask_token", "causal", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:

@@ -26,6 +26,7 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
+from headstart.heads.card import Card, fault
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
@@ -34,12 +35,13 @@ from headstart.support.errors import UserError
 from headstart.support.files import discard, file_hash, value_hash
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
+from headstart.support.json_text import read_json
 from headstart.support.transaction import settle, transaction
 
 METADATA = "headstart.json"
+AGAIN = "train or fetch the heads again"
 FORMAT = 1
 ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
-HELD = {"kind": str, "arguments": dict, "backbone": str, "contract": dict, "weights": dict, "provenance": dict}
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -48,9 +50,16 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return value_hash(template) if template else None
 
 
+def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of the recipe that heads were trained by; empty if they were not trained by a recipe."""
+    recipe = provenance.get("recipe")
+    section = recipe.get(name) if isinstance(recipe, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
 def recipe_template(card: dict[str, Any]) -> str | None:
     """Return the chat template set in the checkpoint's recipe, if any."""
-    template = card["provenance"].get("recipe", {}).get("data", {}).get("chat_template")
+    template = recipe_section(card["provenance"], "data").get("chat_template")
     return template if isinstance(template, str) else None
 
 
@@ -102,20 +111,17 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     card_file = inside(folder, METADATA)
     if not card_file.is_file():
         raise UserError(f"{path} has no {METADATA}: not heads saved by Headstart (or the run that writes them has not saved yet)")
-    try:
-        card = json.loads(card_file.read_text())
-        if card["format"] != FORMAT:
-            raise UserError(f"{card_file} is of format {card['format']}; this version reads format {FORMAT}")
-        found = {key: card[key] for key in HELD}
-        wrong = [key for key, kind in HELD.items() if not isinstance(found[key], kind)]
-        wrong += [f"weights.{key}" for key in ("file", "sha256") if not isinstance(card["weights"][key], str)]
-        if wrong or Path(card["weights"]["file"]).name != card["weights"]["file"]:
-            raise TypeError(f"{(wrong or ['weights.file'])[0]} is of another form")
-        for name in ("config.json", card["weights"]["file"], *ADAPTER_FILES):
-            inside(folder, name)
-        return folder, found
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{card_file} is damaged ({type(error).__name__}: {error}); train or fetch the heads again") from None
+    card = read_json(card_file, AGAIN)
+    if card.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{card_file} is of format {card['format']}; this version reads format {FORMAT}")
+    wrong = fault(card)
+    if wrong is None and Path(card["weights"]["file"]).name != card["weights"]["file"]:
+        wrong = "weights.file names no file in the folder"
+    if wrong is not None:
+        raise UserError(f"{card_file} is damaged ({wrong}); {AGAIN}")
+    for name in ("config.json", card["weights"]["file"], *ADAPTER_FILES):
+        inside(folder, name)
+    return folder, {key: card[key] for key in Card.model_fields}
 
 
 def load_drafter(

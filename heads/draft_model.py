@@ -30,7 +30,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.layers.cached_model import CachedModel, State
 from headstart.heads.layers.document_mask import document_masks, document_positions, draft_masks
-from headstart.support.config import RuleError
+from headstart.support.config import Depth, Layers, RuleError
 from headstart.support.errors import UserError
 
 DRAFT_DEPTH = 6
@@ -44,13 +44,13 @@ class DraftModel(Drafter):
     """
 
     class Config(DrafterConfig):
-        depth: Annotated[int, Ge(1)] = 1
+        depth: Depth = 1
         """Depths in the loss. Depths share their hidden states, so 1 is enough but for parallel drafts and objective.on_policy."""
-        draft_depth: Annotated[int, Ge(1)] | None = None
+        draft_depth: Depth | None = None
         """Tokens beyond the root that it drafts when decoding (null: 6, or depth where that is more or drafts are parallel)."""
         path: str | None = None
         """Folder or hub id of the model to start from (null: the backbone, pruned)."""
-        layers: Annotated[int, Ge(1)] | None = None
+        layers: Layers | None = None
         """Layers of the backbone that a pruned model keeps (null: a quarter of them)."""
         choose: Literal["first", "even"] = "first"
         """Which layers a pruned model keeps: the first ones, or layers at even distances, the last among them."""

@@ -25,6 +25,7 @@ from headstart.heads.base import DrafterConfig
 from headstart.heads.layers.cached_stack import CachedStack
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
+from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 
 BIAS = "fc.bias"
@@ -35,11 +36,11 @@ class Eagle(AutoregressiveDrafter):
     """One layer over a projection of embedding and hidden state; the backbone's embedding and output layer."""
 
     class Config(DrafterConfig):
-        depth: Annotated[int, Ge(1)] = 1
+        depth: Depth = 1
         """Passes of training, each on the states of the one before: 1 as in the paper, more as in HASS (2408.15766)."""
-        draft_depth: Annotated[int, Ge(1)] | None = 5
+        draft_depth: Depth | None = 5
         """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for)."""
-        intermediate_size: Annotated[int, Ge(1)] | None = None
+        intermediate_size: Size | None = None
         """Width of the feed-forward part (null: the backbone's)."""
         feature_noise: Annotated[float, Ge(0)] = 0.0
         """Half the width of the uniform noise added to the hidden states in training; the paper's is 0.1 (0: none)."""

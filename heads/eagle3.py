@@ -28,6 +28,7 @@ from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.heads.layers.start_values import probe, start_fusion
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
+from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 
 SECOND_NORM, ITS_COPY = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
@@ -38,11 +39,11 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
     """One or two layers, applied once per depth to their own output."""
 
     class Config(OwnReadoutConfig):
-        depth: Annotated[int, Ge(1)] = 5
+        depth: Depth = 5
         """Passes of the training-time test: tokens drafted beyond the root."""
         taps: tuple[int, ...] | None = None
         """Layers whose residual stream is read, counted from 0, the embedding (null: ``(2, L//2, L-3)``)."""
-        intermediate_size: Annotated[int, Ge(1)] | None = None
+        intermediate_size: Size | None = None
         """Width of the feed-forward part (null: the backbone's)."""
         layers: Annotated[int, Ge(1), Le(2)] = 1
         """Decoder layers; the second reads the first one's output."""

@@ -18,10 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +36,7 @@ from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.start_values import probe
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
+from headstart.support.config import Depth, Layers
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Hydra(OwnReadoutDrafter):
     """`trained_depth` heads; head k reads a hidden state and k + 1 embeddings."""
 
     class Config(OwnReadoutConfig):
-        depth: Annotated[int, Ge(1)] = 4
+        depth: Depth = 4
         """Number of heads: tokens drafted beyond the root."""
-        layers: Annotated[int, Ge(1)] = 4
+        layers: Layers = 4
         """Residual blocks of each head: 1 in Hydra, 4 in Hydra++."""
         prefix_attention: bool = True
         """Heads read the output of a decoder layer over the hidden states (Hydra++); false: the last hidden state itself."""

@@ -9,25 +9,25 @@ Shape suffixes: B batch, T positions, D width, N tree nodes, K depth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
+from headstart.support.config import Depth, Layers
 
 
 class Medusa(OwnReadoutDrafter):
     """`trained_depth` heads over the final hidden state of the last position."""
 
     class Config(OwnReadoutConfig):
-        depth: Annotated[int, Ge(1)] = 4
+        depth: Depth = 4
         """Number of heads: tokens drafted beyond the root."""
-        layers: Annotated[int, Ge(1)] = 1
+        layers: Layers = 1
         """Residual blocks of each head."""
 
     config: Config

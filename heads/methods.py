@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError
+
+KIND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A name, or dotted names."""
 
 
 def drafters_of(module: str) -> list[type[Drafter]]:
@@ -34,6 +38,8 @@ def methods() -> list[str]:
 def find_drafter(kind: str) -> type[Drafter]:
     """Return the drafter class: ``medusa`` is in heads/medusa.py, a dotted name is a user's module. Raises UserError."""
     known = methods()
+    if not KIND.fullmatch(kind):
+        raise UserError(f"{kind!r} names no drafter; known: {', '.join(known)}, or the dotted name of a module of your own")
     if "." not in kind and kind not in known:
         near = difflib.get_close_matches(kind, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""

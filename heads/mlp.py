@@ -17,17 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
+from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 
 PREFIX = "speculator."
@@ -62,9 +62,9 @@ class MLPSpeculator(OwnReadoutDrafter):
     """`trained_depth` steps of a recurrent state of width ``inner_dim``."""
 
     class Config(OwnReadoutConfig):
-        depth: Annotated[int, Ge(1)] = 4
+        depth: Depth = 4
         """Tokens drafted beyond the root, each with weights of its own unless they are tied."""
-        inner_dim: Annotated[int, Ge(1)] | None = None
+        inner_dim: Size | None = None
         """Width of the recurrent state (null: the backbone's)."""
         tie_weights: bool = False
         """All depths share one embedding, norm and output layer, and the later ones one projection."""

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +33,7 @@ from headstart.heads.layers.layer_config import engine_fields, llama_like
 from headstart.heads.layers.mtp_module import MtpModule
 from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.tree_mask import extend_ancestors
+from headstart.support.config import Depth
 from headstart.support.errors import UserError
 
 
@@ -56,7 +56,7 @@ class Mtp(Drafter):
     """One module for all depths, or one for each."""
 
     class Config(DrafterConfig):
-        depth: Annotated[int, Ge(1)] = 3
+        depth: Depth = 3
         """Tokens beyond the root that it is trained to draft; with ``shared: false`` the number of modules."""
         shared: bool = True
         """One module for all depths, applied to its own output; false: one module for each depth."""

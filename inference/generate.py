@@ -25,6 +25,7 @@ from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.packed import version
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request, read_request, require_one_side
@@ -174,6 +175,8 @@ class SpeculativeModel(Decoding):
         if speculate and shape is not None and shape.depth is not None:
             for drafter in self.drafters:
                 drafter.require_depth(shape.depth)
+        rows = min(batch_size or len(input_ids), len(input_ids))
+        require_memory(self.backbone, rows, input_ids.shape[1], shape.nodes if shape is not None else 1)
         with turn(model):
             engine = self.engine(speculate and bool(self.drafters or self.proposers))
             decoder: Decoder | BeamDecoder

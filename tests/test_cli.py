@@ -219,7 +219,7 @@ MISTAKES = {
     "heads that are none": (["generate", "--heads", "backbone", "hi"], "has no headstart.json"),
     "no such backbone": (["generate", "--backbone", "./gone", "hi"], "no tokenizer at './gone'"),
     "truncated heads": ([*BENCH, "--heads", "BROKEN"], "truncated"),
-    "no prompts": (["bench", "--heads", "medusa", "--prompts", "gone.jsonl"], "no file of prompts at gone.jsonl"),
+    "no prompts": (["bench", "--heads", "medusa", "--prompts", "gone.jsonl"], "--prompts gone.jsonl: there is no such file"),
     "prompt twice": (["generate", "--heads", "medusa", "hi", "--file", "prompts.jsonl"], "give one"),
     "prompt file gone": (["generate", "--heads", "medusa", "--file", "gone.txt"], "cannot be read from gone.txt"),
     "empty prompt": (["generate", "--heads", "medusa", ""], "the prompt is empty"),

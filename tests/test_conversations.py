@@ -106,7 +106,7 @@ def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: s
 @pytest.mark.slow
 def test_missing_data_cost_one_line(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run("--no-plan", inputs[0], tmp_path / "none.jsonl", tmp_path / "out")
-    assert done.returncode == 2 and f"error: no data file {tmp_path / 'none.jsonl'}" in done.stderr
+    assert done.returncode == 2 and f"error: data file {tmp_path / 'none.jsonl'}" in done.stderr
     assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
 
 

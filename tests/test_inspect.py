@@ -126,7 +126,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
     extra = {"steps": 1200, "tokens": 34_000, "tau": 2.5, "command": "train_heads.py x", "versions": {"torch": "2"}, "chat_template": "abc"}
     build_drafter("medusa", backbone("llama"), {"depth": 2}).save_pretrained(folder, extra)
-    (folder / "tuned.json").write_text(json.dumps({"format": 1, "entries": {"cpu x | float32 | y": {}}}))
+    (folder / "tuned.json").write_text(json.dumps({"format": 3, "entries": {"cpu x | float32 | y": {}}}))
     (folder / "state" / "step-00001200").mkdir(parents=True)
     return folder
 
@@ -167,14 +167,14 @@ def mistakes(recipe: Path, trained: Path, tmp_path_factory: pytest.TempPathFacto
     return {
         "a row too many": ([str(recipe), "--row", "8"], "--row 8: there are samples 0 to 7"),
         "a row too few": ([str(recipe), "--row", "-1"], "--row -1: there are samples 0 to 7"),
-        "no such recipe": (["gone.yaml"], "no recipe gone.yaml: there is no such file"),
+        "no such recipe": (["gone.yaml"], "recipe gone.yaml: there is no such file"),
         "no such folder": (["./gone"], "no heads at './gone'"),
         "a folder of neither": ([str(tmp_path / "folder")], "neither a recipe nor trained heads"),
         "a changed checkpoint": ([str(trained), "train.lr=1"], "taken for trained heads, which take no overrides (train.lr=1)"),
         "damaged": ([str(broken)], "is damaged"),
         "no weights": ([str(lacking)], "lacks its weights"),
         "a recipe of something else": ([str(trained / "headstart.json")], "unknown key"),
-        "no such data": ([str(recipe), "data.train=gone.jsonl"], "no data file gone.jsonl"),
+        "no such data": ([str(recipe), "data.train=gone.jsonl"], "data file gone.jsonl"),
         "an unknown key": ([str(recipe), "data.packig=true"], "did you mean data.packing"),
     }
 

@@ -138,7 +138,7 @@ MISTAKES = {
     "no such drafter": (["drafter.kind=meduso"], "did you mean 'medusa'"),
     "no such argument": (["drafter.dept=3"], "did you mean drafter.depth?"),
     "no such backbone": (["backbone.path=./gone"], "no configuration of backbone './gone'"),
-    "no such data": (["data.train=gone.jsonl"], "no data file gone.jsonl"),
+    "no such data": (["data.train=gone.jsonl"], "data file gone.jsonl"),
     "over the context": (["data.max_length=129"], "data.max_length=129 is longer than the backbone's context of 128"),
 }
 

@@ -49,7 +49,7 @@ def test_text_is_cut(tmp_path):
     ("name", "content", "message"),
     [
         ("p.csv", "a", "its name should end in .jsonl"),
-        ("p.jsonl", None, "no file of prompts at"),
+        ("p.jsonl", None, "there is no such file"),
         ("p.jsonl", "\n\n", "holds no prompts"),
         ("p.jsonl", '{"text": "a b c d"}\n{"text": ', "line 2: not valid JSON"),
         ("p.jsonl", "[1]", "line 1: a row is a mapping"),

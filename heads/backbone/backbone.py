@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -253,9 +251,9 @@ def load_backbone(
         if report["missing_keys"]:
             lacking = sorted(report["missing_keys"])
             raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
-    except UserError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except Exception as error:   # what transformers raises for a damaged folder depends on the model and on the damage
         raise _cannot_load("backbone", path, error) from error
     return Backbone(model.to(on) if place is None else place(model, on))
 
@@ -269,7 +267,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
         raise _cannot_load("tokenizer", path, error) from error
 
 

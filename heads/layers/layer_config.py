@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.support.config import StrictModel
+from headstart.support.config import Size, StrictModel
 from headstart.support.errors import UserError
 
 
 class LayerShape(StrictModel):
     """What a decoder layer of heads has otherwise than the backbone, as heads trained elsewhere often do."""
 
-    num_attention_heads: Annotated[int, Ge(1)] | None = None
+    num_attention_heads: Size | None = None
     """Attention heads (null: the backbone's)."""
-    num_key_value_heads: Annotated[int, Ge(1)] | None = None
+    num_key_value_heads: Size | None = None
     """Heads of keys and values (null: the backbone's)."""
-    head_dim: Annotated[int, Ge(1)] | None = None
+    head_dim: Size | None = None
     """Width of an attention head (null: the backbone's)."""
     rms_norm_eps: Annotated[float, Gt(0)] | None = None
     """Added to the mean square in norms (null: the backbone's)."""

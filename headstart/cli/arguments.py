@@ -7,6 +7,17 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from headstart.support.limits import (
+    MAX_BATCH,
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_SEED,
+    MAX_WIDTH,
+    TEMPERATURES,
+    is_temperature,
+    max_threads,
+)  # fmt: skip
+
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
   headstart generate --heads out/eagle3 --temperature 0.7 --seed 1 --file question.txt --json answer.json
@@ -50,6 +61,8 @@ INSPECT_EXAMPLE = """examples:
   headstart inspect out/quickstart/eagle3 --json heads.json"""
 SCHEMA_EXAMPLE = """in a clone:
   headstart schema --out recipes/schema.json --tables docs/recipe.md"""
+DEBUG = "--debug"
+MAX_COUNT = (1 << 63) - 1
 PROPOSERS = ("suffix", "recycling", "history", "lookahead")
 
 
@@ -80,13 +93,13 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
     parser.add_argument("--skip-long", action="store_true", help="skip prompts that do not fit the context (default: an error)")
     parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
-    parser.add_argument("--temperature", type=number(0), action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
+    parser.add_argument("--temperature", type=temperature, action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
     parser.add_argument(
-        "--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
+        "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
     )
-    parser.add_argument("--seed", type=count(0), default=0, metavar="S", help="seed of the first prompt (0)")
-    parser.add_argument("--sampled-nodes", type=count(1), metavar="N", help="--nodes above temperature 0 (default: the same)")
-    parser.add_argument("--sampled-width", type=count(1), metavar="W", help="--width above temperature 0 (default: the same)")
+    parser.add_argument("--seed", type=count(0, MAX_SEED), default=0, metavar="S", help="seed of the first prompt (0)")
+    parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
+    parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
     parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
@@ -110,9 +123,9 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), default=16, metavar="N", help="the first N prompts of each file only (16)")
     parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
-    parser.add_argument("--batch-size", type=count(1), action="extend", nargs="+", metavar="N", help="sequences decoded together (1 4)")
+    parser.add_argument("--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together (1 4)")
     parser.add_argument("--contexts", type=count(1), action="extend", nargs="+", metavar="T", help="tokens before the tree (256 1024)")
-    parser.add_argument("--max-nodes", type=count(2), default=256, metavar="N", help="nodes of the largest tree measured (256)")
+    parser.add_argument("--max-nodes", type=count(2, MAX_NODES), default=256, metavar="N", help="nodes of the largest tree measured (256)")
     _add_style(parser)
     _add_proposers(parser)
     _add_limits(parser)
@@ -158,8 +171,8 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart plan``."""
     _add_recipe(parser, "training recipe")
-    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
-    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--gpus", type=GPUS, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=GIGABYTES, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
     parser.add_argument("--no-calibration", action="store_true", help="skip timing")
     about = "peak of each GPU in bf16 (H100 989, A100 312), for a duration estimated from the arithmetic of a step"
     parser.add_argument("--tflops", type=float, metavar="N", help=about)
@@ -180,6 +193,11 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
 
 
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """The argument of every command that `failures` reads."""
+    parser.add_argument(DEBUG, action="store_true", help="print the traceback of an unforeseen error (or HEADSTART_DEBUG=1)")
+
+
 def _add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help=about)
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
@@ -188,11 +206,11 @@ def _add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: autoregressive decoding)")
     parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
-    parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K most probable tokens (0: from all)")
     about = "nucleus sampling: from the most probable tokens that reach P together"
     parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
-    parser.add_argument("--seed", type=count(0), metavar="S", help="seed of the sampling (default: random, printed)")
+    parser.add_argument("--seed", type=count(0, MAX_SEED), metavar="S", help="seed of the sampling (default: random, printed)")
 
 
 def _add_style(parser: argparse.ArgumentParser) -> None:
@@ -220,9 +238,9 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser)
     _add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
-    parser.add_argument("--nodes", type=count(1), metavar="N", help="size of the candidate tree, root included (default: adaptive)")
-    parser.add_argument("--width", type=count(1), metavar="W", help="beam width: nodes expanded per draft level (8)")
-    parser.add_argument("--depth", type=count(1), metavar="K", help="draft length, past the trained depth too (default: the heads' own)")
+    parser.add_argument("--nodes", type=NODES, metavar="N", help="size of the candidate tree, root included (default: adaptive)")
+    parser.add_argument("--width", type=WIDTH, metavar="W", help="beam width: nodes expanded per draft level (8)")
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help="draft length, past the trained depth too (default: the heads' own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
 
 
@@ -234,17 +252,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository; read it first")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
                         help="of the backbone (auto: fp32 on the CPU; int8, int4: its linear layers' weights, with optimum-quanto)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto",
                         help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU, off elsewhere)")
 
 
-def count(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least ``least``."""
+def count(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """Return a parser of integers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed; got {text!r}")
+        digits = text if text.isascii() and text.isdecimal() and len(text) < 20 else "-1"
+        if not least <= int(digits) <= most:
+            upper = "" if most == MAX_COUNT else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least}{upper} is needed; got {text[:40]!r}")
         return int(text)
 
     return read
@@ -254,13 +274,28 @@ def number(least: float, most: float = math.inf, above: bool = False) -> Callabl
     """Return a parser of numbers from ``least`` (exclusive with ``above``) to ``most``."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = _float(text)
         if not (least < value if above else least <= value) or not value <= most or math.isinf(value):
             span = f"{'above' if above else 'from'} {least:g}" + ("" if math.isinf(most) else f" to {most:g}")
-            raise argparse.ArgumentTypeError(f"a number {span} is needed; got {text!r}")
+            raise argparse.ArgumentTypeError(f"a number {span} is needed; got {text[:40]!r}")
         return value
 
     return read
+
+
+def temperature(text: str) -> float:
+    """Parse a temperature."""
+    if not is_temperature(value := _float(text)):
+        raise argparse.ArgumentTypeError(f"a temperature is {TEMPERATURES}; got {text[:40]!r}")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
+THREADS, GPUS, GIGABYTES = count(1, max_threads()), count(1, 1 << 20), number(0, 1e9, above=True)

@@ -17,6 +17,7 @@ from headstart.inference.bench.prompts import Message, Prompter
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.support.errors import UserError
+from headstart.support.streams import not_utf8
 from headstart.support.token_text import TokenTextStream
 from headstart.support.visible import visible
 
@@ -144,6 +145,8 @@ def converse(talk: Chat) -> None:
             _note("a new conversation")
         elif line.startswith("/"):
             _note(HELP if line == "/help" else f"unknown command {line}; {HELP}")
+        elif not_utf8(line):
+            _note("error: the line is not UTF-8 text; it is left out")
         elif line:
             _answer(talk, line, drafting)
 

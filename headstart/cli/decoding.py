@@ -6,7 +6,6 @@ import argparse
 import secrets
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation.tuned import key, write_tuned
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, write_json, write_text
+from headstart.support.streams import read_input
+from headstart.support.text import read_text
 from headstart.support.visible import visible
 
 UNTRAINED = "untrained"
@@ -205,11 +206,8 @@ def _prompt(argument: str | None, file: str | None) -> str:
     if argument is not None and file is not None:
         raise UserError("a prompt and --file were both given; give one")
     text = argument
-    try:
-        if text is None:
-            text = (sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8")).removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompt cannot be read from {file or 'the standard input'}: {error}") from None
+    if text is None:
+        text = (read_input() if file is None else read_text("--file", file)).removesuffix("\n")
     if not text:
         raise UserError("the prompt is empty; give it as an argument, with --file, or on the standard input")
     return text

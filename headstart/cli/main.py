@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from typing import Any, NoReturn
 
 from headstart import __version__
 from headstart.cli import arguments, serving_arguments
-from headstart.support.errors import UserError
+from headstart.cli.failures import guarded
+from headstart.support.errors import one_line
+from headstart.support.streams import open_streams, require_arguments_text
 
 
 @dataclass(frozen=True)
@@ -69,27 +70,23 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 1 (tokens that must be identical differ), 2 (user error), 130 (interrupted) or 141 (broken pipe)."""
-    try:
-        args = _parser().parse_args(argv)
-        status: int = args.command(args)
-        sys.stdout.flush()
-        return status
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # discard unwritten output silently
-        return 141
+    """Run a command; returns its status, 0 or 1 (tokens that must be identical differ), or that of an error (`failures`)."""
+    open_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(words), debug=arguments.DEBUG in words)
+
+
+def _run(words: list[str]) -> int:
+    require_arguments_text(words)
+    args = _parser().parse_args(words)
+    status: int = args.command(args)
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report the error in one line, like all user errors."""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,5 +99,6 @@ def _parser() -> argparse.ArgumentParser:
             command.name, help=command.about, description=command.about, epilog=command.example, formatter_class=style, allow_abbrev=False
         )
         command.add_arguments(subparser)
+        arguments.add_debug(subparser)
         subparser.set_defaults(command=command)
     return parser

@@ -66,12 +66,13 @@ def inspect(args: argparse.Namespace) -> int:
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of recipes or write it to a file; with ``--tables``, update the tables of a Markdown page."""
     from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.text import read_text
     from headstart.training.recipe.schema import recipe_schema, with_tables
 
     require_writable("--out", args.out)
     require_writable("--tables", args.tables)
     if args.tables:
-        write_text(args.tables, with_tables(args.tables.read_text("utf-8")))
+        write_text(args.tables, with_tables(read_text("--tables", args.tables)))
     if args.out:
         write_json(args.out, recipe_schema())
     elif not args.tables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headstart.cli.arguments import count
+from headstart.cli.arguments import DEPTH, THREADS, count
 
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
@@ -67,7 +67,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the Headstart checkpoint")
     about = "what layer ids mean: states after j layers, or outputs of layer j (default: what the layout says; where it is open, measured)"
     parser.add_argument("--counting", choices=("hs", "layer"), help=about)
-    parser.add_argument("--depth", type=count(1), metavar="K", help="tokens to draft (default: as the files say, or the method's)")
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens to draft (default: as the files say, or the method's)")
     own = "the embedded backbone's own, or texts that the backbone writes itself"
     parser.add_argument("--prompts", metavar="FILE", help=f"prompts to measure acceptance on, as for bench (default: {own})")
     parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
@@ -75,7 +75,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
                         help="of the backbone (auto: fp32 on the CPU)")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 
@@ -96,7 +96,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
     parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
     parser.add_argument("--max-new-tokens", type=count(2), default=32, metavar="N", help="tokens to generate after each prompt (32)")
-    parser.add_argument("--depth", type=count(1), metavar="K", help="tokens per draft (default: as many as the heads draft)")
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens per draft (default: as many as the heads draft)")
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
-    parser.add_argument("--threads", type=count(1), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")

@@ -3,45 +3,51 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from headstart.cli.arguments import TRAIN_EXAMPLE, add_train
+from headstart.cli.arguments import DEBUG, TRAIN_EXAMPLE, add_debug, add_train
+from headstart.cli.failures import USER, guarded, rank, report
 from headstart.support.errors import UserError
+from headstart.support.files import require_folder
+from headstart.support.streams import open_streams, require_arguments_text
+
+if TYPE_CHECKING:
+    from headstart.training.recipe.recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``train_heads.py``; returns the exit status of `train`."""
+    """Run ``train_heads.py``; returns the exit status of `train`, or that of an error (`failures`)."""
+    open_streams()
     parser = argparse.ArgumentParser(prog="train_heads.py", description="Train heads by a recipe.", epilog=TRAIN_EXAMPLE)
     add_train(parser)
-    return train(parser.parse_args(argv))
+    add_debug(parser)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: train(parser.parse_args(words)), debug=DEBUG in words)
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train by a recipe; returns 0 (done), 2 (user error) or 128 + signal (stopped, saved and resumable)."""
-    try:
-        return _train(args.recipe, args.overrides)
-    except UserError as error:
-        return _report(error)
-    except KeyboardInterrupt:   # while loading, or a second one while training
-        return 130
+    """Train by a recipe; returns 0 (done) or 128 + signal (stopped, saved and resumable). Errors are logged beside the run."""
+    from headstart.training.recipe.recipe import load_recipe  # here, so that --help does not wait for it
+
+    require_arguments_text(args.overrides)
+    recipe = load_recipe(args.recipe, args.overrides)
+    folder = require_folder("save.dir", recipe.save.dir)
+    return guarded(lambda: _train(recipe), lambda: folder, args.debug)
 
 
-def _train(path: str, overrides: Sequence[str]) -> int:
-    import torch  # here, so that --help does not wait for it
+def _train(recipe: Recipe) -> int:
+    import torch
 
     from headstart.training.loop import train
-    from headstart.training.recipe.recipe import load_recipe
     from headstart.training.run.lock import sole_run
     from headstart.training.run.processes import lost_process
     from headstart.training.setup import prepare
 
-    recipe = load_recipe(path, overrides)
     try:
-        with sole_run(recipe.save.dir) if _rank() == 0 else nullcontext():
+        with sole_run(recipe.save.dir) if rank() == 0 else nullcontext():
             run = prepare(recipe)
             try:
                 return train(run)
@@ -61,16 +67,4 @@ def _train(path: str, overrides: Sequence[str]) -> int:
     except RuntimeError as error:
         if (lost := lost_process(error, recipe.save.dir)) is None:
             raise
-        return _report(lost, wait=False)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _report(error: UserError, wait: bool = True) -> int:
-    rank = _rank()
-    if rank and wait:
-        time.sleep(15)   # if all processes have the error, rank 0 reports it and its exit ends the others
-    print(f"error: {error}" if rank == 0 else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
-    return 2
+        return report(str(lost), USER, wait=False)

@@ -27,7 +27,7 @@ def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
     """
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: a conversation is a list of turns, each a mapping; got {_short(turns)}")
-    return [_message(turn, f"{where}, turn {i}", form) for i, turn in enumerate(turns)]
+    return [_checked(_message(turn, f"{where}, turn {i}", form), f"{where}, turn {i}") for i, turn in enumerate(turns)]
 
 
 def _message(turn: dict[str, Any], where: str, form: str) -> Message:
@@ -37,11 +37,26 @@ def _message(turn: dict[str, Any], where: str, form: str) -> Message:
         return {"content": None, **fields}
     if "from" in fields and "value" in fields and form != "messages":
         rest = {key: value for key, value in fields.items() if key not in ("from", "value")}
-        if fields["from"] not in ROLES:
+        if not isinstance(fields["from"], str) or fields["from"] not in ROLES:
             raise UserError(f"{where}: unknown speaker {_short(fields['from'])}; known: {', '.join(ROLES)}")
         return {"role": ROLES[fields["from"]], "content": fields["value"], **rest}
     expected = FIELDS.get(form, ", or ".join(FIELDS.values()))
     raise UserError(f"{where}: a turn has {expected}; this one has {', '.join(map(str, turn)) or 'nothing'}")
+
+
+def _checked(message: Message, where: str) -> Message:
+    """Return a message whose content is text or null; parts of text are joined. A tool's result may be any value."""
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise UserError(f"{where}: a role is text; got {_short(role)}")
+    if content is None or isinstance(content, str) or role == "tool":
+        return message
+    if not isinstance(content, list) or not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
+        raise UserError(f"{where}: content is text, or a list of parts with a type; got {_short(content)}")
+    other = next((part["type"] for part in content if part["type"] != "text" or not isinstance(part.get("text"), str)), None)
+    if other is not None:
+        raise UserError(f"{where}: content has a part of type {_short(other)}; heads are for text: leave such rows or parts out")
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def prompt_length(total: int, prompt_tokens: int) -> int:

@@ -16,19 +16,34 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
-from pydantic import AllowInfNan, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from headstart.support.errors import UserError
+from headstart.support.limits import MAX_DEPTH, MAX_LAYERS, MAX_SEED, MAX_SIZE, MAX_TEMPERATURE, TEMPERATURES, is_temperature
 
 Model = TypeVar("Model", bound="StrictModel")
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 MANY = {str: "texts", int: "whole numbers", float: "numbers"}
 ORDER = {"invalid_key": 0, "extra_forbidden": 0, "missing": 1}
 """Errors reported before all others; unknown keys before missing ones, since a misspelt key causes both."""
+
+
+def _temperature(value: float) -> float:
+    if not is_temperature(value):
+        raise ValueError(f"is {TEMPERATURES}")
+    return value
+
+
+Depth = Annotated[int, Ge(1), Le(MAX_DEPTH)]
+Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]
+Size = Annotated[int, Ge(1), Le(MAX_SIZE)]
+Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
+Temperature = Annotated[float, Ge(0), Le(MAX_TEMPERATURE), AfterValidator(_temperature)]
+"""Types of fields with the limits of limits.py."""
 
 
 class StrictModel(BaseModel):
@@ -110,10 +125,16 @@ def _least_length(rule: Any) -> bool:
 
 def _bounds(metadata: Sequence[Any]) -> str:
     """Describe bounds as they follow a noun: `` of at least 0 and below 1``."""
-    low = [f"above {rule.gt:g}" if isinstance(rule, Gt) else f"of at least {rule.ge:g}" for rule in metadata if isinstance(rule, Gt | Ge)]
-    high = [f"below {rule.lt:g}" if isinstance(rule, Lt) else f"at most {rule.le:g}" for rule in metadata if isinstance(rule, Lt | Le)]
+    low = [f"above {_bound(rule.gt)}" for rule in metadata if isinstance(rule, Gt)]
+    low += [f"of at least {_bound(rule.ge)}" for rule in metadata if isinstance(rule, Ge)]
+    high = [f"below {_bound(rule.lt)}" for rule in metadata if isinstance(rule, Lt)]
+    high += [f"at most {_bound(rule.le)}" for rule in metadata if isinstance(rule, Le)]
     infinite = any(isinstance(rule, AllowInfNan) and rule.allow_inf_nan for rule in metadata)
     return "".join(f" {text}" for text in [" and ".join(low + high), "(or .inf)" * infinite] if text)
+
+
+def _bound(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

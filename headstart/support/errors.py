@@ -1,8 +1,37 @@
 """User errors, reported in one line."""
 
+from __future__ import annotations
+
+LONGEST = 1500
+"""Characters of a message; the middle of a longer one is left out."""
+
 
 class UserError(ValueError):
     """Invalid input. The message is one line with the value, the allowed values and a remedy.
 
     Commands print it as ``error: ...`` and exit with status 2; Python callers may catch it as a ``ValueError``.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Return the text in one line that is safe on a terminal: line breaks become spaces, other control characters escapes."""
+    text = _cut(text, longest)
+    return text if text.isprintable() else "".join(character if character.isprintable() else _escape(character) for character in text)
+
+
+def cause(error: BaseException, longest: int = 300) -> str:
+    """Return what an error says in one line of at most ``longest`` characters; its type if it says nothing."""
+    return one_line(" ".join(str(error).split()), longest) or type(error).__name__
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 400]} ... {text[-395:]}" if longest > 800 else f"{text[: longest - 3]}..."
+
+
+def _escape(character: str) -> str:
+    if character in "\n\r\t\v\f\x85\u2028\u2029":
+        return " "
+    return repr(character)[1:-1]

@@ -1,4 +1,7 @@
-"""Files: atomic writes, locks between processes, hashes."""
+"""Files: paths that users give, atomic writes, locks between processes, hashes.
+
+Pipes, devices and sockets are refused before they are opened: reading one may never end, and replacing one destroys it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import json
 import os
 import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +19,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
+
+MAX_PATH, MAX_PART = 4096, 255
+"""Bytes of a path, and of a name in it, on Linux."""
+KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
 
 
 @contextmanager
@@ -58,10 +69,10 @@ def discard_unfinished(path: Path) -> None:
 
 
 def write_text(path: Path | None, text: str) -> None:
-    """Write a file atomically, as UTF-8; do nothing if ``path`` is None."""
+    """Write a file atomically, as UTF-8 (halves of surrogate pairs as escapes, which JSON reads back); do nothing if ``path`` is None."""
     if path is not None:
         with atomic(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path | None, value: dict[str, Any], indent: int = 2) -> None:
@@ -69,15 +80,69 @@ def write_json(path: Path | None, value: dict[str, Any], indent: int = 2) -> Non
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
-def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UserError if the file given by ``flag`` cannot be written; called before the work starts."""
+def as_path(what: str, text: str | Path) -> Path:
+    """Return a path, ``~`` expanded. Raises UserError, which begins with ``what``, for one that no file can have."""
+    name = str(text)
+    try:
+        size = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        raise UserError(f"{what} {name!r} is no path: it holds half of a surrogate pair; give a path of whole characters") from None
+    if not name or "\0" in name:
+        fault = "holds a null character" if name else "is empty"
+        raise UserError(f"{what} {name!r} is no path: it {fault}; give the path of a file or folder")
+    if size >= MAX_PATH or max(len(os.fsencode(part)) for part in name.split("/")) > MAX_PART:
+        raise UserError(f"{what} {name[:40]}... is too long: a path has less than {MAX_PATH} bytes, each name in it at most {MAX_PART}")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UserError(f"{what} {name}: there is no such user; write the path in full") from None
+
+
+def require_file(what: str, path: str | Path) -> Path:
+    """Return the path of a regular file. Raises UserError, which begins with ``what`` and the path, if there is none."""
+    file = as_path(what, path)
+    what = f"{what} {file}".strip()
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{what}: there is no such file; check its name") from None
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {error.strerror or cause(error)}; check the path") from None
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{what} is {KINDS.get(stat.S_IFMT(mode), 'no regular file')}; give a regular file")
+    return file
+
+
+def require_writable(what: str, path: str | Path | None) -> None:
+    """Raise UserError if a file cannot be written; called before the work starts."""
     if path is None:
         return
-    if path.is_dir():
-        raise UserError(f"{flag} {path} is a folder; give the name of a file")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{flag} {path} cannot be written: {parent} is not a folder that you may write to")
+    file = as_path(what, path)
+    try:
+        mode = file.stat().st_mode
+    except OSError:   # not there yet, or below something that is no folder
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{what} {file} is {KINDS.get(stat.S_IFMT(mode), 'no regular file')}; give the name of a file")
+    _require_folder(what, file, file.absolute().parent)
+
+
+def require_folder(what: str, path: str | Path) -> Path:
+    """Return the path of a folder that can be written or created. Raises UserError; nothing is created."""
+    folder = as_path(what, path)
+    _require_folder(what, folder, folder.absolute())
+    return folder
+
+
+def _require_folder(what: str, path: Path, folder: Path) -> None:
+    """Write a temporary file into ``folder`` or, if it is not there yet, into the one it would be created in."""
+    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    try:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=".headstart-"):
+            pass
+    except OSError as error:
+        refused = f"{parent} is not a folder that you may write to ({error.strerror or cause(error)})"
+        raise UserError(f"{what} {path} cannot be written: {refused}; choose another place") from None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from huggingface_hub.errors import HTTPError as ConnectionFault
 
 from headstart.support.errors import UserError
+from headstart.support.files import as_path
 
 
 def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None, revision: str | None = None) -> Path:
@@ -19,8 +20,8 @@ def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None,
     ``revision``: the branch, tag or commit of a hub repository; None: its main branch.
     Raises UserError, saying ``what`` was looked for, if there is neither.
     """
-    folder = Path(path).expanduser()
-    if str(path) and folder.is_dir():
+    folder = as_path(what, path)
+    if folder.is_dir():
         return folder
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))

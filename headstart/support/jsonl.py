@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
+from headstart.support.files import require_file
+from headstart.support.json_text import parse_json
+from headstart.support.text import decode
 
 Row = dict[str, Any]
+MAX_LINE = 256 << 20
+"""Bytes of a line, so that a file without line breaks ends in an error and not in all memory."""
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and text of each non-blank line, without the line break. Raises UserError if the file cannot be read."""
+    require_file("the file", file)
     try:
-        opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-        with opened as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:   # truncated gzip, not UTF-8, no permission
-        raise UserError(f"{file} cannot be read: {error}") from None
+        with open_file(file) as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), 1):
+                if len(line) > MAX_LINE:
+                    raise UserError(f"{file}, line {number} is longer than {MAX_LINE >> 20} MB; give one row a line")
+                text = decode(line, f"{file}, line {number}")
+                if text.strip():
+                    yield number, text.rstrip("\r\n")
+    except (OSError, EOFError, zlib.error) as error:   # truncated gzip, no permission
+        raise UserError(f"{file} cannot be read: {cause(error)}; check the file") from None
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
     """Yield the line number and row of each line. Raises UserError, naming file and line."""
     for number, line in read_lines(file):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
+        row = parse_json(line, f"{file}, line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number}: a row is a mapping from column to value; got {type(row).__name__}")
         yield number, row
+
+
+def open_file(file: Path) -> BinaryIO:
+    """Open a file to read its bytes, decompressed if its name ends in .gz."""
+    return cast(BinaryIO, gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb"))

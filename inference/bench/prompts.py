@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat import ASSISTANT, Message, prompt_length, read_messages
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
+from headstart.support.files import as_path, require_file
 from headstart.support.jsonl import Row, read_jsonl, read_lines
 from headstart.support.shipped import local_or_shipped
 
@@ -71,8 +71,8 @@ class Prompter:
             raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, so it cannot write conversations")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from None
+        except Exception as error:   # a template is a program that comes with a model, and may raise anything
+            raise UserError(f"the chat template refuses the conversation: {cause(error)}; change it, or give --raw") from None
         return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
 
     def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
@@ -114,11 +114,10 @@ def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None,
     A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
     Raises UserError naming the file, and the line if one is at fault.
     """
-    file = local_or_shipped(path)
+    file = local_or_shipped(as_path("--prompts", path))
     if not file.name.endswith(ENDINGS):
         raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
-    if not file.is_file():
-        raise UserError(f"no file of prompts at {file}; give a {', '.join(ENDINGS)} file")
+    require_file("--prompts", file)
     found: list[Prompt] = []
     for number, row, task in _chosen(_with_tasks(file, limit), per_task):
         try:

@@ -19,6 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
+from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.sizes import BEAM_WIDTH, TUNED_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
@@ -54,6 +55,7 @@ def tune(heads: SpeculativeModel, prompts: Sequence[Tensor], plan: TunePlan, say
             raise UserError(
                 f"context {context} and {most} nodes exceed the backbone's {longest} positions; lower --contexts or --max-nodes"
             )
+        require_memory(heads.backbone, max(plan.rows), context, max(plan.nodes))
     engine = heads.engine(bool(heads.drafters or heads.proposers))
     curves: dict[str, Any] = {}
     others = []

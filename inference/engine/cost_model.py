@@ -24,6 +24,8 @@ DEFAULT_SLOPE = 0.03
 """Cost of one more position as a fraction of a pass, before two sizes have been timed."""
 DEFAULT_SECONDS = 1e-3
 """Seconds of an autoregressive step before anything has been timed; only ratios matter then."""
+MAX_SECONDS = 1e6
+"""Seconds of a pass in a file are below this."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
 Curves = dict[int, list[tuple[int, float]]]
@@ -135,12 +137,20 @@ class CostModel:
 
     @staticmethod
     def from_json(measured: dict[str, Any]) -> CostModel:
-        """From ``{context: {rows: [[nodes, seconds], ...]}}``."""
+        """From ``{context: {rows: [[nodes, seconds], ...]}}``. Raises ValueError or TypeError unless it is that, with times above 0."""
         return CostModel({int(context): _curves(curves) for context, curves in measured.items()})
 
 
 def _curves(curves: dict[str, Any]) -> Curves:
-    return {int(rows): [(int(nodes), float(seconds)) for nodes, seconds in curve] for rows, curve in curves.items()}
+    return {int(rows): _curve(rows, curve) for rows, curve in curves.items()}
+
+
+def _curve(rows: str, curve: list[Any]) -> list[tuple[int, float]]:
+    points = [(int(nodes), float(seconds)) for nodes, seconds in curve]
+    sizes = [nodes for nodes, _ in points]
+    if not points or sizes[0] < 1 or sizes != sorted(set(sizes)) or not all(0 < seconds < MAX_SECONDS for _, seconds in points):
+        raise ValueError(f"a curve has nodes in ascending order, each with seconds above 0; got {str(curve)[:60]} for {rows} rows")
+    return points
 
 
 def _bucket(context: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headstart.heads.base import require_count
 from headstart.heads.layers.tree_mask import ancestors_from_parents
+from headstart.support.limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
 
 MAX_PROB = 0.999
 """Upper bound of acceptance probabilities, so that a child always has a smaller path probability than its parent."""
@@ -39,10 +40,10 @@ class TreeShape:
         return self.width == 1
 
     def __post_init__(self) -> None:
-        require_count("nodes", self.nodes, of="tree")
-        require_count("width", self.width, of="tree")
+        require_count("nodes", self.nodes, of="tree", most=MAX_NODES)
+        require_count("width", self.width, of="tree", most=MAX_WIDTH)
         if self.depth is not None:
-            require_count("depth", self.depth, of="tree")
+            require_count("depth", self.depth, of="tree", most=MAX_DEPTH)
 
 
 TreeSize = TreeShape | Literal["auto"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +15,14 @@ from torch import Tensor
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.backbone import Backbone, load_backbone, resolve
 from headstart.heads.backbone.native_mtp import weight_files
-from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata
+from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH
 from headstart.inference.serving.engines import METHODS, method_of
 from headstart.support.dtypes import NAMES, torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import find_folder
+from headstart.support.json_text import read_json
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 EMBEDDING = "embed_tokens.weight"
@@ -122,10 +122,7 @@ def backbone_config(name: str, heads: str, contract: dict[str, Any]) -> dict[str
     file = find_folder(name, "backbone", ["config.json"]) / "config.json"
     if not file.is_file():
         raise UserError(f"no backbone at {name!r}: the folder has no config.json; give a folder or a hub id of a model")
-    try:
-        config: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); fetch the backbone again") from None
+    config = read_json(file, "fetch the backbone again")
     stated = config.get("text_config", config)
     spelled = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "vocab_size": "vocab_size"}
     for key, other in spelled.items():
@@ -143,15 +140,15 @@ def _files(path: str, folder: Path, card: dict[str, Any]) -> tuple[dict[str, Any
         fault = "is truncated or changed" if file.is_file() else "is missing"
         raise UserError(f"{file} {fault} (see the hash in {METADATA}); train or fetch the heads again")
     try:
-        return json.loads((folder / "config.json").read_text("utf-8")), load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
+        return read_json(folder / "config.json", AGAIN), load_file(file)
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; train or fetch the heads again") from None
 
 
 def _merged(path: str, folder: Path, card: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read weights with the drafter's own adapter (drafter.lora) added to them, which takes the backbone."""
     drafter = read_drafter(path, folder, card, load_backbone(name, dtype="fp32", device="cpu"))
-    stored = json.loads((folder / "config.json").read_text("utf-8")).get("dtype")
+    stored = read_json(folder / "config.json", AGAIN).get("dtype")
     dtype = getattr(torch, str(stored), None) if stored in NAMES.values() else None
     with torch.no_grad():
         drafter = drafter if dtype is None else drafter.to(dtype)

@@ -17,6 +17,8 @@ PRIOR = 2.0
 """Weight of the estimate itself, in observations."""
 HORIZON = 400.0
 """Approximate number of observations that an entry remembers."""
+MAX_TRIALS = 1e9
+"""Trials in a file are fewer."""
 LAST_TABLE = 7
 """Depths from this one on share a table."""
 
@@ -71,7 +73,12 @@ class Calibration:
 
     @staticmethod
     def from_json(tables: list[dict[str, Any]]) -> Calibration:
+        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError unless it is what that wrote."""
         calibration = Calibration()
         for one in tables:
-            calibration.tables.append(Table(list(one["hits"]), list(one["trials"])))
+            hits, trials = ([float(value) for value in one[name]] for name in ("hits", "trials"))
+            possible = all(0 <= hit <= trial + 1e-6 < MAX_TRIALS for hit, trial in zip(hits, trials, strict=False))
+            if not len(hits) == len(trials) == BINS or not possible:
+                raise ValueError(f"a table has {BINS} hits and trials, no more hits than trials; got {str(one)[:60]}")
+            calibration.tables.append(Table(hits, trials))
         return calibration

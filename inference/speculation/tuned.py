@@ -5,7 +5,6 @@ For heads from the hub, the file is in the user's cache folder, since hub snapsh
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from headstart.inference.engine.cost_model import CostModel
 from headstart.inference.sources.calibration import Calibration
 from headstart.support.errors import UserError
 from headstart.support.files import write_json
+from headstart.support.json_text import read_json
 
 FILE = "tuned.json"
 FORMAT = 3
+AGAIN = "delete it, and run headstart tune again"
 GREEDY, SAMPLED = "greedy", "sampled"
 
 
@@ -81,35 +82,42 @@ def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:
     file = place(path, backbone)
     if not file.is_file():
         return None
-    entry = _entries(file).get(key(backbone))
+    entry = read_entries(file).get(key(backbone))
     if entry is None:
         return None
     try:
         tuned = Tuned(entry["curves"], entry["calibration"], entry["details"])
         tuned.cost_model()
-        for tables in tuned.calibration.values():
-            for source in tables:
-                Calibration.from_json(tables[source])
+        for mode in (GREEDY, SAMPLED):
+            for tables in tuned.calibration[mode].values():
+                Calibration.from_json(tables)
         return tuned
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
+        raise _damaged(file, error) from None
 
 
 def write_tuned(path: str | Path | None, backbone: Backbone, tuned: Tuned) -> Path:
     """Add or replace the entry for this machine and backbone; the file is replaced atomically."""
     file = place(path, backbone)
-    entries = _entries(file) if file.is_file() else {}
+    entries = read_entries(file) if file.is_file() else {}
     entries[key(backbone)] = vars(tuned)
     write_json(file, {"format": FORMAT, "entries": entries}, indent=1)
     return file
 
 
-def _entries(file: Path) -> dict[str, Any]:
+def read_entries(file: Path) -> dict[str, Any]:
+    """Read the entries by machine. Raises UserError if the file is damaged."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file, AGAIN)
         if content["format"] != FORMAT:
             version = content["format"]
             raise UserError(f"{file} is of format {version}; this version reads format {FORMAT}: delete it, and run headstart tune again")
         return dict(content["entries"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file} is damaged ({type(error).__name__}: {error}); {AGAIN}")

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headstart.support.chat import ASSISTANT, Message
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -60,8 +59,8 @@ class Chat:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, chat_template=self.template, tokenize=False, add_generation_prompt=ask
             )
-        except (TemplateError, TypeError) as error:   # TypeError: the template concatenates text and null
-            raise TemplateRefusal(" ".join(str(error).split())) from None
+        except Exception as error:   # a template is a program that comes with a model, and may raise anything
+            raise TemplateRefusal(cause(error)) from None
         assert isinstance(text, str)
         return text
 

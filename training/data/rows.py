@@ -1,13 +1,15 @@
 """Read rows of training data from a file or a dataset, as mappings from column to value."""
 from __future__ import annotations
 
-import gzip
-import json
+import zlib
 from itertools import islice
 from pathlib import Path
 
-from headstart.support.errors import UserError
-from headstart.support.jsonl import Row, read_jsonl
+from headstart.support.errors import UserError, cause
+from headstart.support.files import as_path, require_file
+from headstart.support.json_text import parse_json
+from headstart.support.jsonl import Row, open_file, read_jsonl
+from headstart.support.text import decode
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SHIPPED = "quickstart:"
@@ -16,9 +18,11 @@ SHIPPED = "quickstart:"
 
 def read_rows(source: str, *, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
     """Read the first ``limit`` rows of a local file, or of a split of a dataset (a hub name or a folder of files)."""
-    path = Path(source).expanduser()
+    path = as_path("data", source)
     if source.startswith(SHIPPED):
-        path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / source.removeprefix(SHIPPED)
+        if not (name := source.removeprefix(SHIPPED)) or Path(name).name != name:
+            raise UserError(f"{source} names no shipped file: after {SHIPPED} comes its name alone, as in quickstart:train.jsonl.gz")
+        path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / name
     local = path.exists() or source.startswith((SHIPPED, "/", ".", "~")) or source.endswith(ENDINGS)
     rows = _read_file(path, limit) if local and not path.is_dir() else _read_dataset(source, split, subset, limit)
     if not rows:
@@ -27,8 +31,7 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None, l
 
 
 def _read_file(path: Path, limit: int | None) -> list[Row]:
-    if not path.exists():
-        raise UserError(f"no data file {path}: there is no such file")
+    require_file("data file", path)
     if not path.name.endswith(ENDINGS):
         raise UserError(f"{path} is not a kind of file that can be read; its name should end in {', '.join(ENDINGS)}")
     try:
@@ -36,18 +39,17 @@ def _read_file(path: Path, limit: int | None) -> list[Row]:
             return _read_parquet(path, limit)
         if path.name.removesuffix(".gz").endswith(".jsonl"):
             return [row for _, row in islice(read_jsonl(path), limit)]
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as text:
-            return _read_json(text.read(), path)[:limit]
-    except (OSError, EOFError, UnicodeDecodeError) as error:   # truncated gzip, not UTF-8, no permission
-        raise UserError(f"{path} cannot be read: {error}") from None
+        with open_file(path) as file:
+            return _read_json(decode(file.read(), str(path)), path)[:limit]
+    except (OSError, EOFError, zlib.error) as error:   # truncated gzip, no permission
+        raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
 
 def _read_json(text: str, path: Path) -> list[Row]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}; one row a line belongs in a .jsonl file") from None
+        rows = parse_json(text, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; one row a line belongs in a .jsonl file") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: a .json file of data is one list of rows, each a mapping from column to value")
     return rows
@@ -59,8 +61,8 @@ def _read_parquet(path: Path, limit: int | None) -> list[Row]:
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         return list(islice((row for batch in batches for row in batch.to_pylist()), limit))
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
 
 def _read_dataset(name: str, split: str, subset: str | None, limit: int | None) -> list[Row]:

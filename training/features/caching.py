@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
+from headstart.support.files import require_folder
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.features.backbone import open_backbone
@@ -73,6 +73,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     cache, where = recipe.cache, recipe.backbone
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
+    folder = require_folder("cache.dir", cache.dir)
     backbone = open_backbone(where, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
@@ -81,9 +82,9 @@ def _plan(recipe: Recipe) -> PlannedCache:
     splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize)
     require_vocabulary(splits, backbone.vocab)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
-    manifest = read_manifest(Path(cache.dir))
+    manifest = read_manifest(folder)
     if manifest is None:
-        manifest = Manifest(Path(cache.dir), contents, plan_shards(splits.train, form, cache.shard_mb))
+        manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
     return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
 

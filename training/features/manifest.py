@@ -10,7 +10,6 @@ Features are those of each sample alone, so packing, batches, their order and th
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash, write_json
 from headstart.support.inside import inside
+from headstart.support.json_text import read_json
 from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.data import Sample
 from headstart.training.features.codec import CacheFormat, Record
@@ -117,19 +117,21 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Read a cache's manifest; None if there is none. Raises UserError if it cannot be read."""
     path = folder / MANIFEST
+    if not path.exists():
+        if folder.is_dir() and any(folder.glob("*.safetensors")):
+            raise UserError(f"{folder} holds shards but no {MANIFEST}: no cache that can be read; choose another cache.dir")
+        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, f"delete {folder} and write the cache again")
         if content["format"] != FORMAT:
             raise UserError(f"{path} is of format {content['format']}; this version reads format {FORMAT}: write the cache again")
         manifest = Manifest(folder, content["contents"], tuple((first, end) for first, end in content["shards"]))
         if manifest.id != content["id"]:
             raise ValueError("its id does not match its contents")
         return manifest
-    except FileNotFoundError:
-        if folder.is_dir() and any(folder.glob("*.safetensors")):
-            raise UserError(f"{folder} holds shards but no {MANIFEST}: no cache that can be read; choose another cache.dir") from None
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete {folder} and write the cache again") from None
 
 

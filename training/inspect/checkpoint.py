@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.inference.speculation.tuned import FILE as TUNED
+from headstart.inference.speculation.tuned import read_entries
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
@@ -46,10 +46,14 @@ def inspect_checkpoint(path: str) -> tuple[dict[str, Any], list[RenderableType]]
         "adapter": _adapter(folder, metadata["weights"].get("adapter")),
         "weights_match_hash": matches,
         "provenance": {key: metadata["provenance"].get(key) for key in PROVENANCE},
-        "resumable_steps": sorted(int(path.name.removeprefix("step-")) for path in (folder / "state").glob("step-*")),
+        "resumable_steps": sorted(int(step) for step in _steps(folder) if step.isdecimal()),
         "tuned_for": _tuned(folder / TUNED),
     }
     return report, _screen(path, report)
+
+
+def _steps(folder: Path) -> list[str]:
+    return [path.name.removeprefix("step-") for path in (folder / "state").glob("step-*")]
 
 
 def _tensors(file: Path) -> list[dict[str, Any]]:
@@ -80,12 +84,7 @@ def _adapter(folder: Path, sha256: str | None) -> dict[str, Any] | None:
 
 def _tuned(file: Path) -> list[str]:
     """Return the machines measured by `headstart tune`."""
-    if not file.is_file():
-        return []
-    try:
-        return list(json.loads(file.read_text(encoding="utf-8"))["entries"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); delete it, and run headstart tune again") from None
+    return list(read_entries(file)) if file.exists() else []
 
 
 def _screen(path: str, report: dict[str, Any]) -> list[RenderableType]:

@@ -30,7 +30,7 @@ from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.dtypes import torch_dtype
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.training.features.source import taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.drafter import split_drafter
@@ -128,10 +128,9 @@ def read_config(settings: sections.Backbone) -> PretrainedConfig:
     path, trust = settings.path, settings.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust)
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        cause = " ".join(str(error).split())[:200]
+    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
         allowed = "a folder with config.json, a hub id, or 'embedded'"
-        raise UserError(f"no configuration of backbone {path!r}: {cause} (allowed: {allowed})") from None
+        raise UserError(f"no configuration of backbone {path!r}: {cause(error)} (allowed: {allowed})") from None
     if config.is_encoder_decoder:
         raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
     return config
@@ -158,9 +157,9 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
             drafters = {name: _drafter(single, backbone) for name, single in recipe.per_drafter().items()}
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, TypeError, StrictDataclassError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"backbone {settings.path!r} with {kinds} cannot be built from its configuration alone: {cause}") from None
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        fault = f"backbone {settings.path!r} with {kinds} cannot be built from its configuration alone: {cause(error)}"
+        raise UserError(f"{fault}; check its config.json and the drafter's arguments") from None
     for name, single in recipe.per_drafter().items():
         _adapt(drafters[name], single, mode)
     return FakeModels(backbone, drafters, values, mode)

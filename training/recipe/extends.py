@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from headstart.support.errors import UserError
+from headstart.support.files import as_path
 from headstart.training.recipe import multi
 from headstart.training.recipe.yaml_text import read_yaml
 
 KEY = "extends"
+MAX_FILES = 100
+"""Files that one recipe may extend, directly or not, a file that several extend counted for each."""
 
 
 def read_extended(path: Path) -> tuple[dict[str, Any], list[Path]]:
@@ -45,12 +48,14 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
         tree["heads"] = multi.by_name(tree["heads"] or {})
     result: dict[str, Any] = {}
     for name in _names(names):
-        file = path.parent / Path(name).expanduser()
+        file = path.parent / as_path("extends:", name)
+        if not file.is_file():
+            raise UserError(f"extends: no file {name!r}; its path is relative to {path.parent}, where {path.name} is")
+        if len(extended) > MAX_FILES:
+            raise UserError(f"extends: more than {MAX_FILES} files are read for one recipe; let it extend fewer")
         if file.resolve() in {one.resolve() for one in (*above, path)}:
             chain = " -> ".join(str(one) for one in (*above, path, file))
             raise UserError(f"extends: {name!r} leads back to a file that extends it ({chain}); take one of these lines out")
-        if not file.is_file():
-            raise UserError(f"extends: no file {name!r}; its path is relative to {path.parent}, where {path.name} is")
         result = merged(result, _read(file, (*above, path), extended))
         extended.append(file)
     return merged(result, tree)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import model_validator
 
-from headstart.support.config import RuleError, StrictModel, parse
+from headstart.support.config import RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.shipped import local_or_shipped
 from headstart.training.recipe import multi
@@ -46,7 +46,7 @@ class Recipe(StrictModel):
     """Where the heads go."""
     log: Log = Log()
     """Where the metrics go."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Of the drafter's initial weights, of the order of the data, and of regenerated answers."""
 
     @model_validator(mode="before")

@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from headstart.support.config import RuleError, StrictModel
+from headstart.support.config import RuleError, StrictModel, Temperature
 from headstart.support.errors import UserError
+from headstart.support.limits import MAX_BATCH
 
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 Text = Annotated[str, MinLen(1)]
@@ -233,7 +234,7 @@ class Regenerate(StrictModel):
     """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
     limit: PositiveInt | None = None
     """Answer at most this many rows; null: all that ``data.limit`` lets in."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """0 is greedy; above it answers are sampled, each row with a seed of its own."""
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens; 0: from all."""
@@ -243,7 +244,7 @@ class Regenerate(StrictModel):
     """Most tokens of an answer; one that does not end within them is dropped, plain text is continued by at most as many."""
     prompt_tokens: PositiveInt = 64
     """Tokens of a plain text that are kept and continued (half of a shorter one)."""
-    batch_size: PositiveInt = 8
+    batch_size: Annotated[int, Ge(1), Le(MAX_BATCH)] = 8
     """Rows decoded at once; changes the speed only, as do ``heads``."""
     heads: str | None = None
     """Trained heads to decode faster with, a folder or hub id; null drafts from n-grams of the text and earlier answers."""

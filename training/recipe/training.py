@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from headstart.support.config import RuleError, StrictModel
+from headstart.support.config import RuleError, StrictModel, Temperature
+from headstart.support.limits import MAX_NODES, MAX_WIDTH
 from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
@@ -31,7 +32,7 @@ class Objective(StrictModel):
     """Weight of the on-policy loss: drafts sampled from the drafter itself, scored by the backbone; 0: teacher-forced only."""
     on_policy_share: Annotated[float, Gt(0), Le(1)] = 0.05
     """Share of the label positions that on-policy drafts start from at a step; the loss is weighted by 1 / share."""
-    on_policy_temperature: NonNegativeFloat = 1.0
+    on_policy_temperature: Temperature = 1.0
     """Temperature at which on-policy drafts are sampled; 0 is greedy."""
 
     @model_validator(mode="after")
@@ -119,11 +120,11 @@ class Eval(StrictModel):
     """Tokens of a plain text that are the prompt; the prompt of a conversation ends before its last answer."""
     max_new_tokens: PositiveInt = 64
     """Tokens to generate after each prompt."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """0 is greedy."""
-    nodes: PositiveInt = 24
+    nodes: Annotated[int, Ge(1), Le(MAX_NODES)] = 24
     """Size of the candidate tree, root included, that a forward pass verifies."""
-    width: PositiveInt = 8
+    width: Annotated[int, Ge(1), Le(MAX_WIDTH)] = 8
     """Beam width: nodes expanded per draft level."""
 
 

@@ -1,4 +1,8 @@
-"""YAML 1.2 as text, and overrides of single keys: ``1e-3`` is a number, ``no`` and ``2024-01-01`` are text, a key occurs once."""
+"""YAML 1.2 as text, and overrides of single keys: ``1e-3`` is a number, ``no`` and ``2024-01-01`` are text, a key occurs once.
+
+Only the values of JSON are read (null, true and false, numbers, text, lists, mappings with text as keys), as deep, as large and as many
+as a recipe can use.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,18 @@ from typing import Any, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, NodeEvent
 from ruamel.yaml.resolver import VersionedResolver
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
+from headstart.support.json_text import MAX_DEPTH, TOO_DEEP, require_depth, whole
+from headstart.support.text import read_text, require_characters
 
 CORE_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
+MAX_BYTES = 256 << 10
+"""Size of a recipe."""
+MAX_VALUES = 100_000
+"""Values of a recipe, those that aliases repeat included."""
 
 
 class _Resolver(VersionedResolver):
@@ -35,26 +46,55 @@ def _yaml() -> YAML:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML document. Raises UserError with ``source`` and the line if it is not valid."""
+    """The value of a YAML document. Raises UserError with ``source`` and the line if it is not valid, or beyond a limit."""
     try:
-        return _yaml().load(text)
-    except YAMLError as error:
-        problem, line = str(error), ""
-        if isinstance(error, MarkedYAMLError):
-            problem = error.problem or problem
-            line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{source}{line}: not valid YAML: {' '.join(problem.split())}") from None
+        _require_shape(text, source)   # before values are made: slow and recursive in what is nested
+        value = _yaml().load(text)
+    except UserError:
+        raise
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source}{line}: not valid YAML: {' '.join((error.problem or str(error)).split())}") from None
+    except (YAMLError, ValueError) as error:   # ValueError: a number of thousands of digits
+        raise UserError(f"{source}: not valid YAML: {cause(error)}") from None
+    try:
+        require_depth(value, MAX_VALUES)
+        return _plain(value)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _require_shape(text: str, source: str) -> None:
+    """Raise UserError for a tag, and where lists and mappings are nested too deep."""
+    depth = 0
+    for event in _yaml().parse(text):
+        line = f"{source}, line {event.start_mark.line + 1}"
+        if isinstance(event, NodeEvent) and getattr(event, "tag", None) is not None:
+            raise UserError(f"{line}: the tag {event.tag}; tags are not read: write the value alone")
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise UserError(f"{line}: {TOO_DEEP}")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value. Raises UserError for a key that is no text, a character that no file holds, or a number beyond 64 bits."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise UserError(f"a key is text; got {key!r}")
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, str):
+        if "\0" in value:
+            raise UserError(f"{value[:60]!r} holds a null character; remove it")
+        return require_characters(value, repr(value[:60]))
+    return whole(value)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file holds an empty one."""
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
-        raise UserError(f"no recipe {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"no recipe {path}: {error}") from None
-    tree = parse_yaml(text, str(path))
+    tree = parse_yaml(read_text("recipe", path, MAX_BYTES), str(path))
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys to values; got {tree!r}")
     return tree or {}
@@ -75,6 +115,8 @@ def override(tree: dict[str, Any], change: str) -> None:
     if not value.strip():
         raise UserError(f"{change!r} gives no value; write {key}=null for none, {key}='\"\"' for empty text")
     *parents, last = key.split(".")
+    if len(parents) >= MAX_DEPTH:
+        raise UserError(f"{key[:60]!r}... is no key: a key has at most {MAX_DEPTH} parts; write it as in train.lr=3e-4")
     node = tree
     for level, parent in enumerate(parents, 1):
         if node.get(parent) is None:

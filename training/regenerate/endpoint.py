@@ -19,7 +19,8 @@ import httpx2
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.chat import ASSISTANT, prompt_length
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, one_line
+from headstart.support.json_text import parse_json, repaired
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 from headstart.training.regenerate.post import post
@@ -48,7 +49,7 @@ class Endpoint:
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
         self.model = settings.model or recipe.backbone.path
-        key = None if settings.api_key is None else os.environ.get(settings.api_key)
+        key = self.key = None if settings.api_key is None else os.environ.get(settings.api_key)
         if settings.api_key is not None and not key:
             raise UserError(f"regenerate.api_key={settings.api_key} names no environment variable that is set; set it, or null for no key")
         self.client = httpx2.Client(
@@ -106,12 +107,15 @@ class Endpoint:
     def _message(self, item: Item) -> Response:
         assert isinstance(item, Conversation)
         prompt = {"messages": item.messages} | ({} if item.tools is None else {"tools": item.tools})
-        choice, tokens, truncated = self._choice("/chat/completions", item, prompt, "message")
+        path = "/chat/completions"
+        choice, tokens, truncated = self._choice(path, item, prompt, "message")
         fields = choice if isinstance(choice, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
         if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # servers differ in the name
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
+        if not isinstance(content, str | None) or not isinstance(kept.get("reasoning_content", ""), str):
+            raise self._protocol(path, str(choice))
         if content is None and not kept:
             truncated = True   # no answer: the reasoning, which this server does not return, did not end
         return Response({"role": ASSISTANT, "content": content, **kept}, tokens, "truncated" if truncated else "")
@@ -123,6 +127,8 @@ class Endpoint:
         if not prompt:
             return failure("empty")
         text, tokens, _ = self._choice("/completions", item, {"prompt": prompt}, "text")
+        if not isinstance(text, str | None):
+            raise self._protocol("/completions", str(text))
         return Response({"content": f"{prompt}{text or ''}"}, tokens)
 
     def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> tuple[Any, int, bool]:
@@ -133,9 +139,12 @@ class Endpoint:
         body = self._post(path, {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters})
         try:
             choice = body["choices"][0]
-            return choice[part], int((body.get("usage") or {}).get("completion_tokens") or 0), choice.get("finish_reason") == "length"
+            tokens = (body.get("usage") or {}).get("completion_tokens") or 0
+            if not isinstance(tokens, int) or tokens < 0:
+                raise TypeError
+            return choice[part], tokens, choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {_short(str(body))}") from None
+            raise self._protocol(path, str(body)) from None
 
     def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request with retries. Raises Refused if the server refuses the prompt, UserError if there is no answer."""
@@ -146,11 +155,11 @@ class Endpoint:
             try:
                 response = post(self.client, f"{self.url}{path}", request, self.settings.timeout)
             except httpx2.RequestError as error:
-                problem, after = f"{type(error).__name__}: {_short(str(error))}", 0.0
+                problem, after = f"{type(error).__name__}: {self._shown(str(error))}", 0.0
                 continue
             if response.status_code == 200:
                 return self._body(response, path)
-            problem = f"status {response.status_code}: {_short(response.text) or '(no body)'}"
+            problem = f"status {response.status_code}: {self._shown(response.text) or '(no body)'}"
             if response.status_code in BAD_REQUEST:
                 raise Refused(problem)
             if response.status_code < 500 and response.status_code not in RETRIABLE:
@@ -163,12 +172,19 @@ class Endpoint:
 
     def _body(self, response: httpx2.Response, path: str) -> dict[str, Any]:
         try:
-            body = response.json()
-        except ValueError:
+            body = repaired(parse_json(response.text, path, whole_characters=False))
+        except UserError:
             body = None
         if not isinstance(body, dict):
-            raise UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {_short(response.text)}")
+            raise self._protocol(path, response.text)
         return body
+
+    def _protocol(self, path: str, body: str) -> UserError:
+        return UserError(f"{self.url}{path} does not answer as OpenAI's protocol has it: {self._shown(body)}")
+
+    def _shown(self, text: str) -> str:
+        """Shorten what a server says, without control characters and without the key, which it may echo."""
+        return one_line(" ".join((text.replace(self.key, "(the key)") if self.key else text).split()), 300)
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):
@@ -185,8 +201,3 @@ def _pause(attempt: int, after: float) -> float:
 def _seconds(header: str | None) -> float:
     """Parse a Retry-After header in seconds; 0 for a date or none."""
     return float(header) if header is not None and header.isdecimal() else 0.0
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -16,10 +16,17 @@ from typing import Any, BinaryIO
 
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, locked
+from headstart.support.json_text import parse_json
+from headstart.support.text import decode
+from headstart.training.regenerate.items import ERRORS
 
 FORMAT = 2
 RETRIED = ("too_long", "refused")
 """Errors that may depend on the server's settings; rows without a result because of them are retried after a restart."""
+START = b'{"headstart": "regenerate", "format": '
+HEADER: dict[str, Any] = {"format": int, "dependencies": dict}
+COLUMNS: dict[str, Any] = {"row": int, "turns": int, "tokens": int, "error": str, "detail": str, "result": dict | None}
+"""Types of the values of the first line and of the others."""
 Line = dict[str, Any]
 """``row`` (index in the dataset), ``turns``, ``tokens``, ``error``, ``detail``, and ``result`` (columns, or null)."""
 
@@ -66,9 +73,9 @@ class PartialFile:
         """Write the rows with a result to ``out`` in order; returns their number. Raises UserError if there are none."""
         if not self.counts["rows"]:
             self._remove()
-            errors = ", ".join(f"{self.counts[error]} {error}" for error in ("truncated", "too_long", "refused", "empty"))
-            why = f" (refused: {self.detail})" if self.detail else ""
-            raise UserError(f"no row of {len(self.offsets)} was answered: {errors}{why}; nothing is written to {self.out}")
+            errors = "; ".join(f"{self.counts[error]} had {text}" for error, text in ERRORS.items() if self.counts[error])
+            why = f" ({self.detail})" if self.detail else ""
+            raise UserError(f"none of {len(self.offsets)} rows was answered: {errors}{why}; {self.out} is not written")
         with atomic(self.out) as temporary, temporary.open("wb") as rows:
             for row in sorted(self.offsets):
                 self.file.seek(self.offsets[row])
@@ -89,26 +96,31 @@ class PartialFile:
         offset = 0
         header: dict[str, Any] = {}
         for number, raw in enumerate(self.file, 1):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and (number > 1 or START.startswith(raw[: len(START)])):
                 self.file.truncate(offset)   # incomplete after a kill
                 break
-            try:
-                line = json.loads(raw)
-                if number == 1:
-                    header = {"format": line["format"], "dependencies": line["dependencies"]}
-                elif line["result"] is not None or line["error"] not in RETRIED:
-                    self._require(**header)
-                    self._count(line, offset)
-            except UserError:
-                raise
-            except (ValueError, KeyError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise UserError(f"{self.path}, line {number} is damaged ({reason}); delete the file to begin anew") from None
+            line = self._line(raw, number)
+            if number == 1:
+                header = {"format": line["format"], "dependencies": line["dependencies"]}
+            elif line["result"] is not None or line["error"] not in RETRIED:
+                self._require(**header)
+                self._count(line, offset)
             offset += len(raw)
         if not self.offsets:
             self.file.truncate(0)
             self.file.write(_encode({"headstart": "regenerate", "format": FORMAT, "dependencies": self.dependencies}))
             self.file.flush()
+
+    def _line(self, raw: bytes, number: int) -> Line:
+        """Parse a line, the first one the header. Raises UserError if it is damaged."""
+        try:
+            line = parse_json(decode(raw, "it"), "it")
+            for key, kinds in (HEADER if number == 1 else COLUMNS).items():
+                if not isinstance(line, dict) or not isinstance(line.get(key, ...), kinds):
+                    raise UserError(f"it has no {key} of the right form")
+            return dict(line)
+        except UserError as error:
+            raise UserError(f"{self.path}, line {number} is damaged ({error}); delete the file to begin anew") from None
 
     def _require(self, format: int, dependencies: dict[str, Any]) -> None:
         if format != FORMAT:

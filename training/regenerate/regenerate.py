@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
 from headstart.support.errors import UserError
-from headstart.support.files import require_writable, value_hash
+from headstart.support.files import as_path, require_writable, value_hash
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.regenerate.endpoint import Endpoint
@@ -47,7 +46,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.regenerate
     if settings.out is None:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
-    out = Path(settings.out).expanduser()
+    out = as_path("regenerate.out", settings.out)
     require_writable("regenerate.out", out)
     if out.exists():   # before the backbone is loaded
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")

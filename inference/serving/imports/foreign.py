@@ -5,7 +5,6 @@ Weights are read from safetensors files, in shards too, or from pickles with ``w
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.inference.serving.quantize import dequantized
+from headstart.support import json_text
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import find_folder
@@ -107,13 +107,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises UserError for a missing or damaged file."""
     if not file.is_file():
         raise UserError(f"{file.parent} has no {file.name}; give a folder or hub id of trained heads")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is damaged ({error}); fetch the heads again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds {type(found).__name__} instead of keys and values; fetch the heads again")
-    return found
+    return json_text.read_json(file, "fetch the heads again")
 
 
 def _weight_files(folder: Path, path: str) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.utils import yaml_dump
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.checkpoint import recipe_section
 from headstart.inference.serving.engines import ENGINES, METHODS, readers
 from headstart.inference.serving.export.adapter import BACKBONE
 from headstart.inference.serving.formats.format import find_format, layouts_of
@@ -42,7 +43,7 @@ def _metadata(heads: Heads, license: str | None) -> dict[str, Any]:
 
 def _data(heads: Heads) -> list[str]:
     """Return the training data's names as the recipe gives them."""
-    train = heads.provenance.get("recipe", {}).get("data", {}).get("train")
+    train = recipe_section(heads.provenance, "data").get("train")
     return [str(one) for one in train] if isinstance(train, list | tuple) else [train] if isinstance(train, str) else []
 
 

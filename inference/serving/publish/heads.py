@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from headstart.inference.serving.trained import Trained
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import is_hub_id
+from headstart.support.json_text import read_json
 from headstart.support.transaction import settle
 
 SAVED = (
@@ -191,8 +191,4 @@ def _require_file(file: Path, sha256: str) -> None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:150]}); train, export or fetch the heads again") from None
-    return value
+    return read_json(file, "train, export or fetch the heads again")

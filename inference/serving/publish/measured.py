@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.checkpoint import recipe_section
 from headstart.inference.serving.publish.heads import Heads
 from headstart.inference.serving.publish.scrub import last_part
 from headstart.support.errors import UserError
+from headstart.support.files import require_file
+from headstart.support.json_text import read_json
 
+SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
+"""Keys of an evaluation's settings that are shown."""
 FIXED = ", fixed trees"
 """What `headstart bench` adds to the name of heads measured in trees of a fixed size."""
 
@@ -43,7 +48,7 @@ class Measured:
 def bench_figures(file: Path, heads: Heads) -> Measured:
     """Return the figures of a report of ``headstart bench --json``. Raises UserError if it is none, or does not have these heads."""
     try:
-        report = json.loads(file.read_text("utf-8"))
+        report = read_json(require_file("--bench", file), "measure again")
         rows = [row for row in report["results"] if _name(row) in heads.names]
         if not rows:
             measured = ", ".join(sorted({_name(row) for row in report["results"]}))
@@ -54,8 +59,6 @@ def bench_figures(file: Path, heads: Heads) -> Measured:
             f" seed {report['seed']}. {_identity(rows)}"
         )
         return Measured(tuple(figure for row in rows for figure in _figures(row, report)), about)
-    except OSError as error:
-        raise UserError(f"--bench {file} cannot be read: {error.strerror}; give a file that headstart bench --json wrote") from None
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -65,9 +68,9 @@ def bench_figures(file: Path, heads: Heads) -> Measured:
 
 def training_figures(heads: Heads) -> Measured | None:
     """Return the last evaluation of the training run; None if there was none, or the run's log is not there."""
-    tau, settings = heads.provenance.get("tau"), heads.provenance.get("recipe", {}).get("eval")
+    tau, settings = heads.provenance.get("tau"), recipe_section(heads.provenance, "eval")
     line = _last_evaluation(heads)
-    if tau is None or settings is None or line is None:
+    if tau is None or line is None or not SETTINGS <= settings.keys():
         return None
     tree = _tree(settings["nodes"], settings["width"], None)
     figure = Figure("held out from training", settings["prompts"], settings["temperature"], tree, tau, line["acceptance_per_depth"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from torch import Tensor
 from headstart.inference.serving.reference.packed import PARTS, require_known, unpack, whole_names
 from headstart.support.errors import UserError
 from headstart.support.inside import inside
+from headstart.support.json_text import read_json
 
 INDEX = "model.safetensors.index.json"
 NOT_HEADS = frozenset({"mask_embedding.pt", "optimizer.pt", "scheduler.pt", "training_args.bin"})
@@ -100,12 +100,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DamagedError(f"{path.parent} has no {path.name}: half-written, or not a folder of heads; export it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{path} is cut short or no JSON ({error}): half-written; export it again") from None
-    if not isinstance(value, dict):
-        raise DamagedError(f"{path} holds {type(value).__name__} instead of an object; export it again")
-    return value
+        return read_json(path, "export it again")
+    except UserError as error:
+        raise DamagedError(str(error)) from None
 
 
 def _names(path: Path) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.serving.export.export import PROVENANCE
 from headstart.support.errors import UserError
+from headstart.support.json_text import read_json
 
 
 def recorded(folder: Path) -> tuple[str | None, str | None]:
@@ -19,7 +18,7 @@ def recorded(folder: Path) -> tuple[str | None, str | None]:
     if (folder / METADATA).is_file():
         return str(folder), None
     try:
-        stated: dict[str, Any] = json.loads((folder / PROVENANCE).read_text("utf-8"))
+        stated = read_json(folder / PROVENANCE, "export the heads again")
         path, backbone = str(stated["heads"]["path"]), str(stated["backbone"])
         _, card = read_metadata(path)
         return (path if card["weights"]["sha256"] == stated["heads"]["sha256"] else None), backbone

@@ -6,7 +6,6 @@ cut afterwards. This changes no draft, since each depends on the text before it 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.support.errors import UserError
+from headstart.support.json_text import read_json
 
 DFLASH = "muse_glimmer_assistant"
 """The ``model_type`` of DFlash heads in transformers, whose class of them is named after the first such checkpoint."""
@@ -43,12 +43,7 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        assert isinstance(config, dict)
-        return config
-    except (OSError, ValueError, AssertionError) as error:
-        raise UserError(f"{folder}/config.json cannot be read ({' '.join(str(error).split())[:150]}); export the heads again") from None
+    return read_json(folder / "config.json", "export the heads again")
 
 
 def _assistant(folder: Path, config: dict[str, Any], depth: int) -> tuple[PreTrainedModel, dict[str, Any]]:

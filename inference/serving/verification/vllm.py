@@ -21,6 +21,7 @@ from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.inference.serving.verification.widening import head_width, write_widened
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
+from headstart.support.json_text import read_json
 
 PYTHON = "HEADSTART_VLLM_PYTHON"
 """Environment variable: the Python of the environment with vLLM."""
@@ -154,9 +155,4 @@ def _fitting(source: Path, target: Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no config.json that can be read ({error}); name the folder of a model or of heads") from None
-    assert isinstance(config, dict)
-    return config
+    return read_json(folder / "config.json", "name the folder of a model or of heads")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.support.errors import UserError
+from headstart.support.json_text import read_json
 
 UNHANDLED = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight")
 """Tensors of the width of an attention head that are not widened."""
@@ -36,7 +37,7 @@ def write_widened(source: Path, target: Path, width: int) -> Path:
     Raises UserError where that is not possible: another kind of rotary embedding, biases or norms of queries and keys, or a width that is
     no multiple of the heads' own.
     """
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json", "fetch the model again")
     own, rope = head_width(config), config.get("rope_parameters") or {"rope_type": "default"}
     if own is None or width % own or rope.get("rope_type", "default") != "default" or config.get("rope_scaling"):
         found = f"it has {own} and the rotary embedding {rope}"

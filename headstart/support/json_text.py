@@ -1,0 +1,108 @@
+"""JSON from files, rows and servers, with limits: depth, whole numbers of 64 bits, text of whole characters."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from headstart.support.errors import UserError
+from headstart.support.files import require_file
+from headstart.support.text import SURROGATE, read_text, require_characters
+
+MAX_DEPTH = 100
+"""Levels of lists and mappings inside each other."""
+TOO_DEEP = f"nested too deep; lists and mappings may be {MAX_DEPTH} levels deep: flatten it"
+MAX_WHOLE = 1 << 63
+"""Whole numbers are at least its negative and below it."""
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape that may be half of a surrogate pair."""
+
+
+def parse_json(text: str, where: str, whole_characters: bool = True) -> Any:
+    """Return the value of a JSON text. Raises UserError, which begins with ``where``, if it is not valid or beyond a limit.
+
+    ``whole_characters`` False: halves of surrogate pairs are kept, for `repaired`.
+    """
+    try:
+        return _parse(text, whole_characters)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the mapping in a JSON file. Raises UserError, which ends with ``remedy``, if it cannot be read or is something else."""
+    file = require_file("", path)
+    try:
+        value = _parse(read_text("", file))
+    except UserError as error:
+        raise UserError(f"{file} is damaged ({str(error).removeprefix(f'{file} ')}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file} is damaged (it holds {_kind(value)} instead of keys and values); {remedy}")
+    return value
+
+
+def _parse(text: str, whole_characters: bool = True) -> Any:
+    try:
+        value = json.loads(text, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise UserError(f"not valid JSON: {error.msg} ({line}column {error.colno})") from None
+    except RecursionError:
+        raise UserError(TOO_DEEP) from None
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        require_depth(value)
+    if whole_characters and HALF.search(text):
+        for part in _texts(value):
+            require_characters(part, "a text")
+    return value
+
+
+def require_depth(value: Any, most_values: int | None = None) -> None:
+    """Raise UserError if lists and mappings are nested too deep, or hold more than ``most_values`` values."""
+    level, depth, values = [value], 0, 0
+    while level:
+        depth, values = depth + 1, values + len(level)
+        if depth > MAX_DEPTH + 1:
+            raise UserError(TOO_DEEP)
+        if most_values is not None and values > most_values:
+            raise UserError(f"more than {most_values:,} values; give fewer")
+        level = [child for node in level for child in _children(node)]
+
+
+def whole(value: Any) -> Any:
+    """Return a whole number that 64 bits hold, and any other value as it is. Raises UserError for a larger one."""
+    if isinstance(value, int) and not -MAX_WHOLE <= value < MAX_WHOLE:
+        raise UserError("a whole number of more than 64 bits; the largest allowed is 9223372036854775807")
+    return value
+
+
+def repaired(value: Any) -> Any:
+    """Return a JSON value with halves of surrogate pairs replaced, for text that no user wrote, such as a model's."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [repaired(one) for one in value]
+    return {repaired(key): repaired(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _whole(digits: str) -> int:
+    return int(digits) if len(digits) < 19 else int(whole(int(digits) if len(digits) < 4000 else MAX_WHOLE))
+
+
+def _children(node: Any) -> list[Any]:
+    return [*node, *node.values()] if isinstance(node, dict) else list(node) if isinstance(node, list | tuple) else []
+
+
+def _texts(value: Any) -> list[str]:
+    found, level = [], [value]
+    while level:
+        found += [node for node in level if isinstance(node, str)]
+        level = [child for node in level for child in _children(node)]
+    return found
+
+
+def _kind(value: Any) -> str:
+    names = {str: "a text", list: "a list", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,33 @@
+"""Whether the memory of a device can hold what a call needs at the least; refused before anything is computed."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.support.errors import UserError
+from headstart.support.units import gigabytes
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory, or of this machine's for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) -> None:
+    """Raise UserError if ``rows`` sequences of ``positions`` tokens with trees of ``nodes`` nodes cannot fit the device.
+
+    Counted are one hidden state of every token and the logits of the trees, without which no forward pass ends; a call that passes may
+    still need more.
+    """
+    needed = rows * (positions * backbone.dim * backbone.dtype.itemsize + nodes * backbone.vocab * 4)
+    there = device_memory(backbone.device)
+    if needed > there:
+        raise UserError(
+            f"{rows} sequences of {positions} tokens with trees of {nodes} nodes need at least {gigabytes(needed)}, and the device has "
+            f"{gigabytes(there)}; lower the batch size (--batch-size), the prompts or the nodes (--nodes)"
+        )
