@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite-4": ("GraniteMoeHybrid", {}),
     "Kimi-Linear": ("KimiLinear", {}),
     "Jamba": ("Jamba", {}),
-    "LFM2": ("Lfm2", {"full_attn_idxs": [2, 4]}),
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
     "Mamba": ("Mamba", {}),
     "RecurrentGemma": ("RecurrentGemma", {}),
     "Zamba2": ("Zamba2", {}),

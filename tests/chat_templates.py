@@ -42,20 +42,22 @@ CORPUS = 3 * [
 TURNS = [("user", "What is two?"), ("assistant", "It is four."), ("user", "And three?"), ("assistant", "Six, ünder one condition.")]
 
 
-def make_tokenizer(template: str | None = None, trim_offsets: bool = False, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the template's special tokens that writes <s> before plain text."""
-    special = ["<s>", "</s>", *SPECIAL.get(template or "", "").split()]
+def make_tokenizer(
+    template: str | None = None, trim_offsets: bool = False, add_bos: bool = True, special: str | None = None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that writes <s> before plain text, with the template's special tokens, or those named in ``special``."""
+    named = ["<s>", "</s>", *(SPECIAL.get(template or "", "") if special is None else special).split()]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=named, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(CORPUS, trainer)
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if add_bos:
         steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]))
     bpe.post_processor = processors.Sequence(steps)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", extra_special_tokens=special[2:])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", extra_special_tokens=named[2:])
     tokenizer.chat_template = template
     return tokenizer
 

@@ -1,0 +1,52 @@
+"""Every architecture through every check, and docs/families.md says the same."""
+from __future__ import annotations
+
+import functools
+
+import pytest
+from architectures import Architecture, refused, served
+from families_table import cells, outcome, refusal, rows_of, start_of
+from family_checks import CHECKS, Subject
+from shrink import FOLDER
+from small_run import ROOT
+
+PAGE = ROOT / "docs" / "families.md"
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@functools.cache
+def written() -> dict[str, list[str]]:
+    return rows_of(PAGE.read_text())
+
+
+@pytest.fixture(scope="session")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+    return {one.name: Subject(one, tmp_path_factory.mktemp("family")) for one in served()}
+
+
+@pytest.mark.matrix(cells=len(CHECKS))
+@pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architecture, check: str) -> None:
+    stated = written()[start_of(architecture)[0]]
+    assert stated[:2] == start_of(architecture)
+    assert outcome(check, subjects[architecture.name]) == stated[2 + list(CHECKS).index(check)]
+
+
+@pytest.mark.matrix(cells=4)
+@pytest.mark.parametrize("architecture", refused(), ids=lambda one: one.name)
+def test_a_refusal_is_the_line_on_the_page(architecture: Architecture) -> None:
+    assert [*start_of(architecture), refusal(architecture)] == written()[start_of(architecture)[0]]
+    assert "\n" not in refusal(architecture)
+
+
+def test_every_published_configuration_and_no_other_is_in_the_table() -> None:
+    models = {path.stem for path in FOLDER.glob("*.json")}
+    assert models == {name for one in served() for name in one.models if (FOLDER / f"{name}.json").exists()}
+    names = {start_of(one)[0] for one in (*served(), *refused())}
+    assert names == set(written()) - {"column", "models", *CHECKS}
+    assert all(cell for line in written().values() for cell in line), "no cell is empty"
+
+
+def test_a_page_is_read_as_it_is_written() -> None:
+    assert cells("| a, b | `C` | no: x; y |\n") == ["a, b", "`C`", "no: x; y"]
