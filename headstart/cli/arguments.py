@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 from pathlib import Path
 
-from headstart.support.limits import (
-    MAX_BATCH,
-    MAX_DEPTH,
-    MAX_NODES,
-    MAX_SEED,
-    MAX_WIDTH,
-    TEMPERATURES,
-    is_temperature,
-    max_threads,
-)  # fmt: skip
+from headstart.cli.numbers import BATCH, DEPTH, GIGABYTES, GPUS, NODES, SEED, THREADS, TUNED_NODES, WIDTH, count, number, temperature
 
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
@@ -62,7 +51,6 @@ INSPECT_EXAMPLE = """examples:
 SCHEMA_EXAMPLE = """in a clone:
   headstart schema --out recipes/schema.json --tables docs/recipe.md"""
 DEBUG = "--debug"
-MAX_COUNT = (1 << 63) - 1
 PROPOSERS = ("suffix", "recycling", "history", "lookahead")
 
 
@@ -97,7 +85,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
     )
-    parser.add_argument("--seed", type=count(0, MAX_SEED), default=0, metavar="S", help="seed of the first prompt (0)")
+    parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
@@ -125,7 +113,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
     parser.add_argument("--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together (1 4)")
     parser.add_argument("--contexts", type=count(1), action="extend", nargs="+", metavar="T", help="tokens before the tree (256 1024)")
-    parser.add_argument("--max-nodes", type=count(2, MAX_NODES), default=256, metavar="N", help="nodes of the largest tree measured (256)")
+    parser.add_argument("--max-nodes", type=TUNED_NODES, default=256, metavar="N", help="nodes of the largest tree measured (256)")
     _add_style(parser)
     _add_proposers(parser)
     _add_limits(parser)
@@ -210,7 +198,7 @@ def _add_one_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K most probable tokens (0: from all)")
     about = "nucleus sampling: from the most probable tokens that reach P together"
     parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
-    parser.add_argument("--seed", type=count(0, MAX_SEED), metavar="S", help="seed of the sampling (default: random, printed)")
+    parser.add_argument("--seed", type=SEED, metavar="S", help="seed of the sampling (default: random, printed)")
 
 
 def _add_style(parser: argparse.ArgumentParser) -> None:
@@ -255,47 +243,3 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto",
                         help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU, off elsewhere)")
-
-
-def count(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
-    """Return a parser of integers from ``least`` to ``most``."""
-
-    def read(text: str) -> int:
-        digits = text if text.isascii() and text.isdecimal() and len(text) < 20 else "-1"
-        if not least <= int(digits) <= most:
-            upper = "" if most == MAX_COUNT else f" and at most {most}"
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least}{upper} is needed; got {text[:40]!r}")
-        return int(text)
-
-    return read
-
-
-def number(least: float, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """Return a parser of numbers from ``least`` (exclusive with ``above``) to ``most``."""
-
-    def read(text: str) -> float:
-        value = _float(text)
-        if not (least < value if above else least <= value) or not value <= most or math.isinf(value):
-            span = f"{'above' if above else 'from'} {least:g}" + ("" if math.isinf(most) else f" to {most:g}")
-            raise argparse.ArgumentTypeError(f"a number {span} is needed; got {text[:40]!r}")
-        return value
-
-    return read
-
-
-def temperature(text: str) -> float:
-    """Parse a temperature."""
-    if not is_temperature(value := _float(text)):
-        raise argparse.ArgumentTypeError(f"a temperature is {TEMPERATURES}; got {text[:40]!r}")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
-THREADS, GPUS, GIGABYTES = count(1, max_threads()), count(1, 1 << 20), number(0, 1e9, above=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headstart.cli.arguments import DEPTH, THREADS, count
+from headstart.cli.numbers import DEPTH, THREADS, count
 
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
