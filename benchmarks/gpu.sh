@@ -8,6 +8,7 @@
 #   large_model      8B backbone: a pass over 64 nodes and a whole step with drafting as multiples of a plain step, CUDA graphs, bandwidth
 #   large_training   8B backbone: tokens per second, time by part, memory, the objective against its matrix products
 #   train            EAGLE-3 on the embedded backbone through accelerate, one process (and NCCL, FSDP2 with one process)
+#   heads_*          every kind of head: some steps of training, held-out prompts decoded
 #   bench_*          those heads: every token identical? in fp32 and bf16, plain and with CUDA graphs, greedy and sampled, batch 1 and 8
 # Without a GPU the same parts run on the CPU with tiny shapes; environment.json says so.
 set -u
@@ -40,6 +41,10 @@ part train 120 bash -c "launch train_heads.py $QUICK save.dir=$OUT/heads"
 QUICK="recipes/quickstart/eagle3.yaml train.steps=10 eval.prompts=1 eval.every=0 save.every=0"
 part train_nccl 60 "$PYTHON" -m torch.distributed.run --nproc_per_node 1 train_heads.py $QUICK save.dir="$OUT/nccl"
 part train_fsdp2 60 bash -c "launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 1 train_heads.py $QUICK save.dir=$OUT/fsdp2"
+for kind in block draft_model eagle hydra medusa mlp mtp; do
+    part "heads_$kind" 60 bash -c "launch train_heads.py recipes/quickstart/$kind.yaml train.steps=10 eval.prompts=1 eval.max_new_tokens=16 eval.every=0 save.every=0 save.dir=$OUT/$kind" &
+done
+wait
 for dtype in fp32 bf16; do
     for capture in off $CAPTURE; do
         part "bench_${dtype}_$capture" 90 "$PYTHON" -m headstart.cli bench --heads "$OUT/heads" --prompts recipes/quickstart/prompts.jsonl \

@@ -210,11 +210,18 @@ class Backbone:
 
 def resolve(path: str) -> str:
     """Map ``embedded`` to the folder of the backbone that ships with the package; return anything else unchanged."""
-    if path != EMBEDDED:
-        return path
+    return str(_quickstart() / "backbone") if path == EMBEDDED else path
+
+
+def resolve_heads() -> Path:
+    """Return the folder of the heads that ship with the package, trained on the backbone ``embedded``."""
+    return _quickstart() / "heads"
+
+
+def _quickstart() -> Path:
     import headstart.recipes as recipes
 
-    return str(Path(next(iter(recipes.__path__))) / "quickstart" / "backbone")
+    return Path(next(iter(recipes.__path__))) / "quickstart"
 
 
 def load_backbone(
