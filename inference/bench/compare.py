@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import RenderableType
+
 from headstart.inference.bench.table import name
 from headstart.support.errors import UserError
 from headstart.support.report.charts import Axes, Series, lines
@@ -84,9 +86,10 @@ def read_bench(path: str) -> Row:
 
 def print_comparison(both: Comparison, out: TextIO) -> None:
     """Print a line for each system and, if there are several tasks, for each of its tasks."""
-    parts = [_about(both), columns(*_text(_systems(both), 1))]
-    tasks = _tasks(both)
-    show([*parts, *([columns(*_text(tasks, 2))] if tasks else [])], out)
+    parts: list[RenderableType] = [_about(both), columns(*_text(_systems(both), 1))]
+    if (tasks := _tasks(both)) is not None:
+        parts.append(columns(*_text(tasks, 2)))
+    show(parts, out)
 
 
 def comparison_page(both: Comparison) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -24,7 +23,7 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
 
     Raises UserError if the target is neither a recipe nor a checkpoint.
     """
-    path = Path(target)
+    path = local_or_shipped(target)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         report, screen = inspect_recipe(load_recipe(target, overrides), row, marks)
         extended = [str(file) for file in read_extended(local_or_shipped(path))[1]]
