@@ -208,8 +208,7 @@ def test_a_half_done_file_of_something_else_is_refused(
 ) -> None:
     rows = dialogues()
     monkeypatch.setattr(PartialFile, "finish", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ask(rows, *SAMPLED)
+    ask(rows, *SAMPLED)
     before = (half := tmp_path / "new.jsonl.partial").read_bytes()
     if change == ["data.train=other"]:
         (tmp_path / "other.jsonl").write_text((tmp_path / "rows.jsonl").read_text())
@@ -237,7 +236,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(ask: Any, tmp_path: Path, 
         (("data.format=text", "data.column=messages"), "new.jsonl", "row 1: plain text expected; got list"),
         (("regenerate.heads=nowhere",), "new.jsonl", "no heads at 'nowhere'"),
         (("regenerate.endpoint=localhost:8000",), "new.jsonl", "regenerate.endpoint is an http(s) address, or null; got 'localhost:8000'"),
-        (("regenerate.batch_size=0",), "new.jsonl", "regenerate.batch_size is a whole number of at least 1; got 0"),
+        (("regenerate.batch_size=0",), "new.jsonl", "regenerate.batch_size is a whole number of at least 1 and at most 4096; got 0"),
         (("regenerate.top_p=0",), "new.jsonl", "regenerate.top_p is a number above 0 and at most 1"),
     ]
     for overrides, out, message in cases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headstart.cli.numbers import BATCH, DEPTH, GIGABYTES, GPUS, NODES, SEED, THREADS, TUNED_NODES, WIDTH, count, number, temperature
+from headstart.cli.numbers import BATCH, DEPTH, NODES, SEED, THREADS, TUNED_NODES, WIDTH, count, number, temperature
 
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
@@ -159,8 +159,8 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart plan``."""
     _add_recipe(parser, "training recipe")
-    parser.add_argument("--gpus", type=GPUS, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
-    parser.add_argument("--memory", type=GIGABYTES, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
     parser.add_argument("--no-calibration", action="store_true", help="skip timing")
     about = "peak of each GPU in bf16 (H100 989, A100 312), for a duration estimated from the arithmetic of a step"
     parser.add_argument("--tflops", type=float, metavar="N", help=about)

@@ -61,5 +61,5 @@ def _float(text: str) -> float:
 
 
 BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
-THREADS, SEED, GPUS, GIGABYTES = count(1, max_threads()), count(0, MAX_SEED), count(1, 1 << 20), number(0, 1e9, above=True)
+THREADS, SEED = count(1, max_threads()), count(0, MAX_SEED)
 TUNED_NODES = count(2, MAX_NODES)
