@@ -87,3 +87,12 @@ def test_hashes_follow_contents(tmp_path: Path) -> None:
     write_json(tmp_path / "b.json", {"a": 1})
     assert file_hash(tmp_path / "a.json") == file_hash(tmp_path / "b.json") and len(file_hash(tmp_path / "a.json")) == 64
     assert value_hash({"a": 1, "b": [2]}) == value_hash({"b": [2], "a": 1}) != value_hash({"a": 1, "b": [3]})
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """Nor a device: as root that would remove it for every program."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"pipe is a pipe; give a regular file$"), atomic(pipe) as temporary:
+        temporary.write_text("{}")
+    assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -34,7 +34,10 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
 
     Only the user can read the temporary file; in the end it has default permissions, whatever its writer sets (safetensors sets mode 600).
     With ``folder`` the temporary path is an empty folder, and an existing folder at ``path`` is replaced. Parent folders are created.
+    Raises UserError if ``path`` is there and no regular file.
     """
+    if not folder and path.exists() and not path.is_file():   # a replaced device would be gone for every program
+        raise UserError(f"{path} is {KINDS.get(stat.S_IFMT(path.stat().st_mode), 'no regular file')}; give a regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -27,7 +27,7 @@ def inspect(target: str, overrides: Sequence[str], row: int, marks: bool) -> tup
     if path.suffix in (".yaml", ".yml") or path.is_file():
         report, screen = inspect_recipe(load_recipe(target, overrides), row, marks)
         extended = [str(file) for file in read_extended(local_or_shipped(path))[1]]
-        shown = [labelled([("extends", ", ".join(extended))]), ""] if extended else []
+        shown: list[RenderableType] = [labelled([("extends", ", ".join(extended))]), ""] if extended else []
         return {"extends": extended, **report}, [*shown, *screen]
     settle(path)
     if path.is_dir() and not (path / METADATA).is_file():

@@ -69,8 +69,8 @@ def _require_shape(text: str, source: str) -> None:
     depth = 0
     for event in _yaml().parse(text):
         line = f"{source}, line {event.start_mark.line + 1}"
-        if isinstance(event, NodeEvent) and getattr(event, "tag", None) is not None:
-            raise UserError(f"{line}: the tag {event.tag}; tags are not read: write the value alone")
+        if isinstance(event, NodeEvent) and (tag := getattr(event, "tag", None)) is not None:
+            raise UserError(f"{line}: the tag {tag}; tags are not read: write the value alone")
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise UserError(f"{line}: {TOO_DEEP}")
