@@ -36,6 +36,7 @@ PUBLIC = {
     "SpeculativeModel",
     "TreeShape",
     "__version__",
+    "show",
     "assisted",
     "custom_generate",
     "load",

@@ -15,6 +15,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text
 from headstart.support.errors import UserError
+from headstart.support.visible import visible
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_colour_is_for_terminals_that_want_it(say, monkeypatch, setting, value, 
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert say("two\n")[0] == 0
     out = sys.stdout.getvalue()
-    assert ("\x1b[" in out) == coloured and (coloured or out == answers("two")[0] + "\n")
+    assert ("\x1b[" in out) == coloured and (coloured or out == visible(answers("two")[0]) + "\n")
 
 
 def test_each_step_takes_the_next_colour(monkeypatch):

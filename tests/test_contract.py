@@ -276,7 +276,7 @@ def test_every_weight_learns_and_none_of_the_backbones(kind: str, arguments: dic
         ("eagle", {"draft_vocab_size": 9}, "drafter.depth, drafter.draft_depth, drafter.intermediate_size, drafter.feature_noise"),
         ("medusa", {"layers": 0}, "layers"),
         ("medusa", {"dept": 3}, "did you mean drafter.depth"),
-        ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.draft_vocab_size, drafter.layers"),
+        ("medusa", {"taps": [1]}, "drafter.depth, drafter.draft_depth, drafter.draft_vocab_size, drafter.freeze_readout, drafter.layers"),
         ("medussa", {}, "did you mean 'medusa'"),
         ("no.such.module", {}, "no.such.module"),
         ("json.decoder", {}, "exactly one Drafter"),

@@ -154,7 +154,7 @@ def test_a_window_bounds_the_prefix_layer_alone() -> None:
 @pytest.mark.parametrize(
     "arguments,named",
     [
-        ({"layers": 0}, "drafter.layers is a whole number of at least 1; got 0"),
+        ({"layers": 0}, "drafter.layers is a whole number of at least 1 and at most 256; got 0"),
         ({"depth": 0}, "drafter.depth"),
         ({"prefix_attention": "yes"}, "drafter.prefix_attention"),
         ({"prefix_atention": True}, "did you mean drafter.prefix_attention"),

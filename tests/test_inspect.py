@@ -133,7 +133,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, out = inspected(tmp_path, trained), capsys.readouterr().out
-    assert report["arguments"] == {"depth": 2, "draft_vocab_size": None, "layers": 1}
+    assert report["arguments"] == {"depth": 2, "draft_vocab_size": None, "freeze_readout": False, "layers": 1}
     assert (report["kind"], report["weights_match_hash"]) == ("medusa", True)
     drafter = build_drafter("medusa", backbone("llama"), {"depth": 2})
     assert {one["name"]: one["shape"] for one in report["tensors"]} == {name: list(x.shape) for name, x in drafter.tensors().items()}

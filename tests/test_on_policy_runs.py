@@ -101,7 +101,7 @@ def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
         (["objective.on_policy=.nan"], "objective.on_policy is a number of at least 0; got nan"),
         (["objective.on_policy_share=0"], "objective.on_policy_share is a number above 0 and at most 1; got 0"),
         (["objective.on_policy_share=1.5"], "objective.on_policy_share is a number above 0 and at most 1; got 1.5"),
-        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is a number of at least 0; got -1"),
+        (["objective.on_policy_temperature=-1"], "objective.on_policy_temperature is a number of at least 0 and at most 100; got -1"),
         (["objective.on_policy=1", "cache.dir=x"], "objective.on_policy needs the backbone, which does not run with cache.dir='x'"),
         (["drafter={}", "heads=[{kind: eagle3, objective: {on_policy: 1}}]", "cache.dir=x"], "heads.eagle3: objective.on_policy needs the"),
     ],

@@ -214,7 +214,8 @@ def test_what_cannot_be_published(heads, tmp_path, capsys):
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["file"]
     report = tmp_path / "report.json"
     assert "there is no such file" in refused(capsys, heads, "me/x", "--bench", report)
-    for content, message in (("{}", "is no report of this version's headstart bench --json (KeyError: 'results')"), ("[", "is no report"),
+    for content, message in (("{}", "is no report of this version's headstart bench --json (KeyError: 'results')"),
+                             ("[", "is damaged (not valid JSON"),
                              (json.dumps(bench_report("out/other")), "has figures of other, not of eagle3")):  # fmt: skip
         report.write_text(content)
         assert message in refused(capsys, heads, "me/x", "--bench", report, "--dry-run", tmp_path / "new")

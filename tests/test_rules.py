@@ -223,6 +223,7 @@ def test_a_backbone_larger_than_half_a_gpu_is_sharded_over_several() -> None:
     assert "dtype" not in cpu["backbone"] and "precision" not in cpu["train"]
 
 
+@pytest.mark.slow
 def test_less_memory_takes_fewer_rows_then_recomputes_and_says_so(tmp_path: Path) -> None:
     make_backbone(tmp_path / "model")
     facts = read_facts(str(tmp_path / "model"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from small_run import make_recipe
 from torch import _weights_only_unpickler
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.cli.main import main
 from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
@@ -102,6 +103,8 @@ class TestCode:
         """A file that the code of a repository makes."""
         monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
         monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+        for cls in (LlamaConfig, LlamaForCausalLM):   # transformers notes there whose code they are, which `save_pretrained` then copies
+            monkeypatch.setattr(cls, "_auto_class", None)
         return tmp_path / "trace"
 
     def with_code(self, folder: Path) -> None:

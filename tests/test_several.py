@@ -90,7 +90,7 @@ def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
         assert load_drafter(folder, backbone).depth == load_recipe(together / "recipe.yaml").heads[name]["depth"]
         origin = json.loads((folder / "headstart.json").read_text())["provenance"]
         assert origin["recipe"]["save"]["dir"] == str(folder) and origin["recipe"]["heads"] == {} and origin["tau"] >= 1
-    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "report.html", "state"])
+    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "report.html", "run.lock", "state"])
 
 
 def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_an_override_reaches_its_drafter(together: Path) -> None:
         ("heads=[{kind: medusa, name: state}]", "'state' cannot name a folder in save.dir"),
         ("heads={x: {depth: 3}}", "missing key heads.x.kind"),
         ("heads.wide.layer=3", "unknown key heads.wide.layer; did you mean heads.wide.layers?"),
-        ("heads.wide.depth=0", "heads.wide.depth is a whole number of at least 1; got 0"),
+        ("heads.wide.depth=0", "heads.wide.depth is a whole number of at least 1 and at most 128; got 0"),
         ("heads=[]", "missing key drafter.kind"),
         ("heads.wide.train={steps: 3}", "heads.wide.train.steps is the same for all heads, which share the backbone's forward pass; set"),
         ("heads.wide.train={lrr: 3}", "heads.wide: unknown key train.lrr; did you mean train.lr?"),

@@ -230,6 +230,7 @@ def test_checkpointing_keeps_less() -> None:
     assert saved(drafter, features) < 0.4 * before
 
 
+@pytest.mark.slow
 def test_a_recipe_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2})
     for name, wanted in (("plain", "false"), ("again", "true")):

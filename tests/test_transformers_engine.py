@@ -118,9 +118,9 @@ def test_what_it_does_not_read_is_refused(model_folder: Path, tmp_path: Path) ->
     (folder / "model.safetensors").write_bytes(b"half")
     assert "does not load" in refused(folder, model_folder)
     (folder / "config.json").write_text("{")
-    assert "config.json cannot be read" in refused(folder, model_folder)
+    assert "config.json is damaged (not valid JSON" in refused(folder, model_folder)
     shutil.rmtree(folder)
-    assert "config.json cannot be read" in refused(folder, model_folder)
+    assert "config.json: there is no such file" in refused(folder, model_folder)
     causal = saved(model_folder, "block", tmp_path / "causal", **BLOCK, causal=True)
     with pytest.raises(UserError, match="causal inside a block"):
         exported(causal, "dflash-hf", tmp_path / "out")

@@ -80,7 +80,7 @@ def test_bad_input(tmp_path: Path, heads: Path, monkeypatch: pytest.MonkeyPatch)
     write_python(tmp_path, "exit 1", monkeypatch)
     with pytest.raises(UserError, match="take 69 positions, and the backbone has 64; take shorter prompts"):
         vllm.draft(heads, model, [[1] * 40], EngineSettings(2, 23))
-    with pytest.raises(UserError, match="no config.json"):
+    with pytest.raises(UserError, match="config.json: there is no such file"):
         vllm.speculative_config(tmp_path, 2)
 
 
