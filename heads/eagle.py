@@ -68,7 +68,7 @@ class Eagle(AutoregressiveDrafter):
         super().init_from(backbone)
         D, layer = backbone.dim, self.cached.layers[0].layer
         self.fc.weight *= OTHER_STREAM_SCALE
-        self.fc.weight[:, D:] += torch.eye(D)
+        self.fc.weight[:, D:] += torch.eye(D, device=self.fc.weight.device)
         if self.config.bias:
             self.fc.bias.zero_()
         if (last := layer_weights(backbone)) is not None:
