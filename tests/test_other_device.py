@@ -1,4 +1,4 @@
-"""Heads compute on the backbone's device alone. There is no GPU here: the backbone's tensors are on the meta device, which computes shapes."""
+"""Heads compute on the backbone's device alone: without a GPU, the backbone's tensors are on the meta device, which computes shapes."""
 
 from __future__ import annotations
 
