@@ -198,7 +198,8 @@ def test_half_written_files_are_named(house: Path, tmp_path: Path, capsys: pytes
     (folder / file).write_bytes((folder / file).read_bytes()[:left])
     assert main(["verify", str(folder), "--heads", str(house / "eagle3"), "--backbone", str(house / "backbone")]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("DIFFERENT") and f"{file} is cut short" in out and "half-written" in out
+    fault = "damaged" if file == "config.json" else "cut short"
+    assert out.startswith("DIFFERENT") and f"{file} is {fault}" in out and "half-written" in out
 
 
 def test_missing_files_are_named(house: Path, backbone: Backbone, tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
         ([str(tmp_path / "nowhere"), *on], "no heads at"),
         ([str(plain)], "does not say what its backbone is; give --backbone"),
         ([str(odd), *on], "holds no heads that the reference engine reads; it reads medusa"),
-        ([str(yarn), *on], "rope of type 'yarn' is not read by the reference engine"),
+        ([str(yarn), *on], "rope of type yarn lacks factor in config.json"),
         ([str(plain), "--heads", str(house / "eagle3"), "--backbone", str(tmp_path / "other")], "with other weights"),
         ([str(plain), *on, "--max-new-tokens", "250"], "leaves no room for prompts"),
         ([str(plain), *on, "--engine", "sglang"], "invalid choice: 'sglang'"),

@@ -100,7 +100,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DamagedError(f"{path.parent} has no {path.name}: half-written, or not a folder of heads; export it again")
     try:
-        return read_json(path, "export it again")
+        return read_json(path, "it may be half-written: export it again")
     except UserError as error:
         raise DamagedError(str(error)) from None
 

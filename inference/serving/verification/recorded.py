@@ -19,10 +19,11 @@ def recorded(folder: Path) -> tuple[str | None, str | None]:
         return str(folder), None
     try:
         stated = read_json(folder / PROVENANCE, "export the heads again")
-        path, backbone = str(stated["heads"]["path"]), str(stated["backbone"])
+        path, sha256, backbone = str(stated["heads"]["path"]), stated["heads"]["sha256"], str(stated["backbone"])
+    except (UserError, KeyError, TypeError):
+        return None, None
+    try:
         _, card = read_metadata(path)
-        return (path if card["weights"]["sha256"] == stated["heads"]["sha256"] else None), backbone
     except UserError:
         return None, backbone
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, None
+    return (path if card["weights"]["sha256"] == sha256 else None), backbone
