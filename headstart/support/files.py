@@ -162,7 +162,7 @@ def locked(path: Path, setting: str, wait: bool = False) -> Iterator[bool]:
     except Timeout:
         yield False
         return
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:   # the latter is filelock's, for a file system without locks
         raise UserError(f"{path} cannot be locked ({error}); choose a {setting} on a disk that can lock files") from None
     try:
         yield True
