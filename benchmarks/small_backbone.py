@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-END = "<|endoftext|>"
+from headstart.recipes.quickstart.pretrain import train_tokenizer
+
 LENGTH, ROWS, HELD_OUT = 128, 16, 10
 """Tokens of a window, windows of a step, and one text in how many is held out."""
 
@@ -54,16 +54,6 @@ def read_splits(source: Path, characters: int) -> dict[str, list[str]]:
     texts = read_texts(source, characters)
     held = {text for text in texts if int(hashlib.sha256(text.encode()).hexdigest(), 16) % HELD_OUT == 0}
     return {"train": [text for text in texts if text not in held], "eval": [text for text in texts if text in held]}
-
-
-def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that puts an end token before every text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=512)
 
 
 def stream_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseServer
 from typing import Any
 
 Reply = tuple[int, Any]
@@ -44,6 +45,19 @@ def said(content: str | None, finish: str = "stop", tokens: int = 3, **fields: A
 
 
 @contextmanager
+def in_thread(server: BaseServer) -> Iterator[None]:
+    """Serve in a thread while the block runs, then close the server."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> Iterator[Server]:
     """Run the server in the block; its ``url`` is a value for ``regenerate.endpoint``."""
     server = Server(reply, seconds)
@@ -63,11 +77,5 @@ def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0)
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}/v1"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with in_thread(http):
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server import in_thread
 
 from headstart.cli.main import main
 from headstart.training.recipe.yaml_text import dump_yaml
@@ -122,14 +123,9 @@ class Connection(socketserver.StreamRequestHandler):
 
 @contextmanager
 def serving(script: Callable[[int], Manner]) -> Iterator[Server]:
-    with Server(script) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    server = Server(script)
+    with in_thread(server):
+        yield server
 
 
 @pytest.fixture

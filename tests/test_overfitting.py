@@ -32,10 +32,7 @@ from headstart.training.run.schedule import learning_rate
 from headstart.training.run.step import TrainStep
 
 DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9
-PROMPT = (
-    "# Check every path through every method of UserList\n\nfrom collections import UserList\nfrom test import list_tests\nimport unittest"
-    "\n\nclass UserListTest(list_tests.Common"
-)
+PROMPT = "import os\nimport sys\n\n"
 OBJECTIVE = Objective(terms={"ce": 1.0}, depth_weights="geometric", depth_decay=1.0)
 TRAIN = Train(steps=30, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
@@ -66,7 +63,7 @@ def conversation() -> Conversation:
     prompt_T = torch.tensor(load_tokenizer("embedded")(PROMPT)["input_ids"])
     tokens_T = continue_text(SpeculativeModel(on, capture="off"), prompt_T, Settings(NEW_TOKENS), 0).sequences[0]
     answer = tokens_T[len(prompt_T) :].tolist()
-    assert len(answer) == NEW_TOKENS and len(set(answer)) > NEW_TOKENS // 3, "a text that repeats itself shows nothing"
+    assert len(answer) == NEW_TOKENS and len(set(answer)) > NEW_TOKENS // 2, "a text that repeats itself shows nothing"
     return Conversation(on, prompt_T, tokens_T)
 
 
