@@ -1,4 +1,4 @@
-"""Products with packed weights equal `F.linear`, give the same bits for any number of rows, and change no text."""
+"""Products with packed weights equal `F.linear`, with oneDNN in the same bits for any number of rows, and change no text."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def test_a_packed_product_equals_linear(kind: Kind, shape: tuple[int, ...], bias
 
 
 @pytest.mark.parametrize("shape", [(320, 192), (192, 512), (192, 192), (1024, 192), (160, 33)])
-def test_a_row_gives_the_same_bits_alone_and_among_others(kind: Kind, shape: tuple[int, int]) -> None:
-    x_RK, weight = torch.randn(64, shape[1]), pack([torch.randn(shape)], [None], kind)
-    together = multiply(x_RK, weight, kind)
+@pytest.mark.skipif("onednn" not in AVAILABLE, reason="this torch has no oneDNN")
+def test_with_onednn_a_row_gives_the_same_bits_alone_and_among_others(shape: tuple[int, int]) -> None:
+    """Not so with MKL: on an AMD EPYC up to three rows differ from the same rows among more."""
+    x_RK, weight = torch.randn(64, shape[1]), pack([torch.randn(shape)], [None], "onednn")
+    together = multiply(x_RK, weight, "onednn")
     for rows in (1, 2, 7, 12, 16, 24, 33):
-        assert torch.equal(multiply(x_RK[:rows].contiguous(), weight, kind), together[:rows]), rows
+        assert torch.equal(multiply(x_RK[:rows].contiguous(), weight, "onednn"), together[:rows]), rows
 
 
 def test_layers_that_read_the_same_input_are_one_product(kind: Kind) -> None:

@@ -2,8 +2,8 @@
 
 A decoding step multiplies every weight with one row, or with as many rows as a tree has nodes. `F.linear` reads the weight as it lies in
 memory, and its cost jumps with the first few rows; with a weight that was brought into the order of the kernel beforehand, 12 rows cost
-little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``) and oneDNN. Sums are then also the same
-for any number of rows (with MKL one row of up to 128 outputs may differ), which `F.linear` does not give.
+little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``) and oneDNN. With oneDNN a row's sums are
+also the same for any number of rows, which neither MKL (on some processors its sums of up to three rows differ) nor `F.linear` gives.
 
 A packed copy takes as much memory as the weight. The weight itself stays: prefill and the model's other callers use it.
 
