@@ -109,6 +109,22 @@ def test_a_function_that_cannot_use_them_is_captured_without() -> None:
     assert captured.captures_made == 1 and captured.fallback is None
 
 
+def test_fp64_results_may_differ_as_the_fp32_products_they_are_made_of(kind: Kind) -> None:
+    """Scores of drafts are fp64; compared as exactly as fp64 allows, every packed function and every new size would be refused."""
+    layer = nn.Linear(257, 64).requires_grad_(False)
+    captured = Capturer("trace", CPU).capture(lambda held, x: layer(x).log_softmax(-1).double(), "scores", layer)
+    assert isinstance(captured.backend, trace.Trace)
+    captured.backend.form = Form(kind)
+    differ = False
+    for rows in (3, 5, 9, 17):
+        x = torch.randn(rows, 257)
+        expected = layer(x).log_softmax(-1).double()
+        captured(None, x)
+        differ |= not torch.equal(captured(None, x), expected)
+    (capture,) = captured._captures.values()
+    assert isinstance(capture, trace._Traced) and capture.packed and captured.captures_made == 1 and differ
+
+
 @pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] if i else []) for i, one in enumerate(FAMILIES)])
 def test_packed_passes_write_the_same_sequences(kind: Kind, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "fastest_form", lambda module: Form(kind))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -69,7 +70,7 @@ class _Traced(Capture):
             out = flatten(function(held, *inputs), results)
             return tuple(results)
 
-        with expected_warnings(), TransposedLinear(form.transposed_rows):
+        with expected_warnings(), TransposedLinear(form.transposed_rows) if form.transposed_rows else nullcontext():
             traced = torch.jit.trace(flat, tuple(call.leaves), check_trace=False)
         self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
         self.build = builder(out)
