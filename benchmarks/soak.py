@@ -2,12 +2,12 @@
 
     python benchmarks/soak.py [--minutes 60] [--seed 0] [--json FILE]
 
-Each call has random prompts, lengths, batch, processors, sampling, tree, heads and proposers, on a small random backbone in fp32, whose
-passes are short, so that there are many calls; its texts repeat, so that drafts are accepted. Greedy texts and beams are compared with
-transformers' own, sampled ones with autoregressive decoding of the same seeds. One call in eight is cancelled at a random token by an
-exception. Memory, file descriptors, threads and hooks are counted every `EVERY` calls; memory is flat if its median over the last fifth of
-the time is at most `GROWTH` above that of the second fifth (captures are made in the first). Prints JSON; the exit status is 1 if a text
-differs, memory grows or something is left.
+Each call has random prompts, lengths, batch, processors, temperature and filters, tree, heads and proposers, on a small random backbone
+in fp32, whose passes are short, so that there are many calls; its texts repeat, so that drafts are accepted. Greedy texts and beams are
+compared with transformers' own, sampled ones with autoregressive decoding of the same seeds. One call in eight is cancelled at a random
+token by an exception. Memory, file descriptors, threads and hooks are counted every `EVERY` calls; memory is flat if its median over the
+last fifth of the time is at most `GROWTH` above that of the second fifth (captures are made in the first). Prints JSON; the exit status
+is 1 if a text differs, memory grows or something is left.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def draw(rng: random.Random, systems: list[str]) -> Call:
     manner = rng.choice(("greedy", "greedy", "sampled", "sampled", "beams"))
     own: dict[str, Any] = {"tree": rng.choice(TREES)}
     if manner == "sampled":
-        settings |= {"do_sample": True, "temperature": rng.choice((0.5, 0.8, 1.0))}
-        settings |= {"top_k": rng.choice((0, 20)), "top_p": rng.choice((0.9, 1.0))}
+        settings |= {"do_sample": True, "temperature": rng.uniform(0.4, 1.4), "top_k": rng.choice((0, rng.randint(1, 2 * VOCAB)))}
+        settings |= {"top_p": rng.choice((1.0, rng.uniform(0.2, 1.0))), "min_p": rng.choice((0.0, rng.uniform(0.0, 0.3)))}
         own["seed"] = rng.randrange(1 << 40)
     else:
         settings |= {"do_sample": False, "num_beams": rng.choice((2, 3)) if manner == "beams" else 1}

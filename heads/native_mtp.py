@@ -16,6 +16,7 @@ from headstart.heads.backbone.native_mtp import checkpoint_folder, weight_files
 from headstart.heads.mtp import Mtp
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
+from headstart.support.json_text import read_json
 
 NEW_FILE = "model-mtp.safetensors"
 """File of the modules' weights in a checkpoint of several files that has none of them yet."""
@@ -51,7 +52,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for path in sorted({*targets.values()}):
         _rewrite(path, {name: tensors[name] for name, target in targets.items() if target == path}, like)
     if new and index.is_file():
-        listed = json.loads(index.read_text())
+        listed = read_json(index, "fetch the checkpoint again")
         listed["weight_map"] |= dict.fromkeys(new, NEW_FILE)
         if "total_size" in listed.get("metadata", {}):
             listed["metadata"]["total_size"] += sum(tensor.numel() for tensor in new.values()) * like.itemsize
@@ -79,7 +80,7 @@ def _dtype(path: Path) -> torch.dtype:
 
 def _state_count(path: Path, key: str, count: int) -> None:
     """State the number of modules in the checkpoint's configuration, unless it states as many already."""
-    config = json.loads(path.read_text())
+    config = read_json(path, "fetch the checkpoint again")
     text = config.get("text_config", config)
     if (text.get(key) or 0) < count:
         text[key] = count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 from families import DRAFTERS, FAMILIES, backbone, left_padded, prompts, random_drafter, say, tiny
 from torch import Tensor
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import capture as capture_module
 from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.processing import Filters
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource
@@ -150,13 +153,60 @@ def test_moved_weights_are_captured_anew() -> None:
 
 
 def test_captures_and_shapes_of_a_function_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each constant among the arguments, such as a temperature, has captures of its own: a long-lived process would keep them all."""
+    """Each constant among the arguments, such as a width, has captures of its own: a long-lived process would keep them all."""
     monkeypatch.setattr(capture_module, "MOST_CAPTURES", 3)
     monkeypatch.setattr(capture_module, "MOST_SHAPES", 4)
     scale = Capturer("trace", torch.device("cpu")).capture(lambda held, x_N, factor: x_N * factor, "scale")
-    for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 1.0):
+    for factor in (1.0, 2.0, 3.0, 1.0, 4.0, 1.0, 5.0, 2.0):
         for size in (3, 4, 5, 3, 4, 5):
             assert torch.equal(scale(None, torch.ones(size), factor), torch.full((size,), factor))
         assert len(scale._captures) <= 3 and len(scale._known) <= 4
         assert set(map(id, scale._known.values())) <= set(map(id, scale._captures.values()))
-    assert scale.captures_made == 6, "the first was given up for the fourth, and made again"
+    assert scale.captures_made == 6, "2 was not used for longest when 4 came, and was made again; 1 was kept"
+
+
+def compiled_functions() -> int:
+    """The number of functions in torch's compilation unit, which lives as long as the process."""
+    return len(torch.jit._state._python_cu.get_functions())
+
+
+def test_nothing_is_left_of_a_capture_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.jit.trace` would leave its graph with torch, some MB of a model's forward pass."""
+    monkeypatch.setattr(capture_module, "MOST_CAPTURES", 1)
+    layer, before = torch.nn.Linear(8, 8).requires_grad_(False), compiled_functions()
+    scale = Capturer("trace", CPU).capture(lambda held, x, factor: layer(x) * factor, "scale", layer)
+    scale(None, torch.ones(2, 8), 1.0)
+    (first,) = map(weakref.ref, scale._captures.values())
+    scale(None, torch.ones(2, 8), 2.0)
+    assert scale.captures_made == 2 and first() is None and compiled_functions() == before
+
+
+SETTINGS = [
+    {"temperature": 0.5 + i / 50, "top_k": 5 + i, "top_p": 0.6 + i / 120, "min_p": 0.01 + i / 500} for i in range(40)
+]
+
+
+def test_settings_of_sampling_share_captures() -> None:
+    """Temperature and filters are inputs of captured drafts: 40 settings make no more captures than few do."""
+    on = backbone("llama")
+    of, row = SpeculativeModel(on, random_drafter("eagle3", on), capture="trace"), {"input_ids": prompts((9,))[0][None]}
+    made = []
+    for seed, settings in enumerate(SETTINGS):
+        options = {**settings, "do_sample": True, "max_new_tokens": 6, "seed": seed % 2}
+        text = say(of, row, tree=TreeShape(8, 3), **options)
+        if seed % 8 == 0:
+            assert torch.equal(text, say(of, row, speculate=False, **options))
+        made.append(sum(one.captures_made for one in of.engine(True).capturer.functions))
+    assert made[-1] <= made[1] + 6, f"{made}: more for new numbers of accepted tokens, none for settings"
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 64, 65, 300, 10**9])
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.7, 0.0), (1.0, 0.2), (0.9, 0.05), (1e-9, 0.0)])
+def test_filters_of_drafts_are_those_of_transformers(top_k: int, top_p: float, min_p: float) -> None:
+    logits_NV = 3 * torch.randn(5, 200)
+    expected_NV = logits_NV
+    for warper, value, off in ((TopKLogitsWarper, top_k, 0), (TopPLogitsWarper, top_p, 1.0), (MinPLogitsWarper, min_p, 0.0)):
+        expected_NV = expected_NV if value == off else warper(value)(None, expected_NV)   # type: ignore[abstract]
+    filters = Filters.of(top_k, top_p, min_p, CPU)
+    assert torch.equal(logits_NV if filters is None else filters(logits_NV), expected_NV)
+    assert (filters is None) == ((top_k, top_p, min_p) == (0, 1.0, 0.0))

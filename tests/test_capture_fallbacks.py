@@ -90,8 +90,7 @@ def test_timing_the_forms_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(captured(None, torch.ones(3)), torch.full((3,), 2.0)) and "no attribute 'jit'" in str(captured.fallback)
 
 
-def without_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.jit, "trace")
+def without_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.jit, "optimized_execution")
 
 
@@ -107,8 +106,8 @@ def on_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [
-        (without_trace, "has no torch.jit.trace"),
-        (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are folded"),
+        (without_torchscript, "has no torch.jit.optimized_execution"),
+        (without_private_functions, "lacks torch._C._jit_pass_cse, torch._C._create_function_from_graph, with which traces are made"),
         (on_python_3_14, "torch.jit does not support Python 3.14 and later"),
     ],
 )
@@ -132,7 +131,7 @@ def test_without_traces_auto_captures_nothing_and_says_so(
 
 def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "jit", None)   # only the choice is tested: torch and transformers do not decode without it
-    assert "has no torch.jit.trace" in str(Capturer("auto", CPU).report().fallback)
+    assert "has no torch.jit.optimized_execution" in str(Capturer("auto", CPU).report().fallback)
 
 
 def test_no_private_function_of_folding_goes_unlisted() -> None:

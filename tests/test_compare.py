@@ -72,7 +72,7 @@ def test_other_temperatures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("{", "cannot be read"), ("[]", "is no report"), ('{"loss": 1}', "is no report"), ("\x00", "cannot be read")]
+    ("text", "expected"), [("{", "is damaged"), ("[]", "is damaged"), ('{"loss": 1}', "is no report"), ("\x00", "is damaged")]
 )
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str) -> None:
     (tmp_path / "b.json").write_text(text)
@@ -107,7 +107,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     for paths, expected in (
         ([one, other], "on tiny and on large"), ([one, str(tmp_path / "empty")], "holds no log.jsonl"), ([one], "one thing alone"),
         ([one, one], "given twice"), ([one, given], "with each other"), ([given, given, given], "with each other"),
-        ([given, str(tmp_path / "none.json")], "cannot be read"),
+        ([given, str(tmp_path / "none.json")], "there is no such file"),
     ):  # fmt: skip
         assert main(["compare", *paths]) == 2
         error = capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import forms, packed, trace
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.folding import expected_warnings
+from headstart.inference.capture.folding import trace as traced
 from headstart.inference.capture.forms import Form, fastest_form, fastest_kind
 from headstart.inference.capture.packed import KINDS, Kind, multiply, pack
 from headstart.inference.capture.products import PackedFunction
@@ -60,9 +60,7 @@ def test_layers_that_read_the_same_input_are_one_product(kind: Kind) -> None:
         heads = F.linear(normed, weights[0]).view(x.shape[0], -1, 4, 8).transpose(1, 2)
         return heads, F.linear(normed, weights[1], bias), F.linear(x, weights[2])
 
-    with expected_warnings():
-        traced = torch.jit.trace(layers, (torch.randn(2, 3, 16),), check_trace=False)
-    function = PackedFunction(traced, kind)
+    function = PackedFunction(traced(layers, [torch.randn(2, 3, 16)]), kind)
     assert [weight.sizes for weight in function.weights] == [(32, 8), (70,)]
     assert "aten::linear" not in str(function.graph) and str(function.graph).count("linear") == 2
     for shape in ((2, 3, 16), (1, 1, 16), (3, 9, 16)):
@@ -90,9 +88,7 @@ def test_only_constant_fp32_weights_are_packed(kind: Kind) -> None:
     def layers(x: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(x, x + 1), F.linear(x.bfloat16(), weight)
 
-    with expected_warnings():
-        traced = torch.jit.trace(layers, (torch.randn(2, 4),), check_trace=False)
-    assert not PackedFunction(traced, kind).weights
+    assert not PackedFunction(traced(layers, [torch.randn(2, 4)]), kind).weights
 
 
 def test_a_function_that_cannot_use_them_is_captured_without() -> None:

@@ -132,7 +132,8 @@ def test_features_from_a_cache_need_no_reading(small: Path) -> None:
 
 MISTAKES = {
     "no gpus": (["--gpus", "0"], "--gpus is a whole number of at least 1; got 0"),
-    "negative memory": (["--memory", "-1"], "--memory is a number of gigabytes above 0; got -1"),
+    "negative memory": (["--memory", "-1"], "--memory is a number of gigabytes above 0 and at most 1000000; got -1"),
+    "memory beyond all machines": (["--memory", "1e308"], "at most 1000000; got 1e+308"),
     "memory of nan": (["--memory", "nan"], "--memory is a number"),
     "too many gpus": (["--gpus", "5", "--memory", "80"], "train.batch_size=4 leaves some of 5 GPUs"),
     "no such drafter": (["drafter.kind=meduso"], "did you mean 'medusa'"),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
 from headstart.support.errors import UserError
-from headstart.support.files import require_writable, write_text
+from headstart.support.files import as_path, require_writable, write_text
 from headstart.training.log.runs import print_runs, read_runs, runs_page
 
 
 def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     require_writable("--html", args.html)
-    folders = [Path(path).is_dir() for path in args.what]
+    folders = [as_path("report", path).is_dir() for path in args.what]
     if len(args.what) < 2:
         raise UserError("one thing alone cannot be compared; give two reports of bench --json, or folders of training runs")
     if all(folders):

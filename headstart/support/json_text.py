@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{file} is damaged (it holds {_kind(value)} instead of keys and values); {remedy}")
     return value
+
+
+def log_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a log, as text and as mappings whose ``step``, if any, is a whole number; lines cut off or damaged are left out."""
+    for text in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            line = parse_json(text, str(path), whole_characters=False)
+        except UserError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step", 0), int):
+            yield text, line
 
 
 def _parse(text: str, whole_characters: bool = True) -> Any:

@@ -22,6 +22,10 @@ MAX_WIDTH = 1024
 """Nodes expanded per draft level."""
 MAX_BATCH = 4096
 """Sequences decoded together."""
+MAX_STEP_SEQUENCES = 1 << 20
+"""Sequences of a training step."""
+MAX_MEMORY_GB = 1_000_000
+"""Memory of a device that a plan is made for."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Of a temperature other than 0: outside, scores overflow in half precision or all tokens are alike."""
 TEMPERATURES = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import RenderableType
 
 from headstart.inference.bench.table import name
 from headstart.support.errors import UserError
+from headstart.support.files import as_path
+from headstart.support.json_text import read_json
 from headstart.support.report.charts import Axes, Series, lines
 from headstart.support.report.page import Table, TableRow, render
 from headstart.support.report.terminal import columns, show
@@ -74,12 +75,8 @@ def read_comparison(before: str, after: str) -> Comparison:
 
 def read_bench(path: str) -> Row:
     """Read a report. Raises UserError unless the file is one of ``headstart bench --json``."""
-    try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read as a report: {reason}; give a file of headstart bench --json") from None
-    if not isinstance(report, dict) or not {"results", "baselines", *MUST_AGREE} <= report.keys():
+    report = read_json(as_path("report", path), "give a file of headstart bench --json")
+    if not {"results", "baselines", *MUST_AGREE} <= report.keys():
         raise UserError(f"{path} is no report of headstart bench --json; give one, or the folder of a training run")
     return report
 

@@ -79,6 +79,8 @@ class Capture(ABC):
     """One captured function. It is replayed only at sizes within the range over which it was compared with the function."""
 
     def __init__(self) -> None:
+        self.used = 0
+        """The number of the function's last call that replayed it."""
         self.least: list[int] = []
         self.most: list[int] = []
 

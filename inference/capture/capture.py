@@ -34,7 +34,7 @@ BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trac
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
 MOST_CAPTURES = 64
-"""Captures of a function that are kept: each temperature and filter of sampled drafts has captures of its own, a few MB each."""
+"""Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 MOST_SHAPES = 4096
 """Exact shapes of a function that are remembered."""
 logger = logging.getLogger(__name__)
@@ -112,7 +112,10 @@ class Captured:
         exact = (call.structure, call.shapes)
         try:
             capture = self._known.get(exact)
-            return capture(call) if capture is not None else self._at_new_shapes(exact, call, self.backend)
+            if capture is None:
+                return self._at_new_shapes(exact, call, self.backend)
+            capture.used = self.calls
+            return capture(call)
         except Exception as error:   # may be the function's own error: running it again raises that
             if is_out_of_memory(error):
                 raise
@@ -138,6 +141,7 @@ class Captured:
             if len(self._known) >= MOST_SHAPES:
                 self._known = {}
             self._known[exact] = capture
+            capture.used = self.calls
             return capture(call)
         void_running()
         if capture is not None and (expected := capture.compare(self.function, call)) is not None:
@@ -149,11 +153,11 @@ class Captured:
         return capture(call)
 
     def _keep(self, key: Hashable, capture: Capture) -> None:
-        """Keep a capture in place of an earlier one of its key or, if there are `MOST_CAPTURES`, of the one made first."""
+        """Keep a capture in place of an earlier one of its key or, if there are `MOST_CAPTURES`, of the one not used for longest."""
         dropped = self._captures.pop(key, None)
         if dropped is None and len(self._captures) >= MOST_CAPTURES:
-            dropped = self._captures.pop(next(iter(self._captures)))
-        self._captures[key] = capture
+            dropped = self._captures.pop(min(self._captures, key=lambda other: self._captures[other].used))
+        self._captures[key], capture.used = capture, self.calls
         self._known = {exact: known for exact, known in self._known.items() if known is not dropped}
 
     def _fall_back(self, error: Exception) -> None:

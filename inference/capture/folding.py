@@ -1,22 +1,24 @@
-"""Folds the graph of a `torch.jit.trace`: replaces size arithmetic on one-element tensors by integer arithmetic.
+"""Graphs of traced functions, folded: size arithmetic on one-element tensors is replaced by integer arithmetic.
 
 Three quarters of the nodes in the trace of a model's forward pass are such arithmetic; a pass over a single row spends a sixth of its
 time in it.
+
+`torch.jit.trace` is not used: it keeps the graph of every trace, some MB of a model's forward pass, until the process ends.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
 TYPES = ("IntType", "ListType", "NumberType", "OptionalType", "TensorType")
-PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_function_from_graph", *TYPES)
-"""Names of `torch._C` with which graphs are changed, here and in products.py; they are private and may change between releases."""
+PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_graph_by_tracing", "_create_function_from_graph", *TYPES)
+"""Names of `torch._C` with which graphs are made and changed, here and in products.py; they are private and may change between releases."""
 
 
 def missing_functions() -> list[str]:
@@ -24,9 +26,18 @@ def missing_functions() -> list[str]:
     return [f"torch._C.{name}" for name in PRIVATE if getattr(torch._C, name, None) is None]
 
 
+def trace(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Any:
+    """The graph of the function's operations as called with these inputs."""
+    passes = cast(Any, torch._C)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)   # of branches on sizes: see `Capture.compare`
+        graph, _ = passes._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
+    return graph
+
+
 def fold(traced: Any, change: Callable[[Any], None] = lambda graph: None) -> Any:
-    """Return the same function with fewer nodes, valid for the same sizes as the trace. ``change`` may change its graph too."""
-    graph, passes = traced.graph.copy(), cast(Any, torch._C)
+    """Return a function with fewer nodes than the graph, valid for the same sizes. ``change`` may change a copy of the graph too."""
+    graph, passes = traced.copy(), cast(Any, torch._C)
     passes._jit_pass_inline(graph)
     _use_integers(graph)
     change(graph)
@@ -54,12 +65,3 @@ def _integer(graph: Any, before: Any, kind: str, *inputs: Any) -> Any:
     node.insertBefore(before)
     node.output().setType(torch._C.IntType.get())
     return node.output()
-
-
-@contextmanager
-def expected_warnings() -> Iterator[None]:
-    """Hide two warnings of tracing: its deprecation (see `Trace.unavailable`) and branches on sizes (see `Capture.compare`)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
-        yield

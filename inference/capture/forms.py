@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.inference.capture.folding import expected_warnings, fold
+from headstart.inference.capture.folding import fold, trace
 from headstart.inference.capture.linear import EVICTION, max_transposed_rows, timed_weights
 from headstart.inference.capture.packed import KINDS, Kind, available
 from headstart.inference.capture.products import PackedFunction
@@ -61,9 +61,9 @@ def fastest_kind(module: nn.Module) -> Kind | None:
 
 @torch.no_grad()
 def _measure(weights: Sequence[Tensor]) -> Kind | None:
-    with expected_warnings(), torch.jit.optimized_execution(False):
+    with torch.jit.optimized_execution(False):
         example = [torch.ones(2, weight.shape[1]) for weight in weights]
-        traced = torch.jit.trace(lambda *inputs: tuple(map(F.linear, inputs, weights)), tuple(example), check_trace=False)
+        traced = trace(lambda *inputs: tuple(map(F.linear, inputs, weights)), example)
         ways: dict[Kind | None, Callable[..., Any]] = {None: fold(traced)}
         ways |= {kind: PackedFunction(traced, kind) for kind in KINDS if available(kind)}
         totals = dict.fromkeys(ways, 0.0)

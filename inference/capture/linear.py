@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headstart.inference.capture.folding import expected_warnings
+from headstart.inference.capture.folding import fold, trace
 
 ROWS = (1, 2, 4, 8, 16)
 """Numbers of rows that are timed."""
@@ -30,7 +30,7 @@ _KNOWN: dict[Any, int] = {}
 class TransposedLinear(TorchFunctionMode):
     """A mode in which linear layers with at most ``max_rows`` rows are computed in transposed layout.
 
-    A `torch.jit.trace` keeps the layout it was made with: it is fast for numbers of rows of the same `layout` and slower for others, and
+    A trace keeps the layout it was made with: it is fast for numbers of rows of the same `layout` and slower for others, and
     a trace made for one row raises an error when called with more.
     """
 
@@ -99,7 +99,7 @@ def _measure(weights: Sequence[Tensor]) -> int:
             for i, traced in enumerate(layouts):
                 eviction.sum()
                 start = time.perf_counter()
-                traced(inputs)
+                traced(*inputs)
                 best[i] = min(best[i], time.perf_counter() - start)
         if best[1] > 0.97 * best[0]:
             break
@@ -107,12 +107,9 @@ def _measure(weights: Sequence[Tensor]) -> int:
     return max_rows
 
 
-def _traced(function: Callable[..., Tensor], inputs: list[Tensor], weights: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
+def _traced(function: Callable[..., Tensor], inputs: list[Tensor], weights: Sequence[Tensor]) -> Callable[..., Any]:
     """One trace of all products, as a captured forward pass computes them."""
-    def products(inputs: list[Tensor]) -> list[Tensor]:
-        return [function(x, weight) for x, weight in zip(inputs, weights, strict=True)]
-
-    with expected_warnings(), torch.jit.optimized_execution(False):
-        traced = torch.jit.trace(products, (inputs,), check_trace=False)
-        traced(inputs)
+    with torch.jit.optimized_execution(False):
+        traced = fold(trace(lambda *inputs: tuple(map(function, inputs, weights)), inputs))
+        traced(*inputs)
     return traced

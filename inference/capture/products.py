@@ -1,6 +1,6 @@
 """Puts packed weights into the graph of a captured function: its linear layers become products with them.
 
-`torch.jit.trace` takes no opaque tensor as a constant and no optional list as an argument, so the layers are traced as they are and
+Tracing takes no opaque tensor as a constant and no optional list as an argument, so the layers are traced as they are and
 replaced afterwards; the packed weights become one more argument of the graph. Layers that read the same value (queries, keys and values;
 gate and up) become one product.
 """

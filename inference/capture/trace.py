@@ -1,4 +1,4 @@
-"""Backend ``trace``: `torch.jit.trace` on a CPU, with size arithmetic folded and linear layers in the form that is fastest here.
+"""Backend ``trace``: TorchScript on a CPU, with size arithmetic folded and linear layers in the form that is fastest here.
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes a half to a
 third of the time. A trace works for new sizes without retracing.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
-from headstart.inference.capture.folding import expected_warnings, fold, missing_functions
+from headstart.inference.capture.folding import fold, missing_functions, trace
 from headstart.inference.capture.forms import Form, fastest_form
 from headstart.inference.capture.linear import TransposedLinear, layout
 from headstart.inference.capture.products import PackedFunction
@@ -35,10 +35,10 @@ class Trace(Backend):
         version = f"torch {torch.__version__}"
         if sys.version_info >= (3, 14):
             return "torch.jit does not support Python 3.14 and later"
-        if not all(callable(getattr(getattr(torch, "jit", None), name, None)) for name in ("trace", "optimized_execution")):
-            return f"{version} has no torch.jit.trace"
+        if getattr(getattr(torch, "jit", None), "optimized_execution", None) is None:
+            return f"{version} has no torch.jit.optimized_execution"
         if missing := missing_functions():
-            return f"{version} lacks {', '.join(missing)}, with which traces are folded"
+            return f"{version} lacks {', '.join(missing)}, with which traces are made"
         return None
 
     @cached_property
@@ -70,8 +70,8 @@ class _Traced(Capture):
             out = flatten(function(held, *inputs), results)
             return tuple(results)
 
-        with expected_warnings(), TransposedLinear(form.transposed_rows) if form.transposed_rows else nullcontext():
-            traced = torch.jit.trace(flat, tuple(call.leaves), check_trace=False)
+        with TransposedLinear(form.transposed_rows) if form.transposed_rows else nullcontext():
+            traced = trace(flat, call.leaves)
         self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
         self.build = builder(out)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as known
 
 from headstart.inference.engine.tree import CandidateTree
@@ -61,24 +60,52 @@ def is_blind(processor: LogitsProcessor) -> bool:
     return type(processor) in BLIND
 
 
+TOP_K_SIZES = tuple(16**power * 4 for power in range(1, 6))
+"""Numbers of largest logits among which a top-k filter of drafts looks for its threshold; few, since each is captured apart."""
+
+
 @dataclass(frozen=True)
 class Filters:
-    """Top-k, top-p and min-p filters, applied to draft logits as to the backbone's."""
+    """transformers' top-k, top-p and min-p filters for draft logits; None: not filtered so.
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    The values are tensors ``[1]``, so that a captured function serves all of them.
+    """
+
+    top_k_1: Tensor | None
+    top_k_size: int
+    """How many of the largest logits are looked at: at least top-k."""
+    left_out_1: Tensor | None
+    """``1 - top_p``."""
+    min_p_1: Tensor | None
+
+    @staticmethod
+    def of(top_k: int, top_p: float, min_p: float, device: torch.device) -> Filters | None:
+        """The filters with these values; None if they filter nothing (top_k 0, top_p 1 and min_p 0)."""
+        if not top_k and top_p >= 1 and not min_p:
+            return None
+        size = next((size for size in TOP_K_SIZES if size >= top_k), TOP_K_SIZES[-1]) if top_k else 0
+        return Filters(
+            torch.full((1,), min(top_k, size), device=device) if top_k else None,
+            size,
+            torch.full((1,), 1 - top_p, dtype=torch.float32, device=device) if top_p < 1 else None,
+            torch.full((1,), min_p, dtype=torch.float32, device=device) if min_p else None,
+        )
 
     def __call__(self, logits_NV: Tensor) -> Tensor:
-        """Set the logits of filtered tokens to -inf (top_k 0, top_p 1 and min_p 0 filter nothing)."""
-        ids: Any = None   # these warpers ignore the ids
-        if self.top_k:
-            logits_NV = TopKLogitsWarper(self.top_k)(ids, logits_NV)
-        if self.top_p < 1:
-            logits_NV = TopPLogitsWarper(self.top_p)(ids, logits_NV)
-        if self.min_p:   # transformers' MinPLogitsWarper cannot be captured
+        """Set the logits of filtered tokens to -inf."""
+        if self.top_k_1 is not None:
+            V = logits_NV.shape[-1]
+            largest_NK = logits_NV.topk(min(self.top_k_size, V)).values
+            index_N1 = (self.top_k_1.clamp(max=V) - 1).expand(len(logits_NV), 1)
+            logits_NV = logits_NV.masked_fill(logits_NV < largest_NK.gather(1, index_N1), -math.inf)
+        if self.left_out_1 is not None:
+            ascending_NV = logits_NV.sort(-1)
+            out_NV = ascending_NV.values.softmax(-1).cumsum(-1) <= self.left_out_1
+            out_NV[:, -1:] = False
+            logits_NV = logits_NV.masked_fill(out_NV.scatter(1, ascending_NV.indices, out_NV), -math.inf)
+        if self.min_p_1 is not None:
             probs_NV = logits_NV.softmax(-1)
-            logits_NV = logits_NV.masked_fill(probs_NV < self.min_p * probs_NV.amax(-1, keepdim=True), -math.inf)
+            logits_NV = logits_NV.masked_fill(probs_NV < self.min_p_1 * probs_NV.amax(-1, keepdim=True), -math.inf)
         return logits_NV
 
 
@@ -111,15 +138,14 @@ class Processing:
         """The temperature; draft logits are divided by it too."""
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
 
-    @property
-    def filters(self) -> Filters | None:
-        """The filters, which are also applied to draft logits; None if there are none."""
-        filters = Filters(
+    def filters(self, device: torch.device) -> Filters | None:
+        """The filters, for draft logits too; None if there are none."""
+        return Filters.of(
             next((p.top_k for p in self.processors if isinstance(p, known.TopKLogitsWarper)), 0),
             next((p.top_p for p in self.processors if isinstance(p, known.TopPLogitsWarper)), 1.0),
             next((p.min_p for p in self.processors if isinstance(p, known.MinPLogitsWarper)), 0.0),
+            device,
         )
-        return None if filters == Filters() else filters
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
         """Processed scores ``[B, N, V]`` (float32). ``histories``: the ids of each row, root included (without a tree: its prompt)."""

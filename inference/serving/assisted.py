@@ -143,7 +143,7 @@ class HeadCandidates(CandidateGenerator):
             logits_1V = whole_1V.index_copy(1, self.drafter.vocabulary, logits_1V)
         if self.sampled is None:
             return logits_1V
-        logits_1V, filters = logits_1V / self.sampled.temperature, self.sampled.filters
+        logits_1V, filters = logits_1V / self.sampled.temperature, self.sampled.filters(logits_1V.device)
         return logits_1V if filters is None else filters(logits_1V)
 
 

@@ -46,7 +46,8 @@ class DraftScoring:
         """Scoring that matches the backbone's sampling; greedy without noise."""
         if noise_BPV is None:
             return DraftScoring()
-        return DraftScoring(torch.full((1,), processing.temperature, device=noise_BPV.device), noise_BPV, processing.filters)
+        device = noise_BPV.device
+        return DraftScoring(torch.full((1,), processing.temperature, device=device), noise_BPV, processing.filters(device))
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished, write_text
+from headstart.support.json_text import log_lines
 from headstart.training.log.report import write_report
 from headstart.training.log.trackers import log_examples, start_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
@@ -166,12 +167,8 @@ def _keep_until(path: Path, done: int) -> dict[str, Any] | None:
     """Drop lines after the resumed step, which will be written again, and incomplete ones. Returns the last recipe in the log."""
     discard_unfinished(path.with_name("*"))
     kept, recipe = [], None
-    for text in path.read_text().splitlines() if path.exists() and done else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if line["step"] <= done:
+    for text, line in log_lines(path) if path.exists() and done else ():
+        if line.get("step", 0) <= done:
             kept.append(text + "\n")
             recipe = {key: line[key] for key in ("recipe", "steps")} if "recipe" in line else recipe
     write_text(path, "".join(kept))

@@ -5,7 +5,6 @@ Several heads share plots, one line each; plots with a line per depth are repeat
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from headstart.support.files import write_text
+from headstart.support.json_text import log_lines
 from headstart.support.report.charts import Axes, Series, across, around, lines, short
 from headstart.support.report.page import Sample, Table, TableRow, render
 from headstart.training.recipe.yaml_text import dump_yaml
@@ -93,13 +93,7 @@ def start_of(log: Sequence[Line]) -> Line:
 
 def read_log(path: Path) -> list[Line]:
     """Read all complete log lines; the last may be incomplete."""
-    log = []
-    for line in path.read_text().splitlines():
-        try:
-            log.append(json.loads(line))
-        except ValueError:
-            continue
-    return log
+    return [line for _, line in log_lines(path)]
 
 
 def heads_of(log: Iterable[Line], recipe: Line) -> list[Head]:

@@ -18,6 +18,7 @@ import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.errors import UserError
+from headstart.support.limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import MIN_TOKENS, Splits, load_data, require_vocabulary
 from headstart.training.data.rows import ENDINGS, SHIPPED
@@ -61,8 +62,8 @@ def find_machine(gpus: int | None, memory: float | None) -> Machine:
     """Return the hardware: ``gpus`` devices of ``memory`` GB, by default this machine's. Raises UserError if its memory is unknown."""
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus is a whole number of at least 1; got {gpus}")
-    if memory is not None and not 0 < memory < float("inf"):
-        raise UserError(f"--memory is a number of gigabytes above 0; got {memory:g}")
+    if memory is not None and not 0 < memory <= MAX_MEMORY_GB:
+        raise UserError(f"--memory is a number of gigabytes above 0 and at most {MAX_MEMORY_GB}; got {memory:g}")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None and gpus is not None and memory is None:
         raise UserError(f"--gpus {gpus}: this machine has no accelerator to read the memory of; give it with --memory GB")

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.limits import MAX_NODES, MAX_WIDTH
+from headstart.support.limits import MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH
 from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
@@ -50,7 +50,7 @@ class Train(StrictModel):
     """Optimizer steps; instead of ``epochs``."""
     epochs: PositiveFloat | None = None
     """Passes over the data; 1 when neither this nor ``steps`` is given."""
-    batch_size: PositiveInt = 8
+    batch_size: Annotated[int, Ge(1), Le(MAX_STEP_SEQUENCES)] = 8
     """Sequences of an optimizer step, over all processes and accumulation."""
     micro_batch: PositiveInt | None = None
     """Sequences of one forward on one device (per-device batch size); null: the device's whole share, without accumulation."""

@@ -26,6 +26,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, file_hash
+from headstart.support.json_text import parse_json
 from headstart.support.transaction import flush
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
@@ -164,7 +165,7 @@ def _steps(save_dir: Path) -> list[Path]:
 def _fault(folder: Path) -> str | None:
     """Describe the damage of a state; None if it is intact."""
     try:
-        progress = json.loads((folder / "state.json").read_text())
+        progress = parse_json((folder / "state.json").read_text("utf-8"), "state.json")
         checksum = file_hash(folder / "tensors.safetensors")
     except OSError as error:
         return f"{Path(error.filename).name} cannot be read"
@@ -172,6 +173,8 @@ def _fault(folder: Path) -> str | None:
         return "state.json is not JSON"
     if not isinstance(progress, dict) or progress.get("sha256") != checksum:
         return "the checksum of tensors.safetensors is not the one in state.json"
+    if progress.get("format") == FORMAT and not (isinstance(progress.get("step"), int) and isinstance(progress.get("recipe"), dict)):
+        return "state.json lacks its step or recipe"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.serving.engines import ENGINES
 from headstart.inference.serving.trained import Trained
 from headstart.support.errors import UserError
+from headstart.support.json_text import read_json
 
 BACKBONE = "backbone"
 """Folder of the merged backbone inside the exported folder."""
@@ -21,7 +21,7 @@ BACKBONE = "backbone"
 def require_keepable(trained: Trained, engine: str | None) -> int:
     """Return the rank of the adapter. Raises UserError unless an engine can serve it unmerged beside heads."""
     assert trained.adapter is not None
-    config = json.loads((trained.adapter / CONFIG).read_text("utf-8"))
+    config = read_json(trained.adapter / CONFIG, "train again, or restore the file")
     if engine not in (None, "vllm"):
         raise UserError(f"--adapter keep is for vLLM; whether {ENGINES[engine]} drafts for an adapter is not known: use --adapter merge")
     if config.get("use_dora"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from headstart.heads.backbone.backbone import resolve
+from headstart.support.json_text import parse_json
 
 TEXTS = {
     "apache-2.0": ("Apache License", "Version 2.0"),
@@ -43,7 +43,7 @@ def _stated(file: Path) -> str | None:
         if file.name == "README.md":
             found = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
         elif file.suffix == ".json":
-            found = dict(json.loads(text)).get("license")
+            found = dict(parse_json(text, str(file))).get("license")
         else:
             found = next((name for name, phrases in TEXTS.items() if all(phrase in text for phrase in phrases)), "other")
     except (ValueError, TypeError):   # metadata that is no YAML, or no mapping in JSON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from headstart.inference.serving.publish.heads import Heads
 from headstart.inference.serving.publish.scrub import last_part
 from headstart.support.errors import UserError
 from headstart.support.files import require_file
-from headstart.support.json_text import read_json
+from headstart.support.json_text import log_lines, read_json
 
 SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
 """Keys of an evaluation's settings that are shown."""
@@ -87,12 +86,8 @@ def _last_evaluation(heads: Heads) -> dict[str, Any] | None:
     if file is None or not file.is_file():
         return None
     found = None
-    for text in file.read_text("utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:   # cut off by a killed run
-            continue
-        if line.get("tau") == heads.provenance.get("tau") and line["step"] <= heads.provenance.get("steps", 0):
+    for _, line in log_lines(file):
+        if line.get("tau") == heads.provenance.get("tau") and line.get("step", 0) <= heads.provenance.get("steps", 0):
             found = line
     return found if found is not None and "acceptance_per_depth" in found else None
 

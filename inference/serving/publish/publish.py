@@ -17,6 +17,7 @@ from headstart.inference.serving.publish.measured import bench_figures, training
 from headstart.inference.serving.publish.scrub import scrubbed
 from headstart.support.hub import upload
 from headstart.support.inside import inside
+from headstart.support.json_text import read_json
 
 METADATA = ("config.json", "headstart.json", "headstart_export.json", "adapter_config.json")
 """Files in which paths of this machine may stand."""
@@ -59,7 +60,8 @@ def _place(heads: Heads, card: str, folder: Path, copy: bool) -> None:
         source, target = inside(heads.folder, name), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name.name in METADATA:
-            target.write_text(json.dumps(scrubbed(json.loads(source.read_text("utf-8")), known), indent=2) + "\n", encoding="utf-8")
+            shown = scrubbed(read_json(source, "train, export or fetch the heads again"), known)
+            target.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
         elif copy:
             shutil.copyfile(source, target)
         else:
