@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.cli.train import main
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample, load_data
@@ -17,7 +18,7 @@ from headstart.training.data.mix import Mix
 from headstart.training.features.caching import write_cache
 from headstart.training.recipe.recipe import Data, Train, load_recipe, to_dict, to_yaml
 from headstart.training.regenerate.regenerate import write_answers
-from tests.small_run import make_recipe, read_log, run
+from tests.small_run import make_recipe, read_log
 from tests.test_data import make_tokenizer
 
 MIX = Mix(("a", "b", "c"), (10, 3, 40), (1.0, 1.0, 2.0))
@@ -113,18 +114,17 @@ def test_a_mix_is_written_as_it_was_given(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "again.yaml") == mixed
 
 
-def test_a_mix_trains_and_reads_its_cache(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_mix_trains_and_reads_its_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(make_recipe(tmp_path))
     other = rows(tmp_path / "other.jsonl", 9)
     mix = f"data.train=[{{path: {tmp_path / 'text.jsonl'}, weight: 1}}, {{path: {other}, weight: 2}}]"
-    straight = run(recipe, mix, "train.steps=6")
-    assert straight.returncode == 0, straight.stderr
-    assert "mix       " in straight.stderr + straight.stdout
+    assert main([recipe, mix, "train.steps=6"]) == 0
+    assert "mix       " in capsys.readouterr().err
     losses = [line["loss"] for line in read_log(tmp_path / "out") if "loss" in line]
-    cached = load_recipe(recipe, [mix, f"cache.dir={tmp_path / 'features'}", "cache.dtype=exact", f"save.dir={tmp_path / 'cached'}"])
-    write_cache(cached, False)
-    again = run(recipe, mix, "train.steps=6", f"cache.dir={tmp_path / 'features'}", "cache.dtype=exact", f"save.dir={tmp_path / 'cached'}")
-    assert again.returncode == 0, again.stderr
+    cached = [mix, f"cache.dir={tmp_path / 'features'}", "cache.dtype=exact", f"save.dir={tmp_path / 'cached'}"]
+    write_cache(load_recipe(recipe, cached), False)
+    assert main([recipe, *cached, "train.steps=6"]) == 0
     assert [line["loss"] for line in read_log(tmp_path / "cached") if "loss" in line] == pytest.approx(losses, rel=1e-4)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import make_recipe, read_log, run
+from forked import Forked
+from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
 
@@ -61,10 +62,10 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path,
     """Killed in step 17: SIGKILL loses everything after the state of step 12; SIGTERM lets the step finish and saves it."""
     out = tmp_path / "out"
     forward = str((DEATH - 1) * MICRO_BATCHES + 2)
-    done = run(*recipe_for(whole, out), HEADSTART_TEST_SIGNAL=str(int(number)), HEADSTART_TEST_FORWARD=forward)
-    assert done.returncode == status, done.stderr[-3000:]
+    said, fatal = tmp_path / "said", {"HEADSTART_TEST_SIGNAL": str(int(number)), "HEADSTART_TEST_FORWARD": forward}
+    assert Forked(1, recipe_for(whole, out), said, **fatal).wait() == status, said.read_text()[-3000:]
     assert states(out)[-1].name == f"step-{saved:08d}"
-    assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in done.stderr
+    assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in said.read_text()
     with (out / "log.jsonl").open("a") as log:
         log.write('{"step": 39, "loss": 1.0}\n{"step": 3')   # a line of a later step, and one torn by the kill
     assert main(recipe_for(whole, out)) == 0

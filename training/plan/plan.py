@@ -165,7 +165,8 @@ def _fits(memory_plan: MemoryPlan, peak: StepMemory, size: MicroBatch, machine: 
 
     @cache
     def peak_of(rows: int, length: int) -> int:
-        phases = memory_plan.step(MicroBatch(rows, length, size.label_share)).phases
+        planned = (rows, length) == (size.rows, size.length)
+        phases = (peak if planned else memory_plan.step(MicroBatch(rows, length, size.label_share))).phases
         return max(sum(phases[phase].values()) for phase in (TARGET_FORWARD, DRAFT_STEP))
 
     at_any_size = (sum(parts.values()) for phase, parts in peak.phases.items() if phase in (OPTIMIZER, CHECKPOINT))
