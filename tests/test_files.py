@@ -30,14 +30,17 @@ def test_a_writer_cannot_make_the_file_private(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    for name in ("old", "new"):
-        with atomic(tmp_path / "folder", folder=True) as temporary:
-            (temporary / name).touch()
+def test_a_folder_appears_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()   # an empty one is replaced
     with pytest.raises(KeyboardInterrupt), atomic(tmp_path / "folder", folder=True) as temporary:
         (temporary / "never").touch()
         raise KeyboardInterrupt
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/new"]
+    assert not [*(tmp_path / "folder").iterdir()]
+    with atomic(tmp_path / "folder", folder=True) as temporary:
+        (temporary / "file").touch()
+    with pytest.raises(OSError, match="not empty"), atomic(tmp_path / "folder", folder=True) as temporary:
+        (temporary / "other").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/file"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

@@ -274,7 +274,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except Exception as error:
+    except MemoryError:
+        raise
+    except Exception as error:   # as with models: what is raised depends on the tokenizer and on the damage
         raise _cannot_load("tokenizer", path, error) from error
 
 

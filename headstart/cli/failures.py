@@ -81,6 +81,8 @@ def _unforeseen(error: Exception, folder: Path | None) -> str:
     what = f"{type(error).__name__}: {cause(error)}"
     if isinstance(error, RecursionError):
         what = f"{what} (something is nested too deep: an input, or a path of links)"
+    if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__) or "CUDA error" in what:
+        what = f"{what} (the accelerator failed or was lost: see its driver's log; a new process may have it again, and training goes on)"
     log = _log(error, folder)
     where = f"the details are in {log}" if log else "the details could not be written; --debug prints them"
     return f"unforeseen, and not your mistake: {what}; {where}, please report it with them"

@@ -33,8 +33,8 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the same folder, which replaces ``path`` when the block ends and is removed on an error.
 
     Only the user can read the temporary file; in the end it has default permissions, whatever its writer sets (safetensors sets mode 600).
-    With ``folder`` the temporary path is an empty folder, and an existing folder at ``path`` is replaced. Parent folders are created.
-    Raises UserError if ``path`` is there and no regular file.
+    With ``folder`` the temporary path is an empty folder; only an empty folder at ``path`` is replaced, so that the rename is one step.
+    Parent folders are created. Raises UserError if ``path`` is there and no regular file, OSError if it is a folder that is not empty.
     """
     if not folder and path.exists() and not path.is_file():   # a replaced device would be gone for every program
         raise UserError(f"{path} is {KINDS.get(stat.S_IFMT(path.stat().st_mode), 'no regular file')}; give a regular file")
@@ -49,8 +49,6 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
         temporary.chmod(0o700 if folder else 0o600)
         yield temporary
         temporary.chmod(mode)
-        if folder:
-            shutil.rmtree(path, ignore_errors=True)
         os.replace(temporary, path)
     except BaseException:   # such as a full disk or an interrupt
         discard(temporary)

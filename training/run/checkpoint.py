@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard_unfinished, file_hash
+from headstart.support.files import atomic, discard, discard_unfinished, file_hash
 from headstart.support.json_text import parse_json
 from headstart.support.transaction import flush
 from headstart.training.run.average import Average
@@ -53,6 +53,7 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     """Write the state of a step atomically, then delete all but the ``keep`` newest."""
     folder = save_dir / "state" / f"step-{step:08d}"
     discard_unfinished(folder.with_name("step-*"))
+    discard(folder)   # damaged: the run would have gone on from an intact state of this step
     with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
         content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
