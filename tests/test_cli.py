@@ -293,8 +293,8 @@ def test_help_loads_no_library():
 
 def test_a_closed_pipe_is_quiet():
     code = (
-        "import sys; from headstart.cli import decoding, main\n"
+        "import sys; from headstart.cli import main, preparing\n"
         "def broken(given):\n    print('unwritten', end=''); raise BrokenPipeError\n"
-        "decoding.bench = broken; sys.exit(main.main(['bench', '--heads', 'a', '--prompts', 'b']))"
+        "preparing.schema = broken; sys.exit(main.main(['schema']))"
     )
     assert ((done := python("-c", code)).returncode, done.stderr) == (141, "")

@@ -34,7 +34,7 @@ from headstart.training.run.step import TrainStep
 DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9
 PROMPT = "import os\nimport sys\n\n"
 OBJECTIVE = Objective(terms={"ce": 1.0}, depth_weights="geometric", depth_decay=1.0)
-TRAIN = Train(steps=30, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
+TRAIN = Train(steps=16, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
 HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))   # the first two are the fast ones

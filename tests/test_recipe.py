@@ -201,19 +201,17 @@ def test_made_in_python_it_is_held_to_the_same_rules():
             make()
 
 
+HOSTILE = [
+    "log.name='no'", "log.project='1e-3'", "save.dir='null'", 'data.subset="a: b\\n# c"', "train.lr=1e-7", "train.max_grad_norm=.inf",
+]  # fmt: skip
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_written_out_it_reads_back_equal(write, path):
-    hostile = [
-        "log.name='no'",
-        "log.project='1e-3'",
-        "save.dir='null'",
-        'data.subset="a: b\\n# c"',
-        "train.lr=1e-7",
-        "train.max_grad_norm=.inf",
-    ]
-    for overrides in ([], hostile, ["train.steps=3", "train.epochs=null"]):
-        recipe = load_recipe(path, overrides)
-        assert load_recipe(write(to_yaml(recipe))) == recipe
+@pytest.mark.parametrize("overrides", [[], HOSTILE, ["train.steps=3", "train.epochs=null"]], ids=["plain", "hostile", "changed"])
+def test_written_out_it_reads_back_equal(write, path, overrides):
+    recipe = load_recipe(path, overrides)
+    assert load_recipe(write(to_yaml(recipe))) == recipe
     assert to_dict(recipe)["train"]["betas"] == [0.9, 0.95]
 
 
