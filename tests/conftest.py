@@ -32,7 +32,7 @@ def packed_weights() -> Iterator[None]:
     from headstart.inference.capture.forms import Form
     from headstart.inference.capture.packed import available
 
-    form = Form("mkl") if available("mkl") else Form(None, 4)
+    form = Form("mkl") if "mkl" in available(torch.float32) else Form(None, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "fastest_form", lambda module: form)
         yield

@@ -99,7 +99,7 @@ def test_the_report_says_what_was_captured_and_why_not(heads, monkeypatch):
     report = compare([("t", traced), ("p", partly)], asked(5, 9), Plan(8, tree=TREE))
     by_name = {row.get("head", row.get("name")): row["capture"] for row in (*report["baselines"], *report["results"])}
     assert by_name[AR_TRANSFORMERS] is None and by_name[AR] == {"backend": "trace", "fallback": None}
-    assert by_name["p"]["backend"] == "trace" and "draft levels: " in by_name["p"]["fallback"]
+    assert by_name["p"]["backend"] == "trace" and "Medusa is not capturable" in by_name["p"]["fallback"]
     assert f"fallback: {by_name['p']['fallback']}" in printed(report)
     assert any(note.startswith("capture: trace (AR (headstart)") for note in capture_notes(report))
 

@@ -20,11 +20,12 @@ from headstart.inference.capture.products import PackedFunction
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
-AVAILABLE = [kind for kind in KINDS if packed.available(kind)]
+AVAILABLE = packed.available(torch.float32)
+IN_BF16 = packed.available(torch.bfloat16)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS[torch.float32])
 def kind(request: pytest.FixtureRequest) -> Kind:
     if request.param not in AVAILABLE:
         pytest.skip(f"this torch has no {request.param}")
@@ -82,11 +83,22 @@ def test_captures_share_packed_weights_until_the_weights_change(kind: Kind) -> N
     assert len(packed._SHARED) < before, "packed weights that no capture uses are freed"
 
 
-def test_only_constant_fp32_weights_are_packed(kind: Kind) -> None:
-    weight = torch.randn(4, 4, dtype=torch.bfloat16)
+@pytest.mark.skipif(not IN_BF16, reason="this torch packs no weights in bf16")
+@pytest.mark.parametrize("shape", [(320, 192), (192, 512), (1024, 192), (96, 2048), (160, 33)])
+def test_in_bf16_a_row_gives_the_same_bits_alone_and_among_others(shape: tuple[int, int]) -> None:
+    x_RK, weight_NK, bias_N = torch.randn(64, shape[1]).bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
+    weight = pack([weight_NK], [bias_N], "onednn")
+    together = multiply(x_RK, weight, "onednn")
+    assert torch.allclose(together.float(), F.linear(x_RK.float(), weight_NK.float(), bias_N.float()), rtol=0.01, atol=0.1)
+    for rows in (1, 2, 7, 12, 16, 24, 33):
+        assert torch.equal(multiply(x_RK[:rows].contiguous(), weight, "onednn"), together[:rows]), rows
+
+
+def test_only_constant_weights_in_a_dtype_that_the_kind_multiplies_are_packed(kind: Kind) -> None:
+    weight = torch.randn(4, 4, dtype=torch.float16)
 
     def layers(x: Tensor) -> tuple[Tensor, Tensor]:
-        return F.linear(x, x + 1), F.linear(x.bfloat16(), weight)
+        return F.linear(x, x + 1), F.linear(x.half(), weight)
 
     assert not PackedFunction(traced(layers, [torch.randn(2, 4)]), kind).weights
 
@@ -152,7 +164,7 @@ def test_weights_changed_in_place_are_packed_anew(kind: Kind, monkeypatch: pytes
 def test_the_form_is_timed_once_and_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_KNOWN", {})
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).requires_grad_(False)
-    assert fastest_kind(model) in (None, *KINDS) and len(forms._KNOWN) == 1
+    assert fastest_kind(model) in (None, *KINDS[torch.float32]) and len(forms._KNOWN) == 1
     monkeypatch.setattr(forms, "_measure", lambda weights: pytest.fail("timed twice"))
     fastest_kind(model)
     monkeypatch.setattr(forms, "_memory", lambda: 100)

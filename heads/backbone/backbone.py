@@ -18,14 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.grouped_attention import grouped
 from headstart.heads.backbone.hooks import recomputed, tapped
 from headstart.heads.backbone.masks import additive_mask, attention_windows
 from headstart.heads.backbone.probes import find_postprocessing, require_masks
-from headstart.heads.backbone.quantization import quantization, quantizing
+from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
-from headstart.support.dtypes import torch_dtype
+from headstart.heads.backbone.tree_attention import tree_attention
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ class Backbone:
     def _mode(self, differentiable: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, grouped():
+        with dropout, tree_attention():
             yield
 
     def fingerprint(self) -> list[float]:
@@ -235,20 +234,18 @@ def load_backbone(
 ) -> Backbone:
     """Load a frozen backbone from a folder, a hub id or ``embedded``; safetensors only.
 
-    ``trust_remote_code`` allows code from the model's repository. ``dtype`` auto: the checkpoint's own on an accelerator, fp32 on the
-    CPU; int8, int4: see `quantization`. ``attention``: see `Attention`. ``place`` moves the model from the CPU to the
-    device; by default it is moved whole. Raises UserError.
+    ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
+    moves the model from the CPU to the device; by default it is moved whole. Raises UserError.
     """
     where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    wanted = torch_dtype(dtype) or (torch.float32 if on.type == "cpu" else "auto")
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
         model, report = AutoModelForCausalLM.from_pretrained(
             where,
-            dtype=wanted,
+            dtype=loaded_dtype(dtype, config, on),
             quantization_config=quantizing(dtype),
             trust_remote_code=trust_remote_code,
             attn_implementation=attention_kernel(attention),

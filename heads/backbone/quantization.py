@@ -1,6 +1,6 @@
-"""Backbones with 8- or 4-bit weights: quantized checkpoints, or weights that quanto quantizes on loading.
+"""The dtype of a backbone's weights, 8 and 4 bits included: quantized checkpoints, or weights that quanto quantizes on loading.
 
-Decoding is lossless with respect to the quantized model.
+Decoding is lossless with respect to the model in that dtype.
 """
 
 from __future__ import annotations
@@ -10,12 +10,28 @@ import zlib
 from importlib.util import find_spec
 from typing import Any
 
-from transformers import PreTrainedModel, QuantoConfig
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, QuantoConfig
 
+from headstart.support.dtypes import bf16_instructions, torch_dtype
 from headstart.support.errors import UserError
 
 INTEGERS = ("int8", "int4")
 """Weight dtypes of the linear layers; the embedding and output layer stay unquantized, so that the same heads fit."""
+
+
+def loaded_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype | str:
+    """Return the argument ``dtype`` of `from_pretrained`.
+
+    ``auto``: the checkpoint's own dtype on an accelerator; on a CPU bf16 if the checkpoint is in bf16 and the CPU has instructions for it,
+    else fp32. int8, int4: what is not quantized is as with ``auto`` on an accelerator, in fp32 on a CPU.
+    """
+    if (named := torch_dtype(dtype)) is not None:
+        return named
+    if device.type != "cpu":
+        return "auto"
+    saved = config.get_text_config().dtype
+    return torch.bfloat16 if dtype == "auto" and saved == torch.bfloat16 and bf16_instructions() else torch.float32
 
 
 def quantizing(dtype: str) -> QuantoConfig | None:

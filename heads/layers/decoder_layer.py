@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from headstart.heads.backbone.grouped_attention import attend_grouped
+from headstart.heads.backbone.tree_attention import attend
 from headstart.heads.layers.block_attention import BlockLayout, attend_blocks
 from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 
@@ -170,7 +170,7 @@ class DecoderLayer(nn.Module):
 
     def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
         """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
-        return self.finish(state, attend_grouped(self.self_attn.queries(x, rotation), *past, mask_BNS[:, None]), x)
+        return self.finish(state, attend(self.self_attn.queries(x, rotation), *past, mask_BNS[:, None]), x)
 
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks

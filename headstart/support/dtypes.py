@@ -22,3 +22,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype, or torch's if it has none."""
     name = str(dtype).removeprefix("torch.")
     return next((short for short, full in NAMES.items() if full == name), name)
+
+
+def bf16_instructions() -> bool:
+    """True if the CPU multiplies bf16 numbers itself (x86 with AVX-512 BF16 or AMX)."""
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
@@ -90,7 +91,10 @@ def compare(
             references = References(by_system[ar], by_system[ar_transformers], first)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             report["baselines"] += [baseline(by_system[system], references, sizes) for system in baselines]
-            report["results"] += [result(by_system[system], references, race.settings, sizes) for system in drafting]
+            for system in drafting:
+                measured = result(by_system[system], references, race.settings, sizes)
+                measured["logits"] = compare_logits(by_system[system], by_system[ar], race.groups, race.settings, plan.seed)
+                report["results"].append(measured)
             report["dropped_turns"] += race.dropped_turns
             if plan.replay and prompter is not None and batch == plan.batches[0]:
                 recorded = record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer)
@@ -142,6 +146,11 @@ class Race:
                 asked = {} if prompter is None else self._next(asked, prompter, progress)
         self._time_parts()
 
+    @property
+    def groups(self) -> list[dict[int, Tensor]]:
+        """The batches of the prompts' first turns."""
+        return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
+
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
         """Let every system continue measured prompts, each at most once, until it no longer captures functions."""
         for one in self.results:
@@ -180,10 +189,9 @@ class Race:
         """On an accelerator, decode some prompts once more with exact times."""
         if self.leader.system.backbone.device.type == "cpu":
             return
-        groups = [group for _, group in self._groups(dict(enumerate(self.prompts)))][:TIMED]
         for one in self.results:
             if isinstance(one.system, HeadstartSystem) and one.system.sources:
-                one.parts = one.system.time_parts(groups, self.settings, self.seed)
+                one.parts = one.system.time_parts(self.groups[:TIMED], self.settings, self.seed)
 
 
 def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:

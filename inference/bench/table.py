@@ -15,6 +15,9 @@ from headstart.support.report.terminal import columns, show
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")
 STEP = ("MBU", "draft ms", "verify ms", "host ms", "identical")
+NEAR_TIES = (
+    " In 16 bits, passes of different widths may round differently, and near-ties then fall the other way; --dtype fp32 compares exactly."
+)
 
 
 def print_report(report: Row, out: TextIO) -> None:
@@ -88,15 +91,24 @@ def verdict(report: Row) -> tuple[bool, str]:
     if not differing:
         to_transformers = {row["identical_to_transformers"] for row in report["results"] if row["temperature"] == 0}
         also = "; at temperature 0 also to transformers' generate" if to_transformers == {True} else ""
-        return True, f"Every token of every prompt is identical to autoregressive decoding with the same seed{also}."
+        return True, f"Every token of every prompt is identical to autoregressive decoding with the same seed{also}.{_bits(report)}"
     systems = ", ".join(f"{name(row)} {_setting(row)} in {row['prompts_differing']}" for row in differing)
     systems += f" of {report['prompts']} prompts"
     if report["dtype"] == "fp32":
         return False, f"NOT IDENTICAL to autoregressive decoding: {systems}. In fp32 this is a fault; please report it."
-    return True, (
-        f"Not every token is identical to autoregressive decoding: {systems}. In {report['dtype']}, forward passes of different widths"
-        " round differently and a near-tie can fall the other way; --dtype fp32 compares exactly."
-    )
+    return True, f"Not every token is identical to autoregressive decoding: {systems}.{_bits(report)}{NEAR_TIES}"
+
+
+def _bits(report: Row) -> str:
+    """A sentence on the logits, where they were compared."""
+    compared = [row["logits"] for row in report["results"]]
+    positions, differing = (sum(one[key] for one in compared) for key in ("positions", "differing"))
+    if not positions:
+        return ""
+    if not differing:
+        return f" So is every bit of the logits ({positions:,} positions compared)."
+    largest, logit = (max(one[key] for one in compared) for key in ("largest_difference", "largest_logit"))
+    return f" Logits differ by at most {largest:.2g}, the largest is {logit:.3g} ({differing:,} of {positions:,} positions differ)."
 
 
 def _setting(row: Row) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headstart.inference.capture.folding import fold, trace
 from headstart.inference.capture.linear import EVICTION, max_transposed_rows, timed_weights
-from headstart.inference.capture.packed import KINDS, Kind, available
+from headstart.inference.capture.packed import Kind, available
 from headstart.inference.capture.products import PackedFunction
 
 ROWS = (1, 12)
@@ -53,7 +53,7 @@ def fastest_kind(module: nn.Module) -> Kind | None:
     weights = timed_weights(module)
     if not weights or _bytes(module) > MEMORY_SHARE * _memory():
         return None
-    key = (torch.get_num_threads(), tuple(tuple(weight.shape) for weight in weights))
+    key = (torch.get_num_threads(), weights[0].dtype, tuple(tuple(weight.shape) for weight in weights))
     if key not in _KNOWN:
         _KNOWN[key] = _measure(weights)
     return _KNOWN[key]
@@ -62,13 +62,13 @@ def fastest_kind(module: nn.Module) -> Kind | None:
 @torch.no_grad()
 def _measure(weights: Sequence[Tensor]) -> Kind | None:
     with torch.jit.optimized_execution(False):
-        example = [torch.ones(2, weight.shape[1]) for weight in weights]
+        example = [torch.ones(2, weight.shape[1], dtype=weight.dtype) for weight in weights]
         traced = trace(lambda *inputs: tuple(map(F.linear, inputs, weights)), example)
         ways: dict[Kind | None, Callable[..., Any]] = {None: fold(traced)}
-        ways |= {kind: PackedFunction(traced, kind) for kind in KINDS if available(kind)}
+        ways |= {kind: PackedFunction(traced, kind) for kind in available(weights[0].dtype)}
         totals = dict.fromkeys(ways, 0.0)
         for rows in ROWS:
-            for kind, seconds in _least(ways, [torch.ones(rows, weight.shape[1]) for weight in weights]).items():
+            for kind, seconds in _least(ways, [torch.ones(rows, one.shape[1], dtype=one.dtype) for one in weights]).items():
                 totals[kind] += seconds
     best = min(totals, key=lambda kind: totals[kind])
     return best if totals[best] < MIN_GAIN * totals[None] else None

@@ -70,7 +70,7 @@ def _rows(x: Tensor) -> int:
 
 def max_transposed_rows(module: nn.Module) -> int:
     """The largest number of rows at which the transposed layout is faster with this module's weights on this machine; timed once."""
-    weights = timed_weights(module)
+    weights = [weight for weight in timed_weights(module) if weight.dtype == torch.float32]
     key = (torch.get_num_threads(), tuple(tuple(weight.shape) for weight in weights))
     if key not in _KNOWN:
         _KNOWN[key] = _measure(weights) if weights else 0
@@ -78,11 +78,14 @@ def max_transposed_rows(module: nn.Module) -> int:
 
 
 def timed_weights(module: nn.Module) -> list[Tensor]:
-    """The fp32 weights ``[N, K]`` of the module's linear layers on the CPU, up to `TIMED_WEIGHTS` elements: on them forms are timed."""
-    layers = [one.weight for one in module.modules() if isinstance(one, nn.Linear)]
+    """Weights ``[N, K]`` of the module's linear layers on the CPU, in its first layer's dtype (fp32 or bf16): on them forms are timed.
+
+    Up to `TIMED_WEIGHTS` elements.
+    """
+    layers = [one.weight for one in module.modules() if isinstance(one, nn.Linear) and one.weight.dtype in (torch.float32, torch.bfloat16)]
     weights, total = [], 0
     for weight in layers:
-        if weight.dtype == torch.float32 and weight.device.type == "cpu" and total < TIMED_WEIGHTS:
+        if weight.dtype == layers[0].dtype and weight.device.type == "cpu" and total < TIMED_WEIGHTS:
             weights.append(weight.detach())
             total += weight.numel()
     return weights

@@ -2,8 +2,8 @@
 
 A decoding step multiplies every weight with one row, or with as many rows as a tree has nodes. `F.linear` reads the weight as it lies in
 memory, and its cost jumps with the first few rows; with a weight that was brought into the order of the kernel beforehand, 12 rows cost
-little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``) and oneDNN. With oneDNN a row's sums are
-also the same for any number of rows, which neither MKL (on some processors its sums of up to three rows differ) nor `F.linear` gives.
+little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``, fp32) and oneDNN (fp32 and bf16). In bf16 a
+row's sums are also the same alone and among others. In fp32 that depends on library, sizes and processor; `F.linear` does not give it.
 
 A packed copy takes as much memory as the weight. The weight itself stays: prefill and the model's other callers use it.
 
@@ -12,6 +12,7 @@ Shape suffixes: R rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["mkl", "onednn"]
-KINDS: tuple[Kind, ...] = ("mkl", "onednn")
+KINDS: dict[torch.dtype, tuple[Kind, ...]] = {torch.float32: ("mkl", "onednn"), torch.bfloat16: ("onednn",)}
+"""Which library can multiply weights of a dtype."""
 PACKED_FOR = 12
 """Rows that the order is chosen for; it works for any number."""
 
@@ -69,10 +71,16 @@ def multiply(x: Tensor, weight: PackedWeight, kind: Kind) -> Tensor:
     return torch.ops.mkl._mkl_linear(x, weight.packed, shape, weight.bias_N, math.prod(x.shape[:-1]))
 
 
-def available(kind: Kind) -> bool:
-    """True if this torch has the library, and a product with a packed weight is right."""
+@functools.cache
+def available(dtype: torch.dtype) -> tuple[Kind, ...]:
+    """The kinds that this torch has for weights of that dtype on this CPU."""
+    return tuple(kind for kind in KINDS.get(dtype, ()) if _works(kind, dtype))
+
+
+def _works(kind: Kind, dtype: torch.dtype) -> bool:
+    """True if a product with a packed weight is right."""
     try:
-        x_RK, weight_NK = torch.arange(6.0).view(2, 3), torch.arange(15.0).view(5, 3)
+        x_RK, weight_NK = torch.arange(6, dtype=dtype).view(2, 3), torch.arange(15, dtype=dtype).view(5, 3)
         product = multiply(x_RK, pack([weight_NK], [None], kind), kind)
     except (RuntimeError, AttributeError):   # the operator is not in this build of torch, or not for this processor
         return False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture.folding import fold
-from headstart.inference.capture.packed import Kind, PackedWeight, pack
+from headstart.inference.capture.packed import KINDS, Kind, PackedWeight, pack
 
 
 class PackedFunction:
@@ -34,12 +34,12 @@ class PackedFunction:
         return self.traced(*inputs, self._packed)
 
 
-def linear_groups(graph: Any) -> list[list[Any]]:
-    """The graph's linear layers with constant fp32 weights on the CPU, grouped by the value they read."""
+def linear_groups(graph: Any, kind: Kind) -> list[list[Any]]:
+    """The graph's linear layers with constant weights on the CPU that the kind can multiply, grouped by the value they read."""
     groups: dict[str, list[Any]] = {}
     for node in graph.findAllNodes("aten::linear"):
         weight = _constant(node.inputsAt(1))
-        if weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
+        if weight is not None and kind in KINDS.get(weight.dtype, ()) and weight.device.type == "cpu":
             if node.inputsAt(2).node().mustBeNone() or _constant(node.inputsAt(2)) is not None:
                 groups.setdefault(node.inputsAt(0).debugName(), []).append(node)
     return list(groups.values())
@@ -47,7 +47,7 @@ def linear_groups(graph: Any) -> list[list[Any]]:
 
 def use_packed(graph: Any, kind: Kind) -> list[PackedWeight]:
     """Replace linear layers in the graph by packed products; the graph takes the packed weights returned here as its last argument."""
-    groups, weights = linear_groups(graph), []
+    groups, weights = linear_groups(graph, kind), []
     argument = graph.addInput("packed")
     argument.setType(torch._C.ListType(torch._C.TensorType.get()))
     unpacking = graph.create("prim::ListUnpack", [argument], len(groups))

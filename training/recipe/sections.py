@@ -62,7 +62,7 @@ class Backbone(StrictModel):
     path: str
     """Causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """Dtype of its weights; ``auto``: as saved, and fp32 on a CPU; ``int8``, ``int4``: linear layers quantized by optimum-quanto."""
+    """Dtype of its weights; ``auto``: as saved, on a CPU fp32 or the bf16 that it computes; ``int8``, ``int4``: linear layers quantized."""
     trust_remote_code: bool = False
     """Run code from the model's repository."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"

@@ -1,7 +1,12 @@
-"""Attention of few queries with grouped-query heads and a mask, without repeating the keys and values for every query head.
+"""Attention of few queries beside a mask: those of a plain decoding step, or of a tree's nodes.
 
-transformers repeats them whenever there is a mask and more than one query: on an H100, 0.7 ms of a 9.5 ms forward pass of an 8B model with
-room for 1,024 positions, and more with longer contexts.
+*Grouped-query heads.* transformers repeats keys and values for every query head whenever there is a mask and more than one query: on an
+H100, 0.7 ms of a 9.5 ms forward pass of an 8B model with room for 1,024 positions, and more with longer contexts. Here they are shared.
+
+*The same bits in 16-bit precision on a CPU.* A sum's rounding depends on how many queries there are and on where a node's ancestors lie
+among the keys, so a node of a tree would differ from the plain step that writes the same token. Summed in fp64 and rounded once, they
+are equal. Linear layers and norms give a row the same bits alone and among others already, so decoding with drafts is then token-identical
+in bf16 as well.
 
 Shape suffixes: B batch, H query heads, G key heads, N queries, M queries of a key head, S keys, C head width.
 """
@@ -13,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -20,10 +26,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
-_active: ContextVar[bool] = ContextVar("grouped attention", default=False)
+_active: ContextVar[bool] = ContextVar("tree attention", default=False)
 
 
-def attend_grouped(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
+def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """Return the attention output ``[B, H, N, C]``; ``mask_B1NS`` is boolean or additive, ``scale`` defaults to that of SDPA.
 
     On a CPU torch's kernel groups the heads. On an accelerator its fast kernels do not, beside a mask, so the query heads of one key head
@@ -43,9 +49,15 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     return scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale).view(B, H, N, -1)
 
 
+def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
+    """The same with sums in fp64, rounded once to the query's dtype; for a single query, torch's 16-bit kernel is no faster."""
+    mask_B1NS = mask_B1NS.double() if mask_B1NS.is_floating_point() else mask_B1NS
+    return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS, scale).to(query_BHNC.dtype)
+
+
 @contextmanager
-def grouped() -> Iterator[None]:
-    """Within this context, of this thread alone, transformers' SDPA attention of few queries is that of `attend_grouped`."""
+def tree_attention() -> Iterator[None]:
+    """Within this context, of this thread alone, transformers' SDPA attention of few queries is that of `attend` or `attend_exactly`."""
     if AttentionInterface()["sdpa"] is not _sdpa:
         AttentionInterface.register("sdpa", _sdpa)
     token = _active.set(True)
@@ -59,8 +71,10 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     """transformers' SDPA attention, outside the context unchanged."""
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
-    if not (_active.get() and plain and fits and query.shape[1] != key.shape[1]):
+    exactly = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    if not (_active.get() and plain and fits and (exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
     assert attention_mask is not None
-    return attend_grouped(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2).contiguous(), None
+    compute = attend_exactly if exactly else attend
+    return compute(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2).contiguous(), None

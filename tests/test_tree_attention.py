@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations import sdpa_attention
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.grouped_attention import attend_as_queries, attend_grouped, grouped
+from headstart.heads.backbone.tree_attention import attend, attend_as_queries, attend_exactly, tree_attention
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -23,8 +23,8 @@ def test_both_ways_of_grouping_equal_repeated_keys(additive: bool) -> None:
     for scale in (None, 0.5):
         repeated = [part.repeat_interleave(2, 1) for part in (keys, values)]
         expected = scaled_dot_product_attention(query, *repeated, mask, scale=scale)
-        for attend in (attend_grouped, attend_as_queries):
-            assert torch.allclose(attend(query, keys, values, mask, scale), expected, atol=1e-6)
+        for way in (attend, attend_as_queries, attend_exactly):
+            assert torch.allclose(way(query, keys, values, mask, scale), expected, atol=1e-6)
 
 
 def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,5 +41,5 @@ def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch)
     padded = {"input_ids": ids[None], "attention_mask": torch.tensor([[0] * 3 + [1] * 6])}
     with pytest.raises(AssertionError, match="repeated"):   # the user's own calls are as before
         on.model(**padded)
-    with grouped():
+    with tree_attention():
         on.model(**padded)

@@ -1,0 +1,82 @@
+"""Whether decoding with drafts computes the logits of autoregressive decoding: bit for bit, or by how much they differ.
+
+A pass over a tree may round differently from one over a single position. Then two nearly equal logits can change places, and another token
+is written. Both systems continue some prompts once more, keeping their logits: first those whose tokens differ. Logits are compared up to
+the first token that differs, since the texts are the same before it.
+
+Shape suffixes: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.inference.bench.systems import HeadstartSystem, SystemResult
+from headstart.inference.measure import Settings, continue_texts
+
+PROMPTS, POSITIONS = 4, 64
+"""How many batches of prompts are compared, and how many tokens of prompts whose tokens are the same."""
+
+
+@dataclass
+class LogitsComparison:
+    """Positions compared, how many of them have other logits in any bit, and by how much.
+
+    Where no logit differs by more than d, only tokens whose logits are at most 2 d apart (divided by the temperature) can change places.
+    """
+
+    positions: int = 0
+    differing: int = 0
+    largest_difference: float = 0.0
+    """Of one logit."""
+    largest_logit: float = 0.0
+
+    def add(self, logits_TV: Tensor, others_TV: Tensor) -> None:
+        """Compare logits at the same positions."""
+        largest_T = torch.where(logits_TV == others_TV, 0, logits_TV - others_TV).abs().amax(-1)   # equal infinities are equal
+        self.positions += len(largest_T)
+        self.differing += int((largest_T > 0).sum())
+        self.largest_difference = max(self.largest_difference, float(largest_T.max()))
+        self.largest_logit = max(self.largest_logit, float(logits_TV.max()))
+
+
+def compare_logits(
+    measured: SystemResult, ar: SystemResult, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
+) -> dict[str, Any]:
+    """Compare a system with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
+    assert isinstance(measured.system, HeadstartSystem) and isinstance(ar.system, HeadstartSystem)
+    same = {i: _same(measured.sequences[i][0], ar.sequences[i][0]) for group in groups for i in group}
+    first = sorted(groups, key=lambda group: all(same[i] == len(ar.sequences[i][0]) for i in group))
+    found = LogitsComparison()
+    for group in first[:PROMPTS]:
+        wanted = [POSITIONS if same[i] == len(ar.sequences[i][0]) else same[i] + 1 for i in group]
+        needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted)))
+        for (tokens_T, logits_TV), (others_T, others_TV) in zip(
+            *(_continued(one.system, group, needed, seed) for one in (measured, ar)), strict=True   # type: ignore[arg-type]
+        ):
+            count = min(_same(tokens_T, others_T) + 1, len(tokens_T), len(others_T))
+            found.add(logits_TV[:count], others_TV[:count])
+    return asdict(found)
+
+
+def _same(tokens_T: Tensor, others_T: Tensor) -> int:
+    """The number of tokens before the first that differs."""
+    shorter = min(len(tokens_T), len(others_T))
+    differing = (tokens_T[:shorter] != others_T[:shorter]).nonzero()
+    return int(differing[0]) if len(differing) else shorter
+
+
+def _continued(system: HeadstartSystem, group: dict[int, Tensor], settings: Settings, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """The tokens ``[T]`` with which the system continues each prompt, and the logits ``[T, V]`` that they were chosen by."""
+    seeds = [seed + i for i in group]
+    output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True)
+    assert output.logits is not None and output.accept_lengths is not None
+    start, logits_BTV = max(map(len, group.values())), torch.stack(output.logits, 1)
+    lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one token
+    rows = zip(output.sequences, logits_BTV, lengths, strict=True)
+    return [(row_T[start : start + length], row_TV[:length]) for row_T, row_TV, length in rows]

@@ -1,0 +1,73 @@
+"""In bf16 on a CPU, decoding with drafts computes the logits of autoregressive decoding bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import prompts, random_drafter, shake, tiny
+
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.tree_attention import attend_exactly
+from headstart.inference.bench.bench import Plan, compare
+from headstart.inference.bench.logits import LogitsComparison
+from headstart.inference.bench.prompts import Prompt
+from headstart.inference.capture import packed, trace
+from headstart.inference.capture.forms import Form
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.support.dtypes import bf16_instructions
+
+TREE = TreeShape(12, 4)
+
+
+@pytest.mark.skipif(not bf16_instructions() or not packed.available(torch.bfloat16), reason="no instructions for bf16")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_drafts_change_no_bit_of_the_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "fastest_form", lambda module: Form("onednn"))
+    model = tiny(family)
+    shake(model)   # so that attention matters
+    on = Backbone(model.bfloat16())
+    drafter = random_drafter("medusa", on, depth=3).bfloat16()
+    asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
+    report = compare([("m", SpeculativeModel(on, drafter, capture="trace"))], asked, Plan(24, (0.0, 1.0), tree=TREE))
+    assert [(row["identical"], row["logits"]["positions"], row["logits"]["differing"]) for row in report["results"]] == [(True, 48, 0)] * 2
+
+
+def test_attention_of_a_node_does_not_depend_on_its_tree() -> None:
+    torch.manual_seed(0)
+    prefix, nodes = 150, 9
+    query, keys, values = (torch.randn(1, heads, prefix + nodes, 64).bfloat16() for heads in (6, 2, 2))
+    query, allowed = 2 * query[:, :, -nodes:], torch.zeros(nodes, prefix + nodes, dtype=torch.bool)
+    allowed[:, :prefix] = True
+    for node in range(nodes):   # a node's parent is two before it
+        allowed[node, prefix + node % 2 : prefix + node + 1 : 2] = True
+    together = attend_exactly(query, keys, values, allowed[None, None])
+    for node in range(nodes):
+        own = allowed[node].nonzero()[:, 0]
+        mask = torch.ones(1, 1, 1, len(own), dtype=torch.bool)
+        alone = attend_exactly(query[:, :, node : node + 1], keys[:, :, own], values[:, :, own], mask)
+        assert torch.equal(alone, together[:, :, node : node + 1])
+
+
+def test_logits_that_differ_are_counted() -> None:
+    found, logits_TV = LogitsComparison(), torch.tensor([[8.0, 1, -torch.inf], [7.0, 2, 3]])
+    found.add(logits_TV, logits_TV.clone())
+    assert found == LogitsComparison(positions=2, largest_logit=8.0)
+    found.add(logits_TV, logits_TV + torch.tensor([[0.0], [0.5]]))
+    assert found == LogitsComparison(positions=4, differing=1, largest_difference=0.5, largest_logit=8.0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "instructions", "dtype", "loaded"),
+    [
+        (torch.bfloat16, True, "auto", torch.bfloat16),
+        (torch.bfloat16, False, "auto", torch.float32),
+        (torch.float32, True, "auto", torch.float32),
+        (torch.float16, True, "auto", torch.float32),
+        (torch.bfloat16, True, "fp32", torch.float32),
+    ],
+)
+def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
+    tiny("llama").to(saved).save_pretrained(tmp_path)
+    assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded   # type: ignore[arg-type]
