@@ -26,6 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
+MAX_EXACT = 64
+"""Queries that are summed in fp64, which takes twice as long as in 16 bits: more than the nodes of a tree on a CPU, fewer than a prompt's."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
 
 
@@ -71,7 +73,7 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     """transformers' SDPA attention, outside the context unchanged."""
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
-    exactly = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    exactly = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= MAX_EXACT
     if not (_active.get() and plain and fits and (exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
