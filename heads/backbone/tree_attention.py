@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
 MAX_EXACT = 64
-"""Queries that are summed in fp64, which takes twice as long as in 16 bits: more than the nodes of a tree on a CPU, fewer than a prompt's."""
+"""Queries that are summed in fp64, which takes twice as long as in 16 bits: more than a tree on a CPU has, fewer than a prompt has."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
 
 
