@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import FiniteFloat
+
+from headstart.support.form import Form
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-
-class Weights(_Part):
+class Weights(Form):
     file: str
     """Name of the weights file, in the checkpoint's folder."""
     sha256: str
@@ -19,30 +17,30 @@ class Weights(_Part):
     """Hash of the drafter's own adapter, if any."""
 
 
-class Contract(_Part):
+class Contract(Form):
     weights: list[FiniteFloat] | None = None
     """Fingerprint of the backbone's weights."""
     adapter: str | None = None
 
 
-class Vocabulary(_Part):
+class Vocabulary(Form):
     size: int
     vocab_size: int
     training: FiniteFloat
     held_out: FiniteFloat | None
 
 
-class File(_Part):
+class File(Form):
     file: str
     sha256: str
 
 
-class Start(_Part):
+class Start(Form):
     path: str
     weights: File
 
 
-class Provenance(_Part):
+class Provenance(Form):
     steps: int | None = None
     tokens: int | None = None
     tau: FiniteFloat | None = None
@@ -53,20 +51,10 @@ class Provenance(_Part):
     draft_vocabulary: Vocabulary | None = None
 
 
-class Card(_Part):
+class Card(Form):
     kind: str
     arguments: dict[str, Any]
     backbone: str
     contract: Contract
     weights: Weights
     provenance: Provenance
-
-
-def fault(card: dict[str, Any]) -> str | None:
-    """Name the first key that is missing or of another form; None if there is none."""
-    try:
-        Card.model_validate(card)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))} is {'missing' if first['type'] == 'missing' else 'of another form'}"
-    return None

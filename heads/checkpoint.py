@@ -26,13 +26,14 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import EMBEDDED, Backbone, resolve_heads
 from headstart.heads.base import Drafter
-from headstart.heads.card import Card, fault
+from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
 from headstart.support.files import discard, file_hash, value_hash
+from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
@@ -117,7 +118,7 @@ def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     card = read_json(card_file, AGAIN)
     if card.get("format", FORMAT) != FORMAT:
         raise UserError(f"{card_file} is of format {card['format']}; this version reads format {FORMAT}")
-    wrong = fault(card)
+    wrong = fault(Card, card)
     if wrong is None and Path(card["weights"]["file"]).name != card["weights"]["file"]:
         wrong = "weights.file names no file in the folder"
     if wrong is not None:

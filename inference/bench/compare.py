@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from pydantic import FiniteFloat
 from rich.console import RenderableType
 
 from headstart.inference.bench.table import name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
+from headstart.support.form import Form, fault
 from headstart.support.json_text import read_json
 from headstart.support.report.charts import Axes, Series, lines
 from headstart.support.report.page import Table, TableRow, render
@@ -21,6 +23,39 @@ Row = dict[str, Any]
 MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")
 """What two reports must share to be compared; versions may differ."""
 FIGURES = {"tau": ("accept len (tau)", ".2f"), "tokens_per_second": ("tokens/s", ".1f")}
+
+
+class Figures(Form):
+    tau: FiniteFloat
+    tokens_per_second: FiniteFloat
+
+
+class Entry(Figures):
+    """What is read of a system's figures."""
+
+    temperature: FiniteFloat
+    batch: int
+    identical: bool | None
+    acceptance_per_depth: list[FiniteFloat] | None = None
+
+
+class Baseline(Entry):
+    name: str
+
+
+class Result(Entry):
+    head: str
+    acceptance_per_depth: list[FiniteFloat]
+    tasks: dict[str, Figures]
+
+
+class Report(Form):
+    """What is read of a report."""
+
+    tasks: dict[str, Any]
+    versions: dict[str, str]
+    baselines: list[Baseline]
+    results: list[Result]
 
 
 @dataclass(frozen=True)
@@ -78,6 +113,8 @@ def read_bench(path: str) -> Row:
     report = read_json(as_path("report", path), "give a file of headstart bench --json")
     if not {"results", "baselines", *MUST_AGREE} <= report.keys():
         raise UserError(f"{path} is no report of headstart bench --json; give one, or the folder of a training run")
+    if (wrong := fault(Report, report)) is not None:
+        raise UserError(f"{path} is damaged ({wrong}); run headstart bench --json again")
     return report
 
 
@@ -142,6 +179,7 @@ def _tasks(both: Comparison) -> Table | None:
         for pair in both.pairs
         if "head" in pair.before
         for task, one in pair.before["tasks"].items()
+        if task in pair.after["tasks"]
     ]
     return Table(["temperature", "system", "task", *_titles()], rows, left=2)
 

@@ -55,8 +55,11 @@ def parse_yaml(text: str, source: str) -> Any:
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{source}{line}: not valid YAML: {' '.join((error.problem or str(error)).split())}") from None
-    except (YAMLError, ValueError) as error:   # ValueError: a number of thousands of digits
+    except YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {cause(error)}") from None
+    except ValueError as error:
+        said = "a whole number of thousands of digits; at most 64 bits are read" if "digit" in str(error) else cause(error)
+        raise UserError(f"{source}: not valid YAML: {said}") from None
     try:
         require_depth(value, MAX_VALUES)
         return _plain(value)
