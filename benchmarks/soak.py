@@ -43,7 +43,7 @@ EVERY = 10
 """Calls between two counts."""
 GROWTH = 0.03
 """Share by which memory may grow after the warm-up: pages that malloc keeps."""
-KEPT = 6
+KEPT = 3
 """Captures of a function that are kept: few, so that the limit is soon reached and captures are given up and made again."""
 KINDS = ("medusa", "eagle3", "block")
 TREES = ("auto", "auto", TreeShape(6, 1), TreeShape(12, 4), TreeShape(30, 8))

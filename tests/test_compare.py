@@ -117,7 +117,8 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"), ({"baselines": ["x"]}, "baselines.0"),
+        ({"results": [{}]}, "results.0"), ({"results": None}, "results"), ({"versions": []}, "versions"),
+        ({"baselines": ["x"]}, "baselines.0"),
         ({"results": [entry(2.0, 15.0, head="x", identical="x")]}, "results.0.identical"),
         ({"results": [entry(2.0, 15.0, head="x") | {"tau": None}]}, "results.0.tau"),
         ({"results": [entry(2.0, 15.0, head="x", acceptance_per_depth=["x"])]}, "results.0.acceptance_per_depth.0"),
@@ -132,5 +133,5 @@ def test_a_damaged_report_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_damaged_lines_of_a_log_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [run(tmp_path, "a"), run(tmp_path, "b", lr=0.2)]
     with (tmp_path / "b" / "log.jsonl").open("a") as log:
-        log.write("[" * 100_000 + "\n5\nnull\n" + '{"step": "x", "loss": 1}\n{"step": 3, "lo')
+        log.write("[" * 100_000 + "\n5\nnull\n" + '{"step": "x", "loss": 1}\n{"step": 3, "loss": "x"}\n{"step": 3, "lo')
     assert main(["compare", *paths]) == 0 and "Traceback" not in capsys.readouterr().err

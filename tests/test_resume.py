@@ -99,6 +99,17 @@ def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys
     assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
 
 
+def test_a_state_that_was_changed_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    for state, (key, value) in zip(states(out), (("heads", {}), ("tokens", None), ("step", -1)), strict=True):
+        content = json.loads((state / "state.json").read_text())
+        (state / "state.json").write_text(json.dumps({**content, key: value}))
+    assert main(recipe_for(whole, out)) == 2
+    message = capsys.readouterr().err
+    assert message.count("state.json is not as it was written") == 3 and "Traceback" not in message
+
+
 def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole / "out", tmp_path / "out")
     for state in states(tmp_path / "out"):
@@ -107,7 +118,7 @@ def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, caps
         (state / "state.json").write_text(json.dumps(content))
     assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 3)" in error
+    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 4)" in error
 
 
 def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from headstart.support.files import write_text
+from headstart.support.form import Form, fault
 from headstart.support.json_text import log_lines
 from headstart.support.report.charts import Axes, Series, across, around, lines, short
 from headstart.support.report.page import Sample, Table, TableRow, render
@@ -91,9 +92,30 @@ def start_of(log: Sequence[Line]) -> Line:
     return next((line for line in reversed(log) if "recipe" in line), {"recipe": {}})
 
 
+class Start(Form):
+    backbone: dict[str, Any] = {}
+
+
+class LogLine(Form):
+    """What is read of a log line, if it is there."""
+
+    recipe: Start = Start()
+    steps: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float = 0.0
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    accuracy: list[float] = []
+    alpha: list[float] = []
+    tau: float = 0.0
+    acceptance_per_depth: list[float] = []
+    head: str = ""
+
+
 def read_log(path: Path) -> list[Line]:
-    """Read all complete log lines; the last may be incomplete."""
-    return [line for _, line in log_lines(path)]
+    """Read the log lines; what was cut off, damaged or is of another form is left out."""
+    return [line for _, line in log_lines(path) if fault(LogLine, line) is None]
 
 
 def heads_of(log: Iterable[Line], recipe: Line) -> list[Head]:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, discard_unfinished, file_hash
+from headstart.support.files import atomic, discard, discard_unfinished, file_hash, value_hash
 from headstart.support.json_text import parse_json
 from headstart.support.transaction import flush
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 
-FORMAT = 3
+FORMAT = 4
 """Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
@@ -57,7 +57,7 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
         content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
-        (temporary / "state.json").write_text(json.dumps(content, indent=1))
+        (temporary / "state.json").write_text(json.dumps({**content, "hash": _content_hash(content)}, indent=1))
         for path in [*temporary.iterdir(), temporary]:
             flush(path)
     flush(folder.parent)
@@ -174,9 +174,14 @@ def _fault(folder: Path) -> str | None:
         return "state.json is not JSON"
     if not isinstance(progress, dict) or progress.get("sha256") != checksum:
         return "the checksum of tensors.safetensors is not the one in state.json"
-    if progress.get("format") == FORMAT and not (isinstance(progress.get("step"), int) and isinstance(progress.get("recipe"), dict)):
-        return "state.json lacks its step or recipe"
+    if progress.get("format") == FORMAT and progress.get("hash") != _content_hash(progress):
+        return "state.json is not as it was written"
     return None
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    """A hash of ``state.json`` without its hash."""
+    return value_hash({key: value for key, value in json.loads(json.dumps(content)).items() if key != "hash"})
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
