@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.heads.base import Drafter
+from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError
 from headstart.support.units import gigabytes
@@ -70,7 +72,8 @@ def _ladder(tree: Tree, machine: Machine, checkpointing: bool) -> Iterator[Tree]
     """Yield changes, the cheapest first."""
     frozen = tree["backbone"].get("lora") is None
     recomputed = {"train": {"gradient_checkpointing": True}}
-    steps = [{}, recomputed] if checkpointing and frozen else [{}]
+    can_recompute = find_drafter(tree["drafter"]["kind"]).recompute is not Drafter.recompute
+    steps = [{}, recomputed] if checkpointing and frozen and can_recompute else [{}]
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
         yield from (merged({"backbone": {"shard": True}}, change) for change in steps)
