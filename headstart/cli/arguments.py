@@ -74,6 +74,12 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench``."""
+    add_measured(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
+
+
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help="heads to measure: folders or hub ids")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
@@ -92,7 +98,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
     _add_style(parser)
     _add_shared(parser)
 

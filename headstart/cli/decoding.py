@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import require_adapter
 from headstart.inference.bench.bench import Plan, compare, require_room
 from headstart.inference.bench.curve import cost_curve
-from headstart.inference.bench.prompts import Prompter, read_prompts
+from headstart.inference.bench.prompts import Prompt, Prompter, read_prompts
 from headstart.inference.bench.report import page
 from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, TransformersSystem, load_assistant
 from headstart.inference.bench.table import print_report, verdict
@@ -42,7 +43,36 @@ def bench(args: argparse.Namespace) -> int:
     """Benchmark heads and write the report; the exit status is 1 if tokens that must be identical differ."""
     require_writable("--json", args.json)
     require_writable("--html", args.html)
-    batches = tuple(dict.fromkeys(args.batch_size or [1]))
+    subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
+    report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
+    report |= {"backbone": subject.name, "prompts_files": args.prompts}
+    if args.html is not None:
+        shortest = min(subject.prompts, key=lambda prompt: len(prompt.ids_T))
+        costs = [(path, cost_curve(one, shortest.ids_T, args.max_new_tokens)) for path, one in subject.heads]
+        report["costs"] = [{"head": path, "points": points} for path, points in costs]
+        write_text(args.html, page(report))
+        del report["replays"]   # for the page only
+    write_json(args.json, report)
+    print_report(report, sys.stdout)
+    return 0 if verdict(report)[0] else 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a benchmark measures."""
+
+    name: str
+    """The backbone's."""
+    heads: list[tuple[str, SpeculativeModel]]
+    prompts: list[Prompt]
+    prompter: Prompter
+    others: list[TransformersSystem]
+    """Transformers' assisted decoding methods."""
+
+
+def bench_subject(args: argparse.Namespace) -> Subject:
+    """Load what the arguments of ``bench`` name."""
+    batches = args.batch_size or [1]
     if (args.prompt_lookup or args.assistant) and 1 not in batches:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
@@ -56,28 +86,23 @@ def bench(args: argparse.Namespace) -> int:
     prompts = [prompt for file in args.prompts for prompt in read_prompts(file, prompter, args.limit, args.per_task)]
     backbone = backbone_of(name, args)
     heads = [(path or UNTRAINED, heads_of(path, backbone, tokenizer, args)) for path in trained or [None]]
+    return Subject(name, heads, prompts, prompter, _assisted(args, backbone))
+
+
+def bench_plan(args: argparse.Namespace) -> Plan:
+    """The settings that the arguments of ``bench`` ask for."""
     tree = tree_of(args.nodes, args.width, args.depth)
     sampled = tree_of(args.sampled_nodes or args.nodes, args.sampled_width or args.width, args.depth)
-    plan = Plan(
+    return Plan(
         max_new_tokens=args.max_new_tokens,
         temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),
         seed=args.seed,
         tree="auto" if args.also_fixed_tree else tree,
         sampled="auto" if args.also_fixed_tree else sampled,
         fixed_trees=(_fixed(tree), _fixed(sampled)) if args.also_fixed_tree else None,
-        batches=batches,
+        batches=tuple(dict.fromkeys(args.batch_size or [1])),
         skip_long=args.skip_long,
-        replay=args.html is not None,
     )
-    report = compare(heads, prompts, plan, prompter, _assisted(args, backbone)) | {"backbone": name, "prompts_files": args.prompts}
-    if args.html is not None:
-        shortest = min(prompts, key=lambda prompt: len(prompt.ids_T))
-        report["costs"] = [{"head": path, "points": cost_curve(one, shortest.ids_T, args.max_new_tokens)} for path, one in heads]
-        write_text(args.html, page(report))
-        del report["replays"]   # for the page only
-    write_json(args.json, report)
-    print_report(report, sys.stdout)
-    return 0 if verdict(report)[0] else 1
 
 
 def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[TransformersSystem]:

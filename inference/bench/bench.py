@@ -76,7 +76,7 @@ def compare(
     ``others``: further baselines. Raises UserError if a prompt leaves no room in the context.
     """
     backbone = heads[0][1].backbone
-    fitting = _fitting(prompts, plan, backbone)
+    fitting = those_that_fit(prompts, plan, backbone)
     ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
     ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
     drafting = _drafting_systems(heads, plan)
@@ -194,7 +194,7 @@ class Race:
                 one.parts = one.system.time_parts(self.groups[:TIMED], self.settings, self.seed)
 
 
-def _fitting(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:
+def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:
     """All prompts or, with ``skip_long``, those that leave room for an answer."""
     if not plan.skip_long:
         for number, prompt in enumerate(prompts, 1):

@@ -74,12 +74,14 @@ def baseline(measured: SystemResult, references: References, sizes: Sizes) -> di
     elif isinstance(measured.system, TransformersSystem) and measured.system.drafts and sizes.temperature == 0:
         expected = references.ar_transformers
     differing = None if expected is None else measured.differing(expected)
+    theirs = isinstance(measured.system, TransformersSystem) and sizes.temperature == 0
     return {
         "name": measured.system.name,
         "kind": "ar" if measured.system.name in (AR, AR_TRANSFORMERS) else "assisted",
         **_common(measured, references, sizes),
         "identical": None if differing is None else differing == 0,
         "prompts_differing": differing,
+        "prompts_differing_from_headstart": measured.differing(references.ar) if theirs else None,
     }
 
 

@@ -73,16 +73,16 @@ def serve(folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], 
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         if speculative is not None:
-            speculative["model"] = str(_fitting(Path(speculative["model"]), work / "heads"))
+            speculative["model"] = str(fitting(Path(speculative["model"]), work / "heads"))
         job = {
-            "backbone": str(_fitting(base, work / "backbone")),
+            "backbone": str(fitting(base, work / "backbone")),
             "prompts": [list(prompt) for prompt in prompts],
             "new_tokens": settings.new_tokens,
             "stop": list(settings.end_tokens),
             "max_model_len": room,
             "speculative": speculative,
         }
-        result = _run(python, job, work)
+        result = run_driver(python, DRIVER, job)
     pairs = zip(prompts, result["texts"], result["passes"], strict=True)
     return Served(result["version"], [_transcript(*pair) for pair in pairs], result["counters"])
 
@@ -113,17 +113,23 @@ def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
     return {"method": method, "model": str(folder), "num_speculative_tokens": depth, **parallel}
 
 
-def _run(python: Path, job: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Run the driver. Raises UserError with vLLM's own words if it fails."""
-    (work / "job.json").write_text(json.dumps(job))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [str(python), "-I", str(DRIVER), str(work / "job.json"), str(work / "result.json")]   # -I: this folder's vllm.py is not vLLM
-    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
-    file = work / "result.json"
-    if not file.is_file():
-        said = (done.stdout + done.stderr).split("\n")[-8:]
-        raise UserError(f"vLLM ended with status {done.returncode} and without a result: {_one_line(' '.join(said))}")
-    result: dict[str, Any] = json.loads(file.read_text())
+def run_driver(python: Path, driver: Path, job: dict[str, Any], threads: int = 1) -> dict[str, Any]:
+    """Run ``driver JOB.json RESULT.json`` by the Python of an environment with vLLM, on so many threads, and return the result.
+
+    Raises UserError with vLLM's own words if it fails.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        (work / "job.json").write_text(json.dumps(job))
+        files = [str(work / name) for name in ("job.json", "result.json")]
+        command = [str(python), "-I", str(driver), *files]   # -I: the vllm.py of this folder is not vLLM
+        done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
+        file = work / "result.json"
+        if not file.is_file():
+            said = (done.stdout + done.stderr).split("\n")[-8:]
+            raise UserError(f"vLLM ended with status {done.returncode} and without a result: {_one_line(' '.join(said))}")
+        result: dict[str, Any] = json.loads(file.read_text())
     if "error" in result:
         raise UserError(f"vLLM cannot serve this: {_one_line(result['error'])}")
     return result
@@ -143,7 +149,7 @@ def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, l
     return Transcript(tuple(prompt), tuple(text), tuple(rounds))
 
 
-def _fitting(source: Path, target: Path) -> Path:
+def fitting(source: Path, target: Path) -> Path:
     """Return the folder, or a copy with attention heads of a width that vLLM's CPU kernels take."""
     width = head_width(_read_config(source))
     if width is None or width in HEAD_WIDTHS:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,11 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     return {"version": vllm.__version__, "texts": texts, "passes": recorded, "counters": counters(engine)}
 
 
-def main(job: Path, result: Path) -> None:
+def main(job: Path, result: Path, work: Callable[[dict[str, Any]], dict[str, Any]] = decode) -> None:
     """Run the job and write its result, or the error that stopped it."""
     os.environ.update(ENVIRONMENT)
     try:
-        found = decode(json.loads(job.read_text()))
+        found = work(json.loads(job.read_text()))
     except Exception as error:   # vLLM's own refusals are of many types
         found = {"error": f"{type(error).__name__}: {error}"}
     result.write_text(json.dumps(found))
