@@ -34,7 +34,9 @@ from headstart.training.run.step import TrainStep
 DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9
 PROMPT = "import os\nimport sys\n\n"
 OBJECTIVE = Objective(terms={"ce": 1.0}, depth_weights="geometric", depth_decay=1.0)
-TRAIN = Train(steps=16, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
+TRAIN = Train(steps=30, optimizer="muon", lr=2e-2, min_lr_ratio=0.01)
+FEWER = {"eagle3": 16, "medusa": 16}
+"""Steps of the heads that learn faster."""
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
 HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))   # the first two are the fast ones
@@ -59,7 +61,7 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def conversation() -> Conversation:
-    on = load_backbone("embedded", device="cpu")
+    on = load_backbone("embedded", device="cpu", dtype="fp32")
     prompt_T = torch.tensor(load_tokenizer("embedded")(PROMPT)["input_ids"])
     tokens_T = continue_text(SpeculativeModel(on, capture="off"), prompt_T, Settings(NEW_TOKENS), 0).sequences[0]
     answer = tokens_T[len(prompt_T) :].tolist()
@@ -99,7 +101,7 @@ def test_one_conversation_is_learnt(conversation: Conversation, kind: str, argum
     drafter = build_drafter(kind, conversation.backbone, arguments)
     if drafter.vocabulary is not None:
         drafter.use_vocabulary(conversation.frequent(len(drafter.vocabulary)))
-    overfit(drafter, conversation)
+    overfit(drafter, conversation, TRAIN.model_copy(update={"steps": FEWER.get(kind, TRAIN.steps)}))
     assert accepted(drafter, conversation) >= SHARE
 
 
