@@ -56,12 +56,21 @@ def compare_logits(
     for group in first[:PROMPTS]:
         wanted = [POSITIONS if same[i] == len(ar.sequences[i][0]) else same[i] + 1 for i in group]
         needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted)))
-        for (tokens_T, logits_TV), (others_T, others_TV) in zip(
-            *(_continued(one.system, group, needed, seed) for one in (measured, ar)), strict=True   # type: ignore[arg-type]
-        ):
-            count = min(_same(tokens_T, others_T) + 1, len(tokens_T), len(others_T))
-            found.add(logits_TV[:count], others_TV[:count])
+        compare_batch(measured.system, ar.system, group, needed, seed, found)
     return asdict(found)
+
+
+def compare_batch(
+    system: HeadstartSystem, ar: HeadstartSystem, group: dict[int, Tensor], settings: Settings, seed: int, found: LogitsComparison
+) -> int:
+    """Continue a batch of prompts with both systems and add what is found; returns the number of texts that differ."""
+    differing = 0
+    for (tokens_T, logits_TV), (others_T, others_TV) in zip(*(_continued(one, group, settings, seed) for one in (system, ar)), strict=True):
+        same = _same(tokens_T, others_T)
+        count = min(same + 1, len(tokens_T), len(others_T))
+        found.add(logits_TV[:count], others_TV[:count])
+        differing += not len(tokens_T) == len(others_T) == same
+    return differing
 
 
 def _same(tokens_T: Tensor, others_T: Tensor) -> int:
