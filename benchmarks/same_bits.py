@@ -1,7 +1,7 @@
 """Counts the logits that decoding with drafts and autoregressive decoding compute otherwise, bit for bit, over many prompts.
 
-    python benchmarks/same_bits.py --backbone embedded --heads embedded --prompts recipes/quickstart/prompts.jsonl [--dtype bf16] [--limit 200]
-    python benchmarks/same_bits.py --backbone MODEL --prompts ROWS.jsonl            # drafts of suffix and recycling proposers alone
+    python benchmarks/same_bits.py --heads embedded --prompts recipes/quickstart/prompts.jsonl [--dtype bf16] [--limit 200]
+    python benchmarks/same_bits.py --backbone MODEL --prompts ROWS.jsonl        # drafts of suffix and recycling proposers alone
 
 Prints JSON: for each temperature the prompts, how many texts differ, the positions compared, how many of them
 have other logits in any bit, and the largest difference. In bf16 on a CPU there should be none.
