@@ -128,17 +128,22 @@ def main() -> int:
         return 2
     for path, text in shared_texts().items():
         write_text(path, text)
-    kept = read_figures()
+    kept, unfit = read_figures(), 0
     for key in wanted:
         name, method = every[key]
         if args.plan or name not in kept["models"]:
             kept["models"][name] = facts_of(name)
-        if args.plan:
-            kept["plans"][key] = figures_of(name, method, ModelFacts(**kept["models"][name]))
+        try:
+            if args.plan:
+                kept["plans"][key] = figures_of(name, method, ModelFacts(**kept["models"][name]))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            unfit += 1
+            continue
         write_json(FIGURES, {group: dict(sorted(values.items())) for group, values in kept.items()}, indent=1)
         write_text(HERE / f"{key}.yaml", text_of(name, method, kept))
         print(f"wrote recipes/{key}.yaml", flush=True)
-    return 0
+    return 1 if unfit else 0
 
 
 if __name__ == "__main__":
