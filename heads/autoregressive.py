@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter
 from headstart.heads.layers.cached_stack import CachedStack, Pass
 from headstart.heads.layers.causal_attention import Blocks, divide
@@ -73,7 +73,7 @@ class AutoregressiveDrafter(Drafter):
             Tk = max(T - 2 - k, 0)
             inputs = (embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], tuple(passes), blocks)
             if self.recomputing and torch.is_grad_enabled():
-                output_BTD, keys_values = checkpoint(self._train_pass, *inputs, use_reentrant=False, preserve_rng_state=False)
+                output_BTD, keys_values = recomputed(self._train_pass, *inputs)
             else:
                 output_BTD, keys_values = self._train_pass(*inputs)
             passes.append(keys_values)

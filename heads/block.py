@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.block_attention import lay_out, seen_elements
 from headstart.heads.layers.cached_layer import CachedLayer
@@ -171,7 +171,7 @@ class Block(Drafter):
         for layer in self._layers:
             inputs = block_MND, context_BTD, rotations, layout
             if self.recomputing and torch.is_grad_enabled():
-                block_MND = checkpoint(layer.forward_blocks, *inputs, use_reentrant=False, preserve_rng_state=False)
+                block_MND = recomputed(layer.forward_blocks, *inputs)
             else:
                 block_MND = layer.forward_blocks(*inputs)
         return self.norm(block_MND)[:, self.skipped :]

@@ -27,6 +27,7 @@ from headstart.heads.anchors import Anchors, anchors_by_row, dense_from_anchors
 from headstart.heads.backbone import smaller
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recompute import contexts
 from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.layers.cached_model import CachedModel, State
 from headstart.heads.layers.document_mask import document_masks, document_positions, draft_masks
@@ -198,7 +199,7 @@ class DraftModel(Drafter):
     def recompute(self) -> None:
         if self.config.parallel:
             raise UserError("train.gradient_checkpointing is not available for parallel draft models, which keep keys; set it to false")
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.small.readout(hidden)

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
+from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
@@ -158,7 +158,7 @@ class Hydra(OwnReadoutDrafter):
     def _run(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         """Call the function, with gradient checkpointing if that is on."""
         if self.recomputing and torch.is_grad_enabled():
-            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return recomputed(function, *inputs)
         return function(*inputs)
 
     def recompute(self) -> None:

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
+from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.draft_cache import DraftCache
@@ -116,7 +116,7 @@ class Mtp(Drafter):
             mixed_BTD = module.mix(embedded_BTD[:, k + 1 : k + 1 + Tk], hidden_BTD[:, :Tk], zero_BT)
             inputs = ((mixed_BTD,), tuple(passes), module.cached.rotary, blocks)
             if self.recomputing and torch.is_grad_enabled():
-                output_BTD, keys_values = checkpoint(module.layer.forward_train, *inputs, use_reentrant=False, preserve_rng_state=False)
+                output_BTD, keys_values = recomputed(module.layer.forward_train, *inputs)
             else:
                 output_BTD, keys_values = module.layer.forward_train(*inputs)
             passes += [keys_values] if self.config.shared else []

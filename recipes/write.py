@@ -5,7 +5,8 @@
     python recipes/write.py --plan [NAME ...]        # plan them first: their memory, disk and hours, half a minute each
 
 recipes/models.yaml lists the models. A recipe is for one GPU of 80 GB, or for eight where the backbone takes more than half of one. What is
-costly to compute is kept in recipes/figures.json: what the rules look at in each model, and what each planned recipe takes.
+costly to compute is kept in recipes/figures.json: what the rules look at in each model, and of each planned recipe what
+makes it fit and what it takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headstart.training.plan.plan import find_machine
 from headstart.training.recipe.extends import merged
 from headstart.training.recipe.yaml_text import dump_yaml, parse_yaml
 from headstart.training.rules.datasets import PRESETS
-from headstart.training.rules.fit import Figures
+from headstart.training.rules.fit import Figures, fit
 from headstart.training.rules.methods import EVERY_METHOD, METHODS
 from headstart.training.rules.model import ModelFacts, read_facts
 from headstart.training.rules.propose import Proposal, fits_one, ordered, propose
@@ -62,9 +63,10 @@ def text_of(name: str, method: str, kept: Tree) -> str:
     """Return the text of a recipe; ``kept`` is what recipes/figures.json holds."""
     entry = entries()[name]
     proposal = proposal_of(entry, method, ModelFacts(**kept["models"][name]))
-    figures = kept["plans"].get(f"{name}/{method}")
-    if figures is not None:
-        proposal = replace(proposal, figures=Figures(**figures))
+    planned = kept["plans"].get(f"{name}/{method}")
+    if planned is not None:
+        own, figures = merged(proposal.own, planned["changes"]), Figures(**planned["figures"])
+        proposal = replace(proposal, own=ordered(own), figures=figures)
     preset = entry.get("data") or ("ultrachat" if entry.get("chat", True) else "text")
     shared = [f"../shared/{part}.yaml" for part in (method, preset, *entry.get("extends", []))]
     expect = entry["methods"][method] or ""
@@ -88,19 +90,17 @@ def facts_of(name: str) -> Tree:
     return asdict(replace(facts, **said))
 
 
-def figures_of(name: str, method: str, facts: ModelFacts) -> Tree:
-    """Return what a recipe takes. Raises UserError if it does not fit as it is."""
+def plan_of(name: str, method: str, facts: ModelFacts) -> Tree:
+    """Return the changes that make a recipe fit its hardware, and what it takes then. Raises UserError if nothing makes it fit."""
     entry = entries()[name]
     proposal = proposal_of(entry, method, facts)
     with tempfile.TemporaryDirectory() as folder:
         smaller = proposal.own["drafter"].get("path")
         local = {"drafter": {"path": str(_configuration(smaller, Path(folder)))}} if smaller else {}
         config = _configuration(entry["model"], Path(folder))
-        planned = replace(proposal, own=merged(proposal.own, local)).fitted(str(config), TFLOPS)
-    if planned.own != ordered(merged(proposal.own, local)):
-        raise UserError(f"{name}/{method} does not fit as the rules have it, but with {planned.own}")
-    assert planned.figures is not None
-    return asdict(planned.figures)
+        tree = merged(proposal.tree, local)
+        changes, figures = fit(tree, proposal.machine, str(config), tflops=TFLOPS)
+    return {"changes": changes, "figures": asdict(figures)}
 
 
 def _configuration(model: str, folder: Path) -> Path:
@@ -135,7 +135,7 @@ def main() -> int:
             kept["models"][name] = facts_of(name)
         try:
             if args.plan:
-                kept["plans"][key] = figures_of(name, method, ModelFacts(**kept["models"][name]))
+                kept["plans"][key] = plan_of(name, method, ModelFacts(**kept["models"][name]))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             unfit += 1

@@ -15,6 +15,7 @@ from headstart.heads.methods import methods
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import StepKey
+from headstart.training.plan.compute import step_operations
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import Recipe, load_recipe
@@ -120,6 +121,31 @@ def test_every_drafter_can_be_planned(kind: str, small: Path) -> None:
         recipe = load_recipe(small, [f"drafter={{kind: {kind}}}"])
         memory = MemoryPlan(recipe, make_fake_models(recipe, accelerator), accelerator, True).step(MicroBatch(2, 32))
         assert memory.phases[DRAFT_STEP]["drafter activations"] > 0 and memory.phases[DRAFT_STEP]["objective"] > 0
+
+
+def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None:
+    """The backward computes again with fused attention, whose scores it does not keep, as the forward did."""
+    options = ["drafter={kind: block, layers: 3}", "train.gradient_checkpointing=true"]
+    recipes = [load_recipe(small, options[:count]) for count in (1, 2)]
+    plans = [MemoryPlan(recipe, make_fake_models(recipe, True), True, False) for recipe in recipes]
+    kept, again = (plan.step(MicroBatch(2, 64)).phases[DRAFT_STEP] for plan in plans)
+    assert again["drafter activations"] < kept["drafter activations"] and again["attention"] < kept["attention"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_trained_backbone_adds_its_passes_to_the_arithmetic(kind: str, small: Path) -> None:
+    def operations(*changes: str) -> dict[str, int]:
+        recipe = load_recipe(small, [f"drafter.kind={kind}", *changes])
+        return step_operations(MemoryPlan(recipe, make_fake_models(recipe, True), True, False), MicroBatch(1, 64))
+
+    frozen, trained, held, again = operations(), *(
+        operations(f"backbone.lora={{rank: 1, kl_weight: {weight}}}", *more)
+        for weight, more in ((0, ()), (1, ()), (0, ("train.gradient_checkpointing=true",)))
+    )  # fmt: skip
+    forward, backward = frozen["backbone"], trained["drafters"] - frozen["drafters"]
+    assert held["backbone"] == 2 * trained["backbone"] > 2 * forward
+    assert backward > 0.8 * forward, "gradients of the inputs take as much as the forward"
+    assert again["drafters"] > trained["drafters"] + 0.8 * forward, "a recomputed forward is one more"
 
 
 @pytest.mark.slow

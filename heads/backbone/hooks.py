@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.backbone.recompute import contexts
 
 
 @contextmanager
@@ -48,8 +50,7 @@ def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[
     """
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), mode()))
-        layer.forward = again
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=partial(contexts, mode))
     try:
         yield
     finally:

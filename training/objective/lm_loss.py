@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.layers.chunking import chunk_policy
 from headstart.training.objective.loss_rows import counted
 
@@ -41,7 +41,7 @@ def lm_loss(backbone: Backbone, features: Features, chunk: int, original_BTD: Te
     for start in chunk_policy().select(starts):
         rows = slice(start, start + chunk)
         original_CD = None if original_MD is None else original_MD[rows]
-        both = checkpoint(_losses, backbone, hidden_MD[rows], label_M[rows], original_CD, use_reentrant=False, preserve_rng_state=False)
+        both = recomputed(_losses, backbone, hidden_MD[rows], label_M[rows], original_CD)
         cross_entropy, kl = cross_entropy + both[0], kl + both[1]
     return LmLoss(cross_entropy, kl)
 

@@ -74,12 +74,15 @@ def active_parameters(layers: nn.ModuleList, stated: Mapping[str, Any]) -> int:
 
 
 def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]:
-    """Return the floating-point operations of one forward and backward pass over a micro-batch, of the backbone and of the drafters."""
+    """Return the floating-point operations of one forward and backward pass over a micro-batch: of the backbone's forward, and of the
+    drafters, with which a trained backbone's backward is counted.
+    """
     recipe, backbone = memory_plan.recipe, memory_plan.models.backbone
     sample = MicroBatch(1, min(SAMPLE, size.length), size.label_share)
     with _Counter() as counter, counter.pause_in(backbone):
         memory_plan.step(sample)
-    passes = 0 if recipe.cache.dir is not None else 1 if recipe.backbone.lora is None else 3
+    lora = recipe.backbone.lora
+    passes = 0 if recipe.cache.dir is not None else 2 if lora is not None and lora.kl_weight else 1
     tokens = size.rows * size.length
     return {
         "backbone": passes * 2 * active_parameters(backbone.layers, backbone.config.to_dict()) * tokens,

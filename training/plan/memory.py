@@ -30,6 +30,7 @@ import torch
 
 from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.recompute import recompute_within
 from headstart.heads.base import Drafter
 from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
 from headstart.support.dtypes import torch_dtype
@@ -153,7 +154,7 @@ class MemoryPlan:
         values, draft_steps = self.models.values, list[Parts]()
         values.label_tokens, values.packed, values.longest = size.label_tokens, self.recipe.data.packing, size.length - 1
         policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)   # fake tensors are always on a CPU
-        with _quiet(), self.models.fake_mode(), MemoryCounter() as counter, use_chunk_policy(policy):
+        with _quiet(), self.models.fake_mode(), MemoryCounter() as counter, use_chunk_policy(policy), recompute_within(lambda: values):
             features, teacher = self._features(size, counter)
             target_forward = counter.parts([])
             counter.rename(list_tensors(features), "features")

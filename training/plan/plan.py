@@ -35,10 +35,6 @@ from headstart.training.run.defaults import choose
 MAX_ROWS = 65_536
 """Maximum rows of a micro-batch that are tried."""
 JSONL_BYTES_PER_TOKEN = 4.5
-RECOMPUTED_BACKBONE = (
-    "headstart plan does not count recomputed activations of a trained backbone; with train.gradient_checkpointing=false it gives an "
-    "upper bound"
-)
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,6 @@ def plan(
     """
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {tflops:g}")
-    if recipe.backbone.lora is not None and recipe.train.gradient_checkpointing:
-        raise UserError(RECOMPUTED_BACKBONE)
     machine = find_machine(gpus, memory_gb)
     if recipe.train.batch_size < machine.processes:
         raise UserError(f"train.batch_size={recipe.train.batch_size} leaves some of {machine.processes} GPUs without a sample; raise it")

@@ -38,14 +38,14 @@ class Figures:
     """Estimated from the arithmetic of the steps; None without a peak in TFLOP/s or a number of steps."""
 
 
-def fit(tree: Tree, machine: Machine, config: str, *, checkpointing: bool = True, tflops: float | None = None) -> tuple[Tree, Figures]:
+def fit(tree: Tree, machine: Machine, config: str, *, tflops: float | None = None) -> tuple[Tree, Figures]:
     """Return the changes that make the recipe ``tree`` fit the machine, none if it does, and what it takes then.
 
     ``config``: the folder or hub id that the backbone's configuration is read from. Raises UserError, naming the largest part, if
     nothing makes it fit.
     """
     closest: StepMemory | None = None
-    for change in _ladder(tree, machine, checkpointing):
+    for change in _ladder(tree, machine):
         plan = _memory_plan(merged(tree, change), machine, config)
         if sum(plan.persistent().values()) > machine.usable:
             closest = closest or StepMemory({"training": plan.persistent()})
@@ -68,12 +68,12 @@ def fit(tree: Tree, machine: Machine, config: str, *, checkpointing: bool = True
     )
 
 
-def _ladder(tree: Tree, machine: Machine, checkpointing: bool) -> Iterator[Tree]:
+def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
     """Yield changes, the cheapest first."""
     frozen = tree["backbone"].get("lora") is None
     recomputed = {"train": {"gradient_checkpointing": True}}
-    can_recompute = find_drafter(tree["drafter"]["kind"]).recompute is not Drafter.recompute
-    steps = [{}, recomputed] if checkpointing and frozen and can_recompute else [{}]
+    can_recompute = not frozen or find_drafter(tree["drafter"]["kind"]).recompute is not Drafter.recompute   # the backbone can
+    steps = [{}, recomputed] if can_recompute else [{}]
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
         yield from (merged({"backbone": {"shard": True}}, change) for change in steps)

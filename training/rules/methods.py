@@ -3,7 +3,8 @@
 Sources are the papers named in ``paper`` and the code that their authors or the trainers SpecForge and speculators publish:
 
     EAGLE-3      7 passes of training-time test, lr 1e-4, cosine, warm-up 0.015, clip 0.5: SpecForge's scripts (ttt-length 7)
-    block        5 layers (3, 5 and 8 were compared in 2602.06036), blocks of 7 and rank 256 as DSpark, lr 6e-4, warm-up 0.04 as SpecForge
+    block        5 layers (3, 5 and 8 were compared in 2602.06036), or 2 of models as wide as 8,192, so that they fit;
+                 blocks of 7 and rank 256 as DSpark, lr 6e-4, warm-up 0.04 as SpecForge
     Medusa       lr 1e-3, cosine, warm-up 0.1, 2 passes, 128 sequences a step: the authors' script
     Medusa-2     heads alone first, then jointly, LoRA of rank 32 and alpha 16: the paper; held to the backbone by its KL divergence
     Hydra++      lr 5e-4, final rate a third, weight decay 0.1, 32 sequences a step: the authors' script
@@ -36,6 +37,8 @@ Tree = dict[str, Any]
 DRAFT_VOCAB = 32_000
 BATCH_TOKENS = 32_768
 RATE_WIDTH, AUTO_WIDTH = 4096, 1024
+WIDE = 8192
+"""Width from which block heads have 2 layers: each takes 14 GB while it is trained, its optimizer state and gradients included."""
 LENGTH, LONG = 2048, 4096
 PASSES = 2
 
@@ -52,12 +55,16 @@ class Method:
     """Sequences of a step, where the method has a number of its own."""
     own: Callable[[ModelFacts], Tree] = lambda facts: {}
     """The drafter's arguments that follow from the model."""
-    checkpointing: bool = True
-    """Whether activations may be recomputed where memory is short."""
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether an adapter on the backbone is trained too."""
+        return "lora" in self.shared.get("backbone", {})
 
 
 def _block(facts: ModelFacts) -> Tree:
-    return {"layers": max(1, min(5, facts.layers // 2)), "correction_rank": min(256, facts.width)}
+    layers = 5 if facts.width < WIDE else 2
+    return {"layers": max(1, min(layers, facts.layers // 2)), "correction_rank": min(256, facts.width)}
 
 
 def _mlp(facts: ModelFacts) -> Tree:
@@ -75,10 +82,12 @@ METHODS: Mapping[str, Method] = {
         "block", "Block heads with a Markov correction (DSpark)", "2607.05147",
         {"drafter": {"depth": 7, "correction": "markov", "anchor_share": 0.25}, "train": _train(6e-4, 0.04)}, own=_block,
     ),
-    "medusa": Method("medusa", "Medusa-1 heads", "2401.10774", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128),
+    "medusa": Method(
+        "medusa", "Medusa-1 heads", "2401.10774", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128
+    ),
     "medusa2": Method(
         "medusa", "Medusa-2: Medusa heads and a LoRA adapter on the backbone, trained together", "2401.10774",
-        {"backbone": {"lora": MEDUSA_LORA}, "drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128, checkpointing=False,
+        {"backbone": {"lora": MEDUSA_LORA}, "drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128,
     ),
     "hydra": Method(
         "hydra", "Hydra++ heads", "2402.05109",
@@ -89,7 +98,9 @@ METHODS: Mapping[str, Method] = {
         {"drafter": {"depth": 1}, "objective": {"terms": {"features": 1.0, "kl": 0.1}},
          "train": _train(3e-5, 0.03, max_grad_norm=0.5, schedule="linear")},
     ),
-    "mlp": Method("mlp", "An MLP speculator", "2404.19124", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.05)}, own=_mlp),
+    "mlp": Method(
+        "mlp", "An MLP speculator", "2404.19124", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.05)}, own=_mlp
+    ),
     "mtp": Method(
         "mtp", "A multi-token prediction module", "2412.19437", {"drafter": {"depth": 4}, "train": _train(1e-4, 0.015, max_grad_norm=0.5)}
     ),

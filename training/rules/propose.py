@@ -51,7 +51,7 @@ class Proposal:
         ``config``: where the backbone's configuration is read from, if not its path. Raises UserError if nothing fits.
         """
         place = config or self.facts.path
-        changes, figures = fit(self.tree, self.machine, place, checkpointing=self.method.checkpointing, tflops=tflops)
+        changes, figures = fit(self.tree, self.machine, place, tflops=tflops)
         return replace(self, own=ordered(merged(self.own, changes)), figures=figures)
 
 
@@ -76,8 +76,7 @@ def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, ma
         values["backbone"]["dtype"] = values["train"]["precision"] = "bf16"
     if preset.tokens is not None and facts.packable:
         values["data"]["packing"] = True
-    frozen = "lora" not in method.shared.get("backbone", {})
-    if machine.processes > 1 and frozen and not fits_one(facts, machine.memory):
+    if machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
         values["backbone"]["shard"] = True
     values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
     values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
@@ -88,7 +87,7 @@ def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, ma
 
 def _micro_batch(method: Method, batch_size: int, length: int, processes: int) -> int:
     """Return the rows of a forward pass: a power of two, at most a device's share of the step."""
-    tokens = FORWARD_TOKENS if method.checkpointing else FORWARD_TOKENS // 2   # a trained backbone keeps its activations
+    tokens = FORWARD_TOKENS // 2 if method.trains_backbone else FORWARD_TOKENS   # a trained backbone keeps its activations
     return min(max(1, batch_size // processes), 1 << (max(1, tokens // length).bit_length() - 1))
 
 
