@@ -40,7 +40,7 @@ def test_every_shipped_recipe_loads_and_has_its_header(path):
     recipe = load_recipe(path)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert path.stem.startswith(recipe.drafter["kind"])   # medusa2.yaml trains the same heads otherwise
-    assert re.search(rf"^# Command   accelerate launch .*train_heads.py {path.relative_to(ROOT)}$", header, re.M)
+    assert re.search(rf"^# Command   (headstart train|accelerate launch --.* train_heads.py) {path.relative_to(ROOT)}$", header, re.M)
     assert all(word in header for word in ("# On ", "# Data ", "# Out ", recipe.save.dir if "quickstart" in header else "out/"))
     assert re.search(r"\d{4}\.\d{5}", header)
 

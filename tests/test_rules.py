@@ -187,6 +187,7 @@ def test_new_recipe_never_replaces_a_file_without_being_told(tmp_path: Path, cap
         (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
         (["embedded", "--tflops", "0"], "--tflops is a number above 0"),
         (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
+        (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
         (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
     ],
 )
@@ -254,4 +255,11 @@ def test_the_presets_are_data_sections() -> None:
         assert find_preset(name) is preset and (preset.rows or preset.tokens)
         path = ROOT / "recipes" / "shared" / f"{name}.yaml"
         assert path.exists()
-    assert find_preset("mine.jsonl").data == {"train": "mine.jsonl"}
+    assert find_preset("someone/dataset").data == {"train": "someone/dataset"}
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1000, None), (60, 6), (4, 1)])
+def test_few_rows_of_the_users_own_are_not_all_held_out(rows: int, held: int | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n' * rows)
+    preset = find_preset(str(tmp_path / "mine.jsonl"))
+    assert preset.data.get("eval_rows") == held and f"{held or 64} row" in preset.about

@@ -23,11 +23,17 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None, l
         if not (name := source.removeprefix(SHIPPED)) or Path(name).name != name:
             raise UserError(f"{source} names no shipped file: after {SHIPPED} comes its name alone, as in quickstart:train.jsonl.gz")
         path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / name
-    local = path.exists() or source.startswith((SHIPPED, "/", ".", "~")) or source.endswith(ENDINGS)
-    rows = _read_file(path, limit) if local and not path.is_dir() else _read_dataset(source, split, subset, limit)
+    rows = _read_file(path, limit) if names_file(source) else _read_dataset(source, split, subset, limit)
     if not rows:
         raise UserError(f"{source} holds no rows")
     return rows
+
+
+def names_file(source: str) -> bool:
+    """Whether it names a local file, there or not, and no dataset."""
+    path = as_path("data", source)
+    local = path.exists() or source.startswith((SHIPPED, "/", ".", "~")) or source.endswith(ENDINGS)
+    return local and not path.is_dir()
 
 
 def _read_file(path: Path, limit: int | None) -> list[Row]:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.support.errors import UserError
+from headstart.training.data.rows import names_file, read_rows
+from headstart.training.recipe.sections import Data
 
 Tree = dict[str, Any]
+HELD: int = Data.model_fields["eval_rows"].default
+"""Rows that are held out where there are plenty."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class Preset:
     """Origin, size and licence, for headers."""
     tokens: int | None = None
     """About how many tokens a packed preset has."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the user's own data."""
+        return self.rows is None and self.tokens is None
 
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
@@ -54,7 +63,15 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset, or one for a file or dataset of the user's own. Raises UserError for empty text."""
+    """Return a preset, or one for a file or dataset of the user's own. Raises UserError for empty text, or a file that cannot be read."""
     if not name.strip():
         raise UserError(f"--data is one of {', '.join(PRESETS)}, a file of rows, or the name of a dataset; got {name!r}")
-    return PRESETS.get(name, Preset({"train": name}, None, f"{name}, of which 64 rows are held out to evaluate on"))
+    return PRESETS.get(name) or _own(name)
+
+
+def _own(name: str) -> Preset:
+    """Return a preset for the user's data; of a file with few rows every tenth is held out."""
+    count = len(read_rows(name, limit=10 * HELD)) if names_file(name) else 10 * HELD
+    held = min(HELD, max(1, count // 10))
+    fewer = {"eval_rows": held} if held < HELD else {}
+    return Preset({"train": name} | fewer, None, f"{name}, of which {held} row{'s are' if held > 1 else ' is'} held out to evaluate on")

@@ -12,8 +12,8 @@ from headstart.training.rules.propose import Proposal
 
 WIDTH = 136
 NOT_MEASURED = "tau not measured here, and no figure of others is known for this pair."
-LAUNCHERS = {1: "accelerate launch", 8: "accelerate launch --config_file recipes/accelerate/eight_gpus.yaml"}
-SHARDED = "accelerate launch --config_file recipes/accelerate/fsdp2.yaml"
+SEVERAL = {8: "--config_file recipes/accelerate/eight_gpus.yaml"}
+SHARDED = "--config_file recipes/accelerate/fsdp2.yaml"
 Tree = Mapping[str, Any]
 
 
@@ -42,14 +42,16 @@ def header(proposal: Proposal, path: str, expect: str) -> list[str]:
     lines = [f"# {line}" for line in textwrap.wrap(title, WIDTH)] + ["#"]
     for name, text in fields:
         lines += [f"# {name if i == 0 else '':<9} {line}" for i, line in enumerate(textwrap.wrap(text, WIDTH - 10))]
-    return [*lines, f"# Command   {launcher(proposal)} train_heads.py {path}", "#", *_commands(proposal, path)]
+    return [*lines, f"# Command   {train_command(proposal)} {path}", "#", *_commands(proposal, path)]
 
 
-def launcher(proposal: Proposal) -> str:
-    """Return the beginning of the command that trains."""
-    if proposal.tree["backbone"].get("shard"):
-        return SHARDED
-    return LAUNCHERS.get(proposal.machine.processes, f"accelerate launch --num_processes {proposal.machine.processes}")
+def train_command(proposal: Proposal) -> str:
+    """Return the beginning of the command that trains; several processes need a clone's launcher script."""
+    processes = proposal.machine.processes
+    if processes == 1:
+        return "headstart train"
+    settings = SHARDED if proposal.tree["backbone"].get("shard") else SEVERAL.get(processes, f"--num_processes {processes}")
+    return f"accelerate launch {settings} train_heads.py"
 
 
 def _hardware(proposal: Proposal) -> str:
@@ -84,7 +86,7 @@ def _machine_arguments(proposal: Proposal) -> str:
 
 def _data(proposal: Proposal) -> str:
     about = proposal.preset.about
-    if proposal.preset.rows is None and proposal.preset.tokens is None:
+    if proposal.preset.own:
         return f"{about}."
     writer = "Its answers are other models'" if proposal.facts.chat else "It was written by people"
     return f"{about}, downloaded on the first run. {writer}: heads accept more on the backbone's own, which the first command below writes."
@@ -94,14 +96,14 @@ def _commands(proposal: Proposal, path: str) -> list[str]:
     """Return the commands from regeneration to serving."""
     out, name = proposal.tree["save"]["dir"], f"data/{proposal.facts.name}.jsonl"
     reset = {"format": "auto", "column": "null", "limit": "null", "eval": "null", "eval_rows": "64"}
-    given = {**proposal.preset.data, "eval_rows": proposal.preset.data.get("eval_rows")}
+    given = {} if proposal.preset.own else proposal.preset.data   # answers have the rows of the prompts
     changes = " ".join(f"data.{key}={value}" for key, value in reset.items() if given.get(key) is not None)
     only = proposal.preset.data["train"]
     one = f" data.train={only[0]['path']}" if isinstance(only, list) else ""
     return [
         f"#     headstart regenerate {path} regenerate.out={name}{one}   # regenerate.endpoint=http://localhost:8000/v1 asks a server",
         f"#     headstart plan {path} data.train={name} {changes}".rstrip() + _machine_arguments(proposal),
-        f"#     {launcher(proposal)} train_heads.py {path} data.train={name} {changes}".rstrip(),
+        f"#     {train_command(proposal)} {path} data.train={name} {changes}".rstrip(),
         f"#     headstart bench --heads {out} --prompts prompts.jsonl",
         f"#     headstart export --heads {out} --to vllm --out {out}-vllm   # prints the line that serves them",
     ]
