@@ -10,9 +10,9 @@ from html import escape
 from markupsafe import Markup
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 66, 20, 16, 44
+LEFT, RIGHT, TOP, BOTTOM = 84, 20, 16, 44
 CROWDED = 40
-"""Number of points from which a line's dots are small."""
+"""Number of points from which a line's dots have no rim, which would cut it into dashes."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ def strip(lengths: Sequence[int], hue: int) -> Markup:
 def _line(one: Series, axes: Axes) -> str:
     places = [(axes.x(x), axes.y(y), x, y) for x, y in one.points]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in places)
-    radius = 3.5 if len(places) < CROWDED else 1.5
+    radius, crowded = (3.5, "") if len(places) < CROWDED else (1.5, " crowded")
     dots = "".join(
         f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{radius}"><title>{escape(one.name)}: {y:.4g} at {x:,.12g}</title></circle>'
         for px, py, x, y in places
     )
-    return f'<g class="series {one.style}"><polyline points="{path}"/>{dots}</g>'
+    return f'<g class="series {one.style}{crowded}"><polyline points="{path}"/>{dots}</g>'
 
 
 def _legend(series: Sequence[Series]) -> str:
