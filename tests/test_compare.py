@@ -45,6 +45,12 @@ def test_it_pairs_by_name_then_by_order_and_gives_the_changes(tmp_path: Path, ca
     assert "out/old → out/new" in page.read_text() and "extra" not in out
 
 
+def test_trees_of_other_sizes_are_said(tmp_path: Path) -> None:
+    before, after = (report(results=[entry(2.0, 15.0, head="x") | {"nodes": nodes, "width": 4}]) for nodes in (6, 12))
+    both = read_comparison(write(tmp_path, "a.json", before), write(tmp_path, "b.json", after))
+    assert both.pairs[1].system == "x (nodes 6 → 12)"
+
+
 def test_a_system_of_the_same_name_is_not_paired_with_another(tmp_path: Path) -> None:
     before = report(results=[entry(2.0, 15.0, head="x"), entry(1.5, 12.0, head="y")])
     after = report(results=[entry(1.6, 12.0, head="y"), entry(2.2, 15.0, head="z")])

@@ -67,8 +67,10 @@ class Pair:
 
     @property
     def system(self) -> str:
-        """The system's name; both, where the second report names other heads."""
-        return " → ".join(dict.fromkeys((name(self.before), name(self.after))))
+        """The system's name; both, where the second report names other heads, and the trees, where they differ."""
+        sizes = [(key, self.before.get(key), self.after.get(key)) for key in ("nodes", "width", "depth")]
+        changed = ", ".join(f"{key} {_chosen(before)} → {_chosen(after)}" for key, before, after in sizes if before != after)
+        return " → ".join(dict.fromkeys((name(self.before), name(self.after)))) + (f" ({changed})" if changed else "")
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ def read_bench(path: str) -> Row:
 
 def print_comparison(both: Comparison, out: TextIO) -> None:
     """Print a line for each system and, if there are several tasks, for each of its tasks."""
-    parts: list[RenderableType] = [_about(both), columns(*_text(_systems(both), 1))]
+    parts: list[RenderableType] = [_about(both), columns(*_text(_systems(both)))]
     if (tasks := _tasks(both)) is not None:
-        parts.append(columns(*_text(tasks, 2)))
+        parts.append(columns(*_text(tasks)))
     show(parts, out)
 
 
@@ -150,6 +152,10 @@ def _versions(report: Row) -> str:
     return ", ".join(f"{library} {version}" for library, version in report["versions"].items())
 
 
+def _chosen(size: int | None) -> str:
+    return "chosen" if size is None else str(size)
+
+
 def _rows(report: Row) -> list[Row]:
     return [*report["baselines"], *report["results"]]
 
@@ -167,7 +173,7 @@ def _systems(both: Comparison) -> Table:
         identical = {None: "", True: "yes", False: "no"}[pair.after["identical"]]
         cells = [f"{pair.before['temperature']:g}", system, *_changes(pair.before, pair.after), identical]
         rows.append(TableRow(cells, css="head" if "head" in pair.before else "base"))
-    return Table(titles, rows, left=1)
+    return Table(titles, rows, left=(1,))
 
 
 def _tasks(both: Comparison) -> Table | None:
@@ -181,7 +187,7 @@ def _tasks(both: Comparison) -> Table | None:
         for task, one in pair.before["tasks"].items()
         if task in pair.after["tasks"]
     ]
-    return Table(["temperature", "system", "task", *_titles()], rows, left=2)
+    return Table(["temperature", "system", "task", *_titles()], rows, left=(1, 2))
 
 
 def _titles() -> list[str]:
@@ -196,9 +202,9 @@ def _changes(before: Row, after: Row) -> list[str]:
     return cells
 
 
-def _text(table: Table, left: int) -> tuple[Sequence[str], list[tuple[str, Sequence[str]]], Sequence[int]]:
+def _text(table: Table) -> tuple[Sequence[str], list[tuple[str, Sequence[str]]], Sequence[int]]:
     """A table's arguments for the terminal."""
-    return table.titles, [("dim" if row.css == "base" else "", row.cells) for row in table.rows], range(1, left + 1)
+    return table.titles, [("dim" if row.css == "base" else "", row.cells) for row in table.rows], table.left
 
 
 def _depths(both: Comparison) -> Any:

@@ -72,7 +72,7 @@ def _speed(report: Row) -> Table:
             css = ("head" if "head" in row else "base") + (" first" if i == 0 else "")
             rows.append(TableRow([*setting_cells(report, row), *speeds(row), *step_cells(row)], css=css))
     titles = setting_titles(report)
-    return Table([*titles, *SPEEDS, *STEP], rows, len(titles) - 1)
+    return Table([*titles, *SPEEDS, *STEP], rows, (len(titles) - 1,))
 
 
 def _depths(report: Row) -> Markup | None:

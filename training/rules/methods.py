@@ -82,9 +82,7 @@ METHODS: Mapping[str, Method] = {
         "block", "Block heads with a Markov correction (DSpark)", "2607.05147",
         {"drafter": {"depth": 7, "correction": "markov", "anchor_share": 0.25}, "train": _train(6e-4, 0.04)}, own=_block,
     ),
-    "medusa": Method(
-        "medusa", "Medusa-1 heads", "2401.10774", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128
-    ),
+    "medusa": Method("medusa", "Medusa-1 heads", "2401.10774", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128),
     "medusa2": Method(
         "medusa", "Medusa-2: Medusa heads and a LoRA adapter on the backbone, trained together", "2401.10774",
         {"backbone": {"lora": MEDUSA_LORA}, "drafter": {"depth": 4}, "train": _train(1e-3, 0.1)}, rows=128,
@@ -98,9 +96,7 @@ METHODS: Mapping[str, Method] = {
         {"drafter": {"depth": 1}, "objective": {"terms": {"features": 1.0, "kl": 0.1}},
          "train": _train(3e-5, 0.03, max_grad_norm=0.5, schedule="linear")},
     ),
-    "mlp": Method(
-        "mlp", "An MLP speculator", "2404.19124", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.05)}, own=_mlp
-    ),
+    "mlp": Method("mlp", "An MLP speculator", "2404.19124", {"drafter": {"depth": 4}, "train": _train(1e-3, 0.05)}, own=_mlp),
     "mtp": Method(
         "mtp", "A multi-token prediction module", "2412.19437", {"drafter": {"depth": 4}, "train": _train(1e-4, 0.015, max_grad_norm=0.5)}
     ),

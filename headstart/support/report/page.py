@@ -29,11 +29,11 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; column ``left`` is aligned left, others right. Shaded cells: from ``low``, not shaded, to ``high``."""
+    """A table; the columns ``left`` are aligned left, others right. Shaded cells: from ``low``, not shaded, to ``high``."""
 
     titles: Sequence[str]
     rows: Sequence[TableRow]
-    left: int = 0
+    left: Sequence[int] = (0,)
     low: float = 0.0
     high: float = 1.0
 
