@@ -5,6 +5,7 @@ Pipes, devices and sockets are refused before they are opened: reading one may n
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -106,12 +107,22 @@ def require_file(what: str, path: str | Path) -> Path:
     try:
         mode = file.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{what}: there is no such file; check its name") from None
+        raise UserError(f"{what}: there is no such file; {_near(file)}") from None
     except OSError as error:
         raise UserError(f"{what} cannot be read: {error.strerror or cause(error)}; check the path") from None
     if not stat.S_ISREG(mode):
         raise UserError(f"{what} is {KINDS.get(stat.S_IFMT(mode), 'no regular file')}; give a regular file")
     return file
+
+
+def _near(file: Path) -> str:
+    """Say which file of the folder has the nearest name."""
+    try:
+        names = [one.name for one in file.parent.iterdir() if one.is_file()]
+    except OSError:
+        names = []
+    near = difflib.get_close_matches(file.name, names, n=1)
+    return f"did you mean {file.with_name(near[0])}?" if near else "check its name"
 
 
 def require_writable(what: str, path: str | Path | None) -> None:
