@@ -96,6 +96,12 @@ class Start(Form):
     backbone: dict[str, Any] = {}
 
 
+class Example(Form):
+    prompt: str
+    tokens: list[str]
+    accept_lengths: list[int]
+
+
 class LogLine(Form):
     """What is read of a log line, if it is there."""
 
@@ -110,6 +116,7 @@ class LogLine(Form):
     alpha: list[float] = []
     tau: float = 0.0
     acceptance_per_depth: list[float] = []
+    examples: list[Example] = []
     head: str = ""
 
 
