@@ -27,10 +27,12 @@ NOT_RUN = {
     "--quantize": "of heads of another shape; tests/test_quantized.py",
 }
 """Part of a command -> why it is only parsed."""
-MODELS = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct")
+MODELS = (
+    "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct", "lmsys/vicuna-7b-v1.5",
+)  # fmt: skip
 SHORT = [
     "backbone.dtype=fp32", "drafter.draft_vocab_size=256", "drafter.depth=2", "data.limit=8", "data.eval=null", "data.eval_rows=2",
-    "data.max_length=64", "train.steps=2", "train.epochs=null", "train.batch_size=2", "train.micro_batch=null", "train.precision=no",
+    "data.max_length=64", "train.steps=2", "train.epochs=null", "train.batch_size=8", "train.micro_batch=null", "train.precision=no",
     "eval.every=0", "eval.prompts=1", "eval.max_new_tokens=4", "eval.prompt_tokens=8", "regenerate.max_new_tokens=4", "save.every=0",
 ]  # fmt: skip
 PLACEHOLDERS = re.compile(r"\b[A-Z]{3,}\b(?!\.)|\||\[|\.\.\.")
