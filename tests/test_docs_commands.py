@@ -65,7 +65,8 @@ def test_it_runs(
             log_of(place / "out" / name)
         report(place)
     if words[0] in ("verify", "push"):
-        assert main(["export", "--heads", "out/eagle3", "--to", "vllm", "--out", "out/served"]) == 0
+        heads = words[words.index("--heads") + 1] if "--heads" in words else "out/eagle3"
+        assert main(["export", "--heads", heads, "--to", "vllm", "--out", "out/served"]) == 0
     if words[0] == "schema":
         (place / "recipes").mkdir()
     status = main(words)
