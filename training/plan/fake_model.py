@@ -24,12 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone, attention_kernel, resolve
+from headstart.heads.backbone.quantization import loaded_dtype
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
-from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError, cause
 from headstart.training.features.source import taps_of
 from headstart.training.recipe import sections
@@ -143,7 +143,8 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     """
     config, settings = read_config(recipe.backbone), recipe.backbone
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    dtype = torch_dtype(settings.dtype) or (stored if accelerator else torch.float32)
+    chosen = loaded_dtype(settings.dtype, config, torch.device("cuda" if accelerator else "cpu"))
+    dtype = chosen if isinstance(chosen, torch.dtype) else stored
     values, mode = FakeValues(), FakeTensorMode()
     kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:
