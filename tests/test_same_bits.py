@@ -7,7 +7,7 @@ import torch
 from families import prompts, random_drafter, shake, tiny
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.tree_attention import attend_exactly
+from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.logits import LogitsComparison
 from headstart.inference.bench.prompts import Prompt
@@ -33,19 +33,22 @@ def test_drafts_change_no_bit_of_the_logits(family: str, monkeypatch: pytest.Mon
     assert [(row["identical"], row["logits"]["positions"], row["logits"]["differing"]) for row in report["results"]] == [(True, 48, 0)] * 2
 
 
-def test_attention_of_a_node_does_not_depend_on_its_tree() -> None:
+@pytest.mark.parametrize("prefix", [60, 150, 700, 1500])
+def test_attention_of_a_node_does_not_depend_on_its_tree(prefix: int) -> None:
     torch.manual_seed(0)
-    prefix, nodes = 150, 9
+    nodes, least = 9, torch.finfo(torch.bfloat16).min
     query, keys, values = (torch.randn(1, heads, prefix + nodes, 64).bfloat16() for heads in (6, 2, 2))
-    query, allowed = 2 * query[:, :, -nodes:], torch.zeros(nodes, prefix + nodes, dtype=torch.bool)
-    allowed[:, :prefix] = True
+    query, mask = 2 * query[:, :, -nodes:], torch.full((1, 1, nodes, prefix + nodes), least).bfloat16()
+    mask[..., :prefix] = 0
     for node in range(nodes):   # a node's parent is two before it
-        allowed[node, prefix + node % 2 : prefix + node + 1 : 2] = True
-    together = attend_exactly(query, keys, values, allowed[None, None])
+        mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
+    together = attend_exactly(query, keys, values, mask)
+    expected = attend(query.float(), keys.float(), values.float(), mask.float())
+    assert torch.allclose(together.float(), expected, rtol=0.01, atol=0.002)
+    assert torch.allclose(attend_exactly(query, keys, values, mask, 0.3).float(), attend(query, keys, values, mask, 0.3).float(), atol=0.02)
     for node in range(nodes):
-        own = allowed[node].nonzero()[:, 0]
-        mask = torch.ones(1, 1, 1, len(own), dtype=torch.bool)
-        alone = attend_exactly(query[:, :, node : node + 1], keys[:, :, own], values[:, :, own], mask)
+        own = (mask[0, 0, node] == 0).nonzero()[:, 0]
+        alone = attend_exactly(query[:, :, node : node + 1], keys[:, :, own], values[:, :, own], torch.zeros(1, 1, 1, len(own)).bfloat16())
         assert torch.equal(alone, together[:, :, node : node + 1])
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations import sdpa_attention
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.tree_attention import attend, attend_as_queries, attend_exactly, tree_attention
+from headstart.heads.backbone.tree_attention import attend, attend_as_queries, tree_attention
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -23,7 +23,7 @@ def test_both_ways_of_grouping_equal_repeated_keys(additive: bool) -> None:
     for scale in (None, 0.5):
         repeated = [part.repeat_interleave(2, 1) for part in (keys, values)]
         expected = scaled_dot_product_attention(query, *repeated, mask, scale=scale)
-        for way in (attend, attend_as_queries, attend_exactly):
+        for way in (attend, attend_as_queries):
             assert torch.allclose(way(query, keys, values, mask, scale), expected, atol=1e-6)
 
 

@@ -22,6 +22,9 @@ from headstart.inference.capture.linear import TransposedLinear, layout
 from headstart.inference.capture.products import PackedFunction
 from headstart.support.pytree import builder, flatten
 
+LONG = 1024
+"""Caches of more positions than this are captured apart, again at every doubling: attention takes their keys in more blocks."""
+
 
 class Trace(Backend):
     """TorchScript traces; linear layers have packed weights, or the layout that is faster for their number of rows on this machine."""
@@ -48,7 +51,8 @@ class Trace(Backend):
 
     def variant(self, call: Call) -> Hashable:
         rows = call.leaves[call.held_leaves].numel()
-        return layout(rows, self.form.transposed_rows), sizes_of_one(call.shapes)
+        longest = max((size for shape in call.shapes[: call.held_leaves] for size in shape), default=1)   # of a cache: its positions
+        return layout(rows, self.form.transposed_rows), (longest // LONG).bit_length(), sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:
         if self.form.packed is not None:
