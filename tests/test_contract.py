@@ -22,7 +22,7 @@ from headstart.heads.methods import build_drafter, find_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.support.errors import UserError
 
-CLOSE = {"atol": 3e-5, "rtol": 1e-4}
+CLOSE = {"atol": 1.5e-4, "rtol": 1e-4}   # logits are about 3; EAGLE-1 on Gemma-3 amplifies rounding most (in fp64: 6e-14)
 VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + STRANGERS] + [
     ("eagle3", {"draft_vocab_size": 23}),
     ("eagle3", {"taps": [0, 1, 4, LAYERS], "depth": 3, "intermediate_size": 20}),
