@@ -3,7 +3,7 @@
 *Grouped-query heads.* transformers repeats keys and values for every query head whenever there is a mask and more than one query: on an
 H100, 0.7 ms of a 9.5 ms forward pass of an 8B model with room for 1,024 positions, and more with longer contexts. Here they are shared.
 
-*The same bits in 16-bit precision on a CPU.* A sum's rounding depends on how many queries there are and on where a node's ancestors lie
+*The same bits in bf16 on a CPU.* A sum's rounding depends on how many queries there are and on where a node's ancestors lie
 among the keys, so a node of a tree would differ from the plain step that writes the same token. Summed in fp64 and rounded once, they
 are equal. Linear layers and norms give a row the same bits alone and among others already, so decoding with drafts is then token-identical
 in bf16 as well.
@@ -100,7 +100,7 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     """transformers' SDPA attention, outside the context unchanged."""
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
-    exactly = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= MAX_EXACT
+    exactly = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= MAX_EXACT
     if not (_active.get() and plain and fits and (exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
