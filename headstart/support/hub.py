@@ -26,7 +26,7 @@ def find_folder(path: str | Path, what: str, files: Sequence[str] | None = None,
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=None if files is None else list(files)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        cause = " ".join(str(error).split())[:200]
+        cause = "it cannot be reached" if isinstance(error, LocalEntryNotFoundError) else " ".join(str(error).split())[:200]
         fault = f"no {what} at {str(path)!r}: no such folder, and not on the hub ({cause}); give a folder or a hub id"
         raise UserError(fault) from None
 
