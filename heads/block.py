@@ -141,7 +141,7 @@ class Block(Drafter):
 
     def _embed_blocks(self, roots_M: Tensor) -> Tensor:
         """Embed the blocks ``[M, N, D]`` of these roots: the root, then mask tokens."""
-        masks_MN = roots_M.new_full((len(roots_M), self.elements - 1), self.mask_token)
+        masks_MN = roots_M.new_full((roots_M.shape[0], self.elements - 1), self.mask_token)
         return self._embed(torch.cat([roots_M[:, None], masks_MN], 1))
 
     # Training.
@@ -236,7 +236,7 @@ class Block(Drafter):
     def _draft(self, state: State, roots_B: Tensor) -> State:
         block_BND, caches = self._embed_blocks(roots_B), []
         N, device = self.elements, roots_B.device
-        offsets_N, seen_BNN = torch.arange(N, device=device), seen_elements(N, self.config.causal, device).expand(len(roots_B), -1, -1)
+        offsets_N, seen_BNN = torch.arange(N, device=device), seen_elements(N, self.config.causal, device).expand(roots_B.shape[0], -1, -1)
         for cached, cache in zip(self.cached, state.caches, strict=True):
             block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, seen_BNN, offsets_N)
             caches.append(cache)

@@ -139,7 +139,7 @@ class Mtp(Drafter):
     def begin(self, features: Features, state: State | None = None) -> State:
         """Extend each module's keys by the new tokens, each with the module's input at the token before it."""
         counts_B, T = features.lengths_B, features.tokens_BT.shape[1]
-        place_BT = torch.arange(T, device=counts_B.device).expand(len(counts_B), -1)
+        place_BT = torch.arange(T, device=counts_B.device).expand(counts_B.shape[0], -1)
         last_B = (counts_B - 1).clamp(min=0)
         hidden_BTD = features.hidden_BTD.to(self.mtps[0].layer.dtype)
         state = self._empty(features, hidden_BTD) if state is None else state

@@ -15,6 +15,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import capture as capture_module
+from headstart.inference.capture.backend import Call, Capture, Function
 from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.processing import Filters
@@ -135,6 +136,26 @@ def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> Non
                 assert torch.equal(say(captured, rows, tree=tree, **options), truth), (lengths, sample, tree)
             assert torch.equal(say(captured, rows, speculate=False, **options), truth)
     assert (engine := captured.engine(True)).reader.captured and engine.speculation.of_kind(DrafterSource)[0].captured
+
+
+@pytest.mark.parametrize("family,kind", [("llama", kind) for kind in DRAFTERS] + [("gemma3", "eagle3"), ("gpt2", "medusa")])
+def test_captures_follow_the_number_of_rows(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows finish one after the other: a capture that held their number would be made again each time."""
+    compare, refused = Capture.compare, []
+
+    def watched(capture: Capture, function: Function, call: Call) -> Any:
+        found = compare(capture, function, call)
+        if found is None:
+            refused.append(call.shapes)
+        return found
+
+    monkeypatch.setattr(Capture, "compare", watched)
+    on = backbone(family)
+    of = SpeculativeModel(on, random_drafter(kind, on), capture="trace")
+    for lengths in ((9, 12, 5, 8), (9, 11, 7), (6, 12), (7, 8, 9, 10, 11)):
+        say(of, left_padded(prompts(lengths)), tree=TreeShape(6, 2), max_new_tokens=5, do_sample=False)
+    assert not refused
+    assert any(one.captures_made for one in of.engine(True).capturer.functions)
 
 
 def test_moved_weights_are_captured_anew() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import prompts, random_drafter, shake, tiny
+from families import VOCAB, backbone, prompts, random_drafter, shake, tiny
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
+from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.logits import LogitsComparison
 from headstart.inference.bench.prompts import Prompt
@@ -31,6 +32,14 @@ def test_drafts_change_no_bit_of_the_logits(family: str, monkeypatch: pytest.Mon
     asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
     report = compare([("m", SpeculativeModel(on, drafter, capture="trace"))], asked, Plan(24, (0.0, 1.0), tree=TREE))
     assert [(row["identical"], row["logits"]["positions"], row["logits"]["differing"]) for row in report["results"]] == [(True, 48, 0)] * 2
+
+
+def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
+    on = backbone("llama")
+    asked = [Prompt(ids_T) for ids_T in prompts((12, 9, 11, 10))]
+    report = compare([("m", SpeculativeModel(on, random_drafter("medusa", on)))], asked, Plan(24, tree=TREE, batches=(1, 2)))
+    assert [row["logits"]["positions"] for row in report["results"]] == [4 * 10, 4 * 5]
 
 
 @pytest.mark.parametrize("prefix", [60, 150, 700, 1500])

@@ -54,7 +54,7 @@ class States:
 
     def behind(self, added: Added, node_B: Tensor) -> States:
         """Return the states after each row's sequence is extended to ``node_B`` of its tree."""
-        rows_B = torch.arange(len(node_B), device=node_B.device)
+        rows_B = torch.arange(node_B.shape[0], device=node_B.device)
         L, _, H, _ = added.decay_LBHN.shape
         C = added.input_LBCN.shape[2]
         sum_LBH1 = added.decay_LBHN.gather(3, node_B[None, :, None, None].expand(L, -1, H, 1))

@@ -57,7 +57,7 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
 def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """The same with sums in fp64, rounded once to the query's dtype; ``mask_B1NS`` is additive and finite.
 
-    Keys are taken in blocks, so that their fp64 copies stay in the CPU's caches: 8,000 keys of 8 heads of 128 take a single query 0.4
+    Keys are taken in blocks, so that their fp64 copies stay in the CPU's caches: 8,000 keys of 8 heads of 128 take a single query 0.5
     of the time of torch's bf16 kernel, and 12 queries twice its time (LOG.md).
     """
     blocks = 1 + (int(keys_BGSC.shape[2]) - 1) // BLOCK

@@ -41,7 +41,7 @@ class CachedLayer:
     def kept_offsets(self, cache: DraftCache, positions: int, counts_B: Tensor) -> Tensor:
         """Return the offsets ``[B, T]`` of the new positions to compute keys for: all, or those that the ring keeps."""
         if cache.ring is None or cache.ring.slots >= positions:
-            return torch.arange(positions, device=counts_B.device).expand(len(counts_B), -1)
+            return torch.arange(positions, device=counts_B.device).expand(counts_B.shape[0], -1)
         return cache.ring.kept(counts_B)
 
     def extend(self, cache: DraftCache, x_BTX: Tensor, offsets_BT: Tensor, counts_B: Tensor) -> DraftCache:
@@ -97,7 +97,7 @@ class CachedLayer:
         """
         cache = cache.on_device()
         N, M = ancestors_BNM.shape[1:]
-        index_BN = cache.ends_B[:, None] + torch.arange(N, device=x_BNX.device) + (M - N)
+        index_BN = cache.ends_B[:, None] + torch.arange(M - N, M, device=x_BNX.device)
         rotation = cache.rotation_at(offsets)
         for store, new in zip(cache.past, self.layer.keys_values(x_BNX, rotation), strict=True):
             put(store, new, index_BN)

@@ -56,7 +56,7 @@ class CachedStack:
         if reach is None or len(self.layers) == 1:
             return self.layers[0].kept_offsets(caches[0], positions, counts_B)
         if reach.slots >= positions:
-            return torch.arange(positions, device=counts_B.device).expand(len(counts_B), -1)
+            return torch.arange(positions, device=counts_B.device).expand(counts_B.shape[0], -1)
         return reach.kept(counts_B)
 
     def extend(self, caches: Caches, streams: Sequence[Tensor], offsets_BT: Tensor, counts_B: Tensor) -> Caches:

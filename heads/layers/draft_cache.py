@@ -36,7 +36,7 @@ class Ring:
         """Return the indices of those among ``counts_B`` new positions that may be kept: int64 ``[B, slots]``, possibly repeated."""
         first_S = torch.arange(self.sink, device=counts_B.device)
         last_BS = counts_B[:, None] - self.window + torch.arange(self.window, device=counts_B.device)
-        return torch.cat([first_S.expand(len(counts_B), -1), last_BS], 1).clamp(min=0)
+        return torch.cat([first_S.expand(counts_B.shape[0], -1), last_BS], 1).clamp(min=0)
 
     def slots_of(self, positions_BT: Tensor, ends_B: Tensor) -> Tensor:
         """Return the slots of positions in rows of length ``ends_B``; expired positions and padding get the first slot after the ring."""
@@ -124,7 +124,7 @@ class DraftCache(RowState):
         """Position of the entry in each slot, int64 ``[B, S]``; larger than any position of the row where there is none."""
         slots_S, lengths_B1 = torch.arange(self.slots, device=self.lengths_B.device), self.lengths_B[:, None]
         if self.ring is None:
-            return slots_S.expand(len(lengths_B1), -1)
+            return slots_S.expand(lengths_B1.shape[0], -1)
         last_B1, sink = lengths_B1 - 1, self.ring.sink
         ring_BS = last_B1 - (last_B1 - slots_S) % self.ring.window   # the last position that falls on the slot
         empty_BS = (ring_BS < sink) | (slots_S >= self.ring.slots)

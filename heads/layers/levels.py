@@ -72,7 +72,7 @@ def read_behind(model: Backbone, view: TreeCache, rows: Rows, tokens_BN: Tensor)
     N, M = ancestors_BNM.shape[1:]
     slots = rows.stores[0][0].shape[-2]
     # Padding may lie beyond the last slot or the model's last position; any slot and position will do for it.
-    index_BN = (lengths_B[:, None] + torch.arange(N, device=lengths_B.device) + (M - N)).clamp(max=slots - 1)
+    index_BN = (lengths_B[:, None] + torch.arange(M - N, M, device=lengths_B.device)).clamp(max=slots - 1)
     positions_BM = lengths_B[:, None] + levels_M
     positions_BN = positions_BM[:, M - N :]
     attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, model.windows)

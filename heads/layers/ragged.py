@@ -35,21 +35,24 @@ def rounded_up(slots: int, device: torch.device) -> int:
 
 def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
     """Write N entries of each row into their slots, in place."""
-    B, H, _, D = store_BHSD.shape
-    if B == 1:
+    if store_BHSD.shape[0] == 1:
         store_BHSD.index_copy_(2, index_BN[0], new_BHND)
-    else:
-        store_BHSD.scatter_(2, index_BN[:, None, :, None].expand(-1, H, -1, D), new_BHND)
+    else:   # not scatter_, which moves single numbers: in bf16 on a CPU up to 400 times slower
+        store_BHSD.transpose(1, 2)[_rows(index_BN), index_BN] = new_BHND.transpose(1, 2)
 
 
 def move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:
     """Copy P entries of each row to other slots of the row, in place."""
-    L, B, H, _, D = store_LBHSD.shape
-    if B == 1:
+    if store_LBHSD.shape[1] == 1:
         store_LBHSD.index_copy_(3, target_BP[0], store_LBHSD.index_select(3, source_BP[0]))
-        return
-    index = source_BP[None, :, None, :, None].expand(L, -1, H, -1, D)
-    store_LBHSD.scatter_(3, target_BP[None, :, None, :, None].expand(L, -1, H, -1, D), store_LBHSD.gather(3, index))
+    else:
+        store_LBSHD, rows_B1 = store_LBHSD.transpose(2, 3), _rows(source_BP)
+        store_LBSHD[:, rows_B1, target_BP] = store_LBSHD[:, rows_B1, source_BP]
+
+
+def _rows(index_BN: Tensor) -> Tensor:
+    """The number of each row: ``[B, 1]``."""
+    return torch.arange(index_BN.shape[0], device=index_BN.device)[:, None]
 
 
 def sized(store: Tensor, slots: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -48,10 +49,9 @@ def extend_ancestors(ancestors_BNM: Tensor | None, parents_BN: Tensor) -> Tensor
 def visible_slots(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
     """Return the mask ``[B, N, S]``, True where a node attends: its row's past, its ancestors and itself."""
     N, M = ancestors_BNM.shape[1:]
-    index_BS = torch.arange(slots, device=lengths_B.device) - lengths_B[:, None]
-    node_BNS = index_BS.clamp(min=0).clamp(max=M - 1)[:, None].expand(-1, N, -1)
-    written_BS = (index_BS >= 0) & (index_BS < M)
-    return (index_BS < 0)[:, None] | (ancestors_BNM.gather(2, node_BNS) & written_BS[:, None])
+    seen_BNX = F.pad(F.pad(ancestors_BNM, (1, 0), value=True), (0, 1), value=False)   # X: the past, the nodes, what lies behind them
+    index_BS = (torch.arange(1, slots + 1, device=lengths_B.device) - lengths_B[:, None]).clamp(0, M + 1)
+    return seen_BNX.gather(2, index_BS[:, None].expand(-1, N, -1))
 
 
 def masks_by_kind(

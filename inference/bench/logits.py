@@ -21,6 +21,8 @@ from headstart.inference.measure import Settings, continue_texts
 
 PROMPTS, POSITIONS = 4, 64
 """How many batches of prompts are compared, and how many tokens of prompts whose tokens are the same."""
+MOST_LOGITS = 2**26
+"""How many logits of a batch are kept; of large batches and vocabularies, fewer positions are compared."""
 
 
 @dataclass
@@ -55,7 +57,8 @@ def compare_logits(
     found = LogitsComparison()
     for group in first[:PROMPTS]:
         wanted = [POSITIONS if same[i] == len(ar.sequences[i][0]) else same[i] + 1 for i in group]
-        needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted)))
+        room = max(1, MOST_LOGITS // (len(group) * ar.system.heads.backbone.vocab))
+        needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted), room))
         compare_batch(measured.system, ar.system, group, needed, seed, found)
     return asdict(found)
 
