@@ -26,7 +26,7 @@ from typing import Any
 from headstart.cli import arguments
 from headstart.cli.decoding import Subject, bench_plan, bench_subject
 from headstart.cli.failures import guarded
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem
 from headstart.inference.bench.table import name, verdict

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from headstart.heads.backbone.backbone import EMBEDDED, Backbone, resolve_heads
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.embedded import EMBEDDED, resolve_heads
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files

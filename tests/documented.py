@@ -12,7 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from headstart.cli.main import COMMANDS
-from headstart.heads.backbone.backbone import load_backbone, resolve
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.methods import build_drafter
 
 ROOT = Path(__file__).parent.parent

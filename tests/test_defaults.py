@@ -10,10 +10,13 @@ import pytest
 import torch
 from families import backbone
 from small_run import make_recipe, read_log
+from transformers import AutoModelForCausalLM
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
 from headstart.heads.methods import build_drafter
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.run.defaults import ADAPTED, choose, learning_rate
 from headstart.training.run.optimizer import MuonAdamW
@@ -88,6 +91,32 @@ def test_whole_models_and_trained_heads_are_changed_by_smaller_steps(small: Path
     start = recipe.model_copy(update={"drafter": {**recipe.drafter, "init": "trained"}})
     rates = [choose(one, drafter, 100.0, 50).values["train.lr"] for one, drafter in ((recipe, fresh), (start, fresh), (recipe, model))]
     assert rates[1] < rates[0] and rates[2] < rates[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "instructions", "given", "taken"),
+    [
+        (torch.bfloat16, True, [], "bf16"),
+        (torch.bfloat16, False, [], "no"),
+        (torch.float32, True, [], "no"),
+        (torch.float32, True, ["backbone.dtype=bf16"], "bf16"),
+        (torch.bfloat16, True, ["train.precision=no"], "no"),
+    ],
+)
+def test_the_drafter_computes_in_the_backbones_precision(
+    saved: torch.dtype, instructions: bool, given: list[str], taken: str, small: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
+    folder = small.parent / "backbone"
+    AutoModelForCausalLM.from_pretrained(folder).to(saved).save_pretrained(folder)
+    assert main([str(small), "train.steps=2", *given]) == 0
+    assert f"precision {taken}, 1 process" in capsys.readouterr().err
+    assert f'"precision": "{taken}"' in (small.parent / "out" / "headstart.json").read_text()
+    recipes = [load_recipe(small, [*given, *more]) for more in ([], [f"train.precision={taken}"])]
+    plans = [MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 32)).phases for recipe in recipes]
+    assert plans[0] == plans[1]
+    assert main([str(small), "train.steps=4", *given]) == 0   # the same run
+    assert "resuming from" in capsys.readouterr().err
 
 
 def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:

@@ -138,7 +138,7 @@ MISTAKES = {
     "too many gpus": (["--gpus", "5", "--memory", "80"], "train.batch_size=4 leaves some of 5 GPUs"),
     "no such drafter": (["drafter.kind=meduso"], "did you mean 'medusa'"),
     "no such argument": (["drafter.dept=3"], "did you mean drafter.depth?"),
-    "no such backbone": (["backbone.path=./gone"], "no configuration of backbone './gone'"),
+    "no such backbone": (["backbone.path=./gone"], "no backbone at './gone': no such folder"),
     "no such data": (["data.train=gone.jsonl"], "data file gone.jsonl"),
     "over the context": (["data.max_length=129"], "data.max_length=129 is longer than the backbone's context of 128"),
 }

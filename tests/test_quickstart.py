@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import headstart
-from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer, resolve
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +23,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
-from headstart.training.features.backbone import open_backbone
+from headstart.training.features.backbone import dtype_in_training, open_backbone, read_config
 from headstart.training.features.cached import open_source
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
@@ -38,7 +39,7 @@ from headstart.training.run.checkpoint import (
     unpack_drafter,
     without_prefix,
 )
-from headstart.training.run.defaults import Chosen, choose
+from headstart.training.run.defaults import AUTO, Chosen, autocast_name, choose
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, read_starts
@@ -80,6 +81,7 @@ class Run:
 def prepare(recipe: Recipe) -> Run:
     """Load the backbone and data, build the drafters and resume if there is a saved state. Raises UserError."""
     require_trackers(recipe)
+    recipe = _with_precision(recipe)
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
     backbone, tokenizer = _load_backbone(recipe, accelerator)
@@ -109,6 +111,16 @@ def prepare(recipe: Recipe) -> Run:
         for trainer in trainers:
             log.note(0, {"init": trainer.start, "draft_vocabulary": trainer.coverage, "chosen": trainer.chosen.values}, trainer.name)
     return run
+
+
+def _with_precision(recipe: Recipe) -> Recipe:
+    """Return the recipe with ``train.precision: auto`` resolved, before anything is loaded: an `Accelerator` has to be made with it."""
+    if recipe.train.precision != AUTO:
+        return recipe
+    device = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
+    dtype = dtype_in_training(recipe.backbone, read_config(recipe.backbone), device or torch.device("cpu"))
+    train = recipe.train.model_copy(update={"precision": autocast_name(recipe.train.precision, dtype)})
+    return recipe.model_copy(update={"train": train})
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
+from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import recomputed, tapped
 from headstart.heads.backbone.masks import additive_mask, attention_windows
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
-EMBEDDED = "embedded"
-"""Name of the small backbone that ships with the package."""
 
 
 class Backbone:
@@ -207,22 +206,6 @@ class Backbone:
         }
 
 
-def resolve(path: str) -> str:
-    """Map ``embedded`` to the folder of the backbone that ships with the package; return anything else unchanged."""
-    return str(_quickstart() / "backbone") if path == EMBEDDED else path
-
-
-def resolve_heads() -> Path:
-    """Return the folder of the heads that ship with the package, trained on the backbone ``embedded``."""
-    return _quickstart() / "heads"
-
-
-def _quickstart() -> Path:
-    import headstart.recipes as recipes
-
-    return Path(next(iter(recipes.__path__))) / "quickstart"
-
-
 def load_backbone(
     path: str,
     *,
@@ -237,14 +220,11 @@ def load_backbone(
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
     moves the model from the CPU to the device; by default it is moved whole. Raises UserError.
     """
-    where = resolve(path)
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    config = load_config(path, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        if config.is_encoder_decoder:
-            raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
         model, report = AutoModelForCausalLM.from_pretrained(
-            where,
+            resolve(path),
             dtype=loaded_dtype(dtype, config, on),
             quantization_config=quantizing(dtype),
             trust_remote_code=trust_remote_code,
@@ -260,6 +240,19 @@ def load_backbone(
     except Exception as error:   # what transformers raises for a damaged folder depends on the model and on the damage
         raise _cannot_load("backbone", path, error) from error
     return Backbone(model.to(on) if place is None else place(model, on))
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
+    try:
+        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    except MemoryError:
+        raise
+    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
+        raise _cannot_load("backbone", path, error) from error
+    if config.is_encoder_decoder:
+        raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
+    return config
 
 
 def attention_kernel(attention: Attention) -> str | None:

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone, resolve
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.embedded import resolve
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
 

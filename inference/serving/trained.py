@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
-from headstart.heads.backbone.backbone import Backbone, load_backbone, resolve
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.native_mtp import weight_files
 from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH

@@ -133,7 +133,6 @@ train() {
 }
 
 settings=("backbone.path=$model" "save.dir=$out/heads")
-if [[ $gpu == True ]]; then settings+=(train.precision=bf16); fi
 settings+=(${overrides[@]+"${overrides[@]}"})
 features=(cache.dir=null)
 if [[ $cache == yes ]]; then features=("cache.dir=$out/features"); fi

@@ -1,13 +1,14 @@
-"""The backbone that a recipe names, with its adapter."""
+"""The backbone that a recipe names, with its adapter; its configuration and dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone, load_config
+from headstart.heads.backbone.quantization import loaded_dtype
 from headstart.training.recipe import sections
 
 
@@ -24,3 +25,15 @@ def open_backbone(
     if section.adapter is not None:
         backbone.attach(section.adapter)
     return backbone
+
+
+def read_config(section: sections.Backbone) -> PretrainedConfig:
+    """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
+    return load_config(section.path, trust_remote_code=section.trust_remote_code)
+
+
+def dtype_in_training(section: sections.Backbone, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that `open_backbone` loads the weights in (those that are not quantized)."""
+    chosen = loaded_dtype(section.dtype, config, device)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return chosen if isinstance(chosen, torch.dtype) else stored

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe

@@ -20,17 +20,18 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import Backbone, attention_kernel, resolve
-from headstart.heads.backbone.quantization import loaded_dtype
+from headstart.heads.backbone.backbone import Backbone, attention_kernel
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
+from headstart.training.features.backbone import dtype_in_training, read_config
 from headstart.training.features.source import taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.drafter import split_drafter
@@ -123,28 +124,13 @@ class FakeModels:
             yield
 
 
-def read_config(settings: sections.Backbone) -> PretrainedConfig:
-    """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
-    path, trust = settings.path, settings.trust_remote_code
-    try:
-        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust)
-    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
-        allowed = "a folder with config.json, a hub id, or 'embedded'"
-        raise UserError(f"no configuration of backbone {path!r}: {cause(error)} (allowed: {allowed})") from None
-    if config.is_encoder_decoder:
-        raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
-    return config
-
-
 def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     """Build the recipe's backbone and drafters, in the dtypes of training on an accelerator or a CPU.
 
     Raises UserError for recipes that building the real models would reject, and for models that cannot be built on fake tensors.
     """
     config, settings = read_config(recipe.backbone), recipe.backbone
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    chosen = loaded_dtype(settings.dtype, config, torch.device("cuda" if accelerator else "cpu"))
-    dtype = chosen if isinstance(chosen, torch.dtype) else stored
+    dtype = dtype_in_training(settings, config, torch.device("cuda" if accelerator else "cpu"))
     values, mode = FakeValues(), FakeTensorMode()
     kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:

@@ -46,6 +46,7 @@ from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.plan.memory_counter import MemoryCounter, Parts
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.run.defaults import autocast_name
 from headstart.training.run.optimizer import MuonAdamW, build_optimizer
 
 TARGET_FORWARD, DRAFT_STEP, OPTIMIZER, CHECKPOINT = "forward (target)", "forward+backward (draft)", "optimizer", "checkpoint"
@@ -198,7 +199,8 @@ def fake_anchors(drafter: Drafter, label_tokens: int) -> SampledAnchors | None:
 
 def _draft_step(recipe: Recipe, loss: FusedLoss, features: Features, size: MicroBatch, counter: MemoryCounter) -> Parts:
     """Run one drafter's forward, objective and backward, as in `TrainStep` or `JointStep`; returns the bytes by part at the peak."""
-    drafter, precision = loss.drafter, torch_dtype(recipe.train.precision)
+    drafter = loss.drafter
+    precision = torch_dtype(autocast_name(recipe.train.precision, drafter.backbone.dtype))
     weights = _trained_weights(drafter)
     try:
         counter.part = "drafter activations"

@@ -75,8 +75,8 @@ class Train(StrictModel):
     """Learning rate at the end of the schedule, as a fraction of ``lr``."""
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
     """Evaluate and save an exponential moving average of the weights with this decay per step (0.999); null: the weights."""
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast of the drafter's forward; its weights stay in fp32."""
+    precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Autocast of the drafter's forward, whose weights stay in fp32; ``auto``: bf16 if the backbone is in 16 bits, else none."""
     gradient_checkpointing: bool = False
     """Recompute activations of the drafter, and of a backbone with ``lora``, in the backward pass: less memory, same gradients."""
     non_finite: Literal["stop", "skip"] = "stop"

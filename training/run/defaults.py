@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from accelerate.utils import is_bf16_available
+
 from headstart.heads.base import Drafter
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -51,6 +54,13 @@ def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> 
         values = {"train.optimizer": optimizer, "train.lr": learning_rate(optimizer, drafter.width, step_tokens, steps, adapted)}
         reason += ", weights that were trained before" if adapted else ""
     return Chosen(values, reason)
+
+
+def autocast_name(precision: str, backbone: torch.dtype) -> str:
+    """Return ``train.precision`` with ``auto`` resolved; ``backbone``: the dtype that the backbone is loaded in."""
+    if precision != AUTO:
+        return precision
+    return "bf16" if backbone in (torch.bfloat16, torch.float16) and is_bf16_available() else "no"
 
 
 def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, adapted: bool = False) -> float:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import attention_kernel, decoder_layers, resolve
+from headstart.heads.backbone.backbone import attention_kernel, decoder_layers
+from headstart.heads.backbone.embedded import resolve
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections
 

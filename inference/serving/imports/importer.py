@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from headstart.heads.backbone.backbone import Backbone, resolve
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.checkpoint import save_drafter
 from headstart.inference.serving.export.export import PROVENANCE

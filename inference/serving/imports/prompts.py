@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import EMBEDDED, Backbone, load_tokenizer, resolve
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts

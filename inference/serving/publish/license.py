@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.support.json_text import parse_json
 
 TEXTS = {

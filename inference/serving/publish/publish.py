@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.inference.serving.layout import new_folder
 from headstart.inference.serving.publish.card import model_card
 from headstart.inference.serving.publish.heads import Heads, read_heads, require_repo_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.inference.serving.reference.decode import begin, draft_at, require_depth
 from headstart.inference.serving.reference.files import read_files
 from headstart.inference.serving.reference.methods import read_heads

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.backbone.backbone import resolve
+from headstart.heads.backbone.embedded import resolve
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.inference.serving.verification.widening import head_width, write_widened
