@@ -1,14 +1,16 @@
 """Measures a training step on an accelerator: EAGLE-3 of depth 6 on an 8B Llama-shaped backbone with random weights, live features.
 
-    python benchmarks/large_training.py [--rows 1 2] [--length 2048] [--json FILE]      # without CUDA: a tiny model instead
+    python benchmarks/large_training.py [--rows 1 2] [--chunk-size 1024 4096] [--json FILE]      # without CUDA: a tiny model instead
 
-Prints JSON for each number of rows: tokens per second, milliseconds of the parts of a step (features: the backbone's forward pass;
-drafter: its forward pass; objective: readouts, divergence and its gradient; backward: the drafter's; optimizer), the objective's time
-relative to the same matrix products alone, and the peak memory. A number of rows that does not fit is reported as out of memory.
+Prints JSON for each number of rows and `objective.chunk_size`: tokens per second, milliseconds of the parts of a step (features: the
+backbone's forward pass; drafter: its forward pass; objective: readouts, divergence and its gradient; backward: the drafter's; optimizer),
+the objective's time relative to the same matrix products alone, and the peak memory; or that it is out of memory.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -67,7 +69,7 @@ def products(drafter: Drafter, rows: int) -> Callable[[], None]:
     return multiply
 
 
-def measure_rows(rows: int, length: int, steps: int) -> dict[str, Any]:
+def measure_rows(rows: int, settings: Objective, length: int, steps: int) -> dict[str, Any]:
     """Some training steps with that many rows."""
     backbone, drafter = build()
     drafter = drafter.to(backbone.device, torch.float32).train()
@@ -83,7 +85,7 @@ def measure_rows(rows: int, length: int, steps: int) -> dict[str, Any]:
         with torch.autocast(backbone.device.type, torch.bfloat16, enabled=on_gpu):
             features = timed(spent["features"], partial(source.read, batch))
             hidden = timed(spent["drafter"], partial(drafter, features))
-            sums = timed(spent["objective"], partial(objective, FusedLoss(Objective(), source.teacher, drafter), features, hidden))
+            sums = timed(spent["objective"], partial(objective, FusedLoss(settings, source.teacher, drafter), features, hidden))
         timed(spent["backward"], (sums.loss / labels).backward)
         timed(spent["optimizer"], optimizer.step)
         optimizer.zero_grad()
@@ -99,22 +101,24 @@ def measure_rows(rows: int, length: int, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(rows: list[int], length: int, steps: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for count in rows:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    length, found = args.length or (2048 if torch.cuda.is_available() else 64), []
+    for rows, chunk_size in itertools.product(args.rows, args.chunk_size):
+        sizes = {"rows": rows, "chunk_size": chunk_size}
         try:
-            found[str(count)] = measure_rows(count, length, steps)
+            found.append(sizes | measure_rows(rows, Objective(chunk_size=chunk_size), length, args.steps))
         except torch.OutOfMemoryError:
-            found[str(count)] = "out of memory"
+            found.append(sizes | {"out_of_memory": True})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    return {"device": device_name(), "length": length, "rows": found}
+    return {"device": device_name(), "length": length, "measured": found}
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2], help="sequences of a step (1 2)")
+    parser.add_argument("--chunk-size", type=int, nargs="+", default=[1024, 4096], help="positions whose logits are held (1024 4096)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (2048; 64 without CUDA)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps (5)")
-    run(parser, lambda given: measure(given.rows, given.length or (2048 if torch.cuda.is_available() else 64), given.steps))
+    run(parser, measure)
