@@ -113,7 +113,7 @@ def test_later_overrides_win(write):
         ("train.batch_size=100000000000", "at most 1048576; got 100000000000"),
         ("train.batch_size=0", "train.batch_size is a whole number of at least 1 and at most 1048576; got 0"),
         ("train.micro_batch=3", "train.micro_batch divides train.batch_size=8; got 3"),
-        ("train.precision=fp8", "train.precision is one of 'no', 'bf16', 'fp16'; got 'fp8'"),
+        ("train.precision=fp8", "train.precision is one of 'auto', 'no', 'bf16', 'fp16'; got 'fp8'"),
         ("train.warmup_ratio=3", "train.warmup_ratio is a number of at least 0 and below 1; got 3"),
         ("train.betas=[0.9]", "train.betas is a list of 2 numbers of at least 0 and below 1; got [0.9]"),
         ("train.betas=[0.9, x]", "train.betas[1] is a number of at least 0 and below 1; got 'x'"),

@@ -161,7 +161,7 @@ def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path
     assert json.loads((tmp_path / "x.json").read_text())["peak"] > 0
     short = ["data.eval_rows=4", "train.epochs=null", "train.steps=2", "eval.prompts=1", "eval.max_new_tokens=4"]
     recipe = load_recipe(out, [*short, f"save.dir={tmp_path / 'out'}"])
-    assert recipe.train.precision == "no" and recipe.backbone.dtype == "auto"
+    assert recipe.train.precision == recipe.backbone.dtype == "auto"
     assert train(prepare(recipe)) == 0
 
 
