@@ -1,11 +1,12 @@
-"""Counts, in bf16 on a CPU, the numbers of products and of attention that depend on other rows, and measures what equal ones cost.
+"""Measures what passes in bf16 on a CPU are made of, and counts the numbers that depend on other rows.
 
     python benchmarks/bf16_cost.py [--threads 1] [--json FILE]
 
 Prints JSON. ``products``: microseconds of packed weights times 1 to 24 rows in fp32 and bf16, and how many numbers of the first row
 differ from those of that row alone. ``attention``: microseconds of one layer with torch's kernel and with sums in fp64, for one query and
-for 12, and how many numbers of the 12 differ from those of each query alone among the keys that it sees. Least of many, in turns; with one
-thread, times of the thread's own CPU, so that other programs affect them little.
+for 12, and how many numbers of the 12 differ from those of each query alone among the keys that it sees. ``keys``: microseconds of
+writing 12 entries of 8 rows to a KV cache and of moving 4 of each, by the functions in use and by `scatter_`. Least of many, in turns; with
+one thread, times of the thread's own CPU, so that other programs affect them little.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from program import options, run
 from torch import Tensor
 
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
+from headstart.heads.layers.ragged import move, put
 from headstart.inference.capture.packed import available, multiply, pack
 from headstart.support.dtypes import dtype_name
 
@@ -73,6 +75,25 @@ def attention(threads: int) -> list[dict[str, Any]]:
     return rows
 
 
+def keys(threads: int) -> list[dict[str, Any]]:
+    rows, slots = 8, 512
+    write_BN, from_BP, to_BP = (torch.arange(start, start + n).expand(rows, n) for start, n in ((100, NODES), (200, 4), (120, 4)))
+    found = []
+    for heads, width in ((2, 64), (8, 128)):
+        for dtype in (torch.float32, torch.bfloat16):
+            store, new = (torch.randn(rows, heads, n, width).to(dtype) for n in (slots, NODES))
+            stores = store.expand(24, *store.shape).clone()
+            index, source, target = (one[:, None, :, None].expand(-1, heads, -1, width) for one in (write_BN, from_BP, to_BP))
+            sources, targets = (one.expand(24, *one.shape) for one in (source, target))
+            ways = {
+                "write": partial(put, store, new, write_BN), "write, scatter_": partial(store.scatter_, 2, index, new),
+                "move": partial(move, stores, from_BP, to_BP),
+                "move, scatter_": lambda s=stores, a=sources, b=targets: s.scatter_(3, b, s.gather(3, a)),
+            }  # fmt: skip
+            found.append({"heads": [heads, width], "dtype": dtype_name(dtype), "us": least_us(ways, threads)})
+    return found
+
+
 def plain_mask(keys: int) -> Tensor:
     """The additive mask of a query that sees all keys."""
     return torch.zeros(1, 1, 1, keys).bfloat16()
@@ -87,7 +108,8 @@ def chain_mask(keys: int) -> Tensor:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.no_grad():
-        return {"threads": args.threads, "products": products(args.threads), "attention": attention(args.threads)}
+        parts = {"products": products, "attention": attention, "keys": keys}
+        return {"threads": args.threads, **{name: part(args.threads) for name, part in parts.items()}}
 
 
 if __name__ == "__main__":

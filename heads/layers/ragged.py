@@ -37,7 +37,7 @@ def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
     """Write N entries of each row into their slots, in place."""
     if store_BHSD.shape[0] == 1:
         store_BHSD.index_copy_(2, index_BN[0], new_BHND)
-    else:   # not scatter_, which moves single numbers: in bf16 on a CPU up to 400 times slower
+    else:   # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move
         store_BHSD.transpose(1, 2)[_rows(index_BN), index_BN] = new_BHND.transpose(1, 2)
 
 
