@@ -41,12 +41,13 @@ BACKBONES = {
     "prose2": Backbone(128, 2, 2048, 2.0, "prose2"),
     "tasks5": Backbone(160, 5, 1536, 2.4, "tasks5"),
     "chat-7m": Backbone(256, 8, 4096, 7.0, "chat"),
-    "embedded": Backbone(192, 16, 4096, 5.0, "python"),
+    "embedded": Backbone(384, 12, 4096, 12.0, "python"),
 }
 RIVAL = "speculators"
 """Settings of this name train speculators' heads (speculators_heads.py)."""
 TV, LK = "objective.terms={ce: 0.1, tv: 0.9}", "objective.terms={lk: 1.0}"
 FROZEN, NORMED = "drafter.freeze_readout=true", "drafter.norm_output=true"
+EVEN = ("objective.depth_weights=geometric", "objective.depth_decay=1.0")
 
 
 def lr(rate: float) -> str:
@@ -72,6 +73,11 @@ RULED = {
     "-batch4": (batch(4),),
     "-frozen": (FROZEN,),
     "-normed": (NORMED,),
+    "-eagle3.1": (NORMED, "drafter.fc_norm=true"),
+    "-even": EVEN,
+    "-normed-even": (NORMED, *EVEN),
+    "-residual": ("drafter.norm_before_residual=true",),
+    "-normed-residual": (NORMED, "drafter.norm_before_residual=true"),
     "-final-tap": ("drafter.taps={final}",),
     "-unclipped": ("train.max_grad_norm=.inf",),
     "-tv": (TV,),
@@ -79,8 +85,7 @@ RULED = {
     "-linear": ("train.schedule=linear",),
     "-warmup10": ("train.warmup_ratio=0.1",),
     "-average": ("train.ema_decay=0.99",),
-    "-rival-like": (FROZEN, NORMED, "drafter.norm_before_residual=true", "drafter.norm_before_fc=true", "objective.depth_weights=geometric",
-                    "objective.depth_decay=1.0"),
+    "-rival-like": (FROZEN, NORMED, "drafter.norm_before_residual=true", "drafter.norm_before_fc=true", *EVEN),
 }
 SETTINGS |= {f"rule{name}": ("train.lr={rate}", *changes) for name, changes in RULED.items()}
 SETTINGS |= {f"{RIVAL}-lr{rate:g}": (batch(1), lr(rate)) for rate in (2.5e-3, 5e-3, 1e-2, 2e-2)}

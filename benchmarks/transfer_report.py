@@ -20,7 +20,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _part(rows: Sequence[Row], budget: int) -> str:
-    backbones = [name for name in BACKBONES if any(row["backbone"] == name for row in rows)]
+    measured = dict.fromkeys(row["backbone"] for row in rows)
+    backbones = sorted(measured, key=lambda name: list(BACKBONES).index(name) if name in BACKBONES else len(BACKBONES))
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     taus = {(setting, one): _mean(rows, setting, one) for setting in settings for one in backbones}
     best = {one: max(tau for (_, name), tau in taus.items() if name == one and tau is not None) for one in backbones}

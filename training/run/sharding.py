@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import attention_kernel, decoder_layers
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.backbone import attention_kernel, decoder_layers, load_config
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections
 
@@ -60,7 +59,7 @@ def empty_model(section: sections.Backbone) -> PreTrainedModel:
 
     Buffers that no file holds, such as rotary frequencies, have their values.
     """
-    config = AutoConfig.from_pretrained(resolve(section.path), trust_remote_code=section.trust_remote_code)
+    config = load_config(section.path, trust_remote_code=section.trust_remote_code)
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention_kernel(section.attention), trust_remote_code=section.trust_remote_code

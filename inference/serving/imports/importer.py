@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import resolve
-from headstart.heads.backbone.smaller import FAULTS
+from headstart.heads.backbone.backbone import Backbone, load_config
 from headstart.heads.checkpoint import save_drafter
 from headstart.inference.serving.export.export import PROVENANCE
 from headstart.inference.serving.imports import (
@@ -94,8 +90,8 @@ def recognise(foreign: Foreign) -> Source:
 def require_fit(foreign: Foreign, source: Source, backbone: str, trust_remote_code: bool) -> None:
     """Raise UserError, naming both, if the heads are for a backbone of other sizes; only the backbone's configuration is read."""
     try:
-        config = AutoConfig.from_pretrained(resolve(backbone), trust_remote_code=trust_remote_code).get_text_config()
-    except FAULTS:
+        config = load_config(backbone, trust_remote_code=trust_remote_code).get_text_config()
+    except UserError:
         return   # loading the backbone says why
     sizes = source.sizes(foreign)
     given = config.to_dict()
