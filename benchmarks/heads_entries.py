@@ -13,6 +13,7 @@ CHAIN = 5
 """Drafts of a chain."""
 DEEP = f"drafter.depth={CHAIN}"
 FULL = "drafter.draft_vocab_size=null"
+UNNORMED = "drafter.norm_output=false"
 """Not all heads can have a draft vocabulary, so here none has."""
 
 
@@ -33,9 +34,10 @@ ENTRIES = {
     "hydra++": Entry("hydra", (DEEP, FULL)),
     "mlp": Entry("mlp", (DEEP, FULL)),
     "eagle": Entry("eagle", (f"drafter.draft_depth={CHAIN}",)),
-    "eagle3": Entry("eagle3", (DEEP, FULL)),
-    "eagle3-2-layers": Entry("eagle3", (DEEP, FULL, "drafter.layers=2")),
-    "eagle3.1": Entry("eagle3", (DEEP, FULL, "drafter.fc_norm=true", "drafter.norm_output=true")),
+    "eagle3": Entry("eagle3", (DEEP, FULL, UNNORMED)),
+    "eagle3-2-layers": Entry("eagle3", (DEEP, FULL, UNNORMED, "drafter.layers=2")),
+    "eagle3-normed": Entry("eagle3", (DEEP, FULL)),
+    "eagle3.1": Entry("eagle3", (DEEP, FULL, "drafter.fc_norm=true")),
     "block": Entry("block", (DEEP, "drafter.correction=none")),
     "block-markov": Entry("block", (DEEP, "drafter.correction=markov")),
     "block-recurrent": Entry("block", (DEEP, "drafter.correction=recurrent")),

@@ -12,6 +12,7 @@ is 1 if a text differs, memory grows or something is left.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import sys
@@ -42,9 +43,11 @@ from headstart.inference.sources.suffix import SuffixProposer
 EVERY = 10
 """Calls between two counts."""
 GROWTH = 0.03
-"""Share by which memory may grow after the warm-up: pages that malloc keeps."""
+"""Share by which memory may grow after the warm-up."""
 KEPT = 3
 """Captures of a function that are kept: few, so that the limit is soon reached and captures are given up and made again."""
+REMEMBERED = 2000
+"""Tokens of earlier texts that a `HistoryProposer` keeps: few, so that it too is soon full; at its default of 100,000 it takes an hour."""
 KINDS = ("medusa", "eagle3", "block")
 TREES = ("auto", "auto", TreeShape(6, 1), TreeShape(12, 4), TreeShape(30, 8))
 LONGEST_PROMPT, LONGEST_TEXT, MOST_ROWS = 96, 48, 4
@@ -95,12 +98,13 @@ def random_heads(kind: str, backbone: Backbone) -> Drafter:
 
 def systems_of(backbone: Backbone) -> dict[str, SpeculativeModel]:
     """Heads of several kinds, each with other proposers beside it."""
-    free: list[list[Any]] = [[EarlyExit(backbone, layers=2)], [SuffixProposer()], [RecyclingProposer(), HistoryProposer()]]
+    free: list[list[Any]] = [[EarlyExit(backbone, layers=2)], [SuffixProposer()], [RecyclingProposer(), HistoryProposer(REMEMBERED)]]
     systems = {
         kind: SpeculativeModel(backbone, random_heads(kind, backbone), proposers=proposers)
         for kind, proposers in zip(KINDS, free, strict=True)
     }
-    return systems | {"proposers": SpeculativeModel(backbone, proposers=[SuffixProposer(), RecyclingProposer(), HistoryProposer()])}
+    all_three = [SuffixProposer(), RecyclingProposer(), HistoryProposer(REMEMBERED)]
+    return systems | {"proposers": SpeculativeModel(backbone, proposers=all_three)}
 
 
 def draw(rng: random.Random, systems: list[str]) -> Call:
@@ -172,6 +176,14 @@ def left(backbone: Backbone) -> dict[str, int]:
     return {"files": process.num_fds(), "threads": process.num_threads(), "hooks": hooks}
 
 
+def resident_mib() -> float:
+    """Resident memory, after malloc has given back its free pages where it can be asked to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return psutil.Process().memory_info().rss / 2**20
+
+
 def soak(minutes: float, seed: int) -> dict[str, Any]:
     """Generate for that long; returns the figures."""
     capture.MOST_CAPTURES = KEPT
@@ -187,7 +199,7 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
         if difference is not None:
             differing.append({"call": counts["calls"], **difference})
         if counts["calls"] % EVERY == 0:
-            memory.append((passed, psutil.Process().memory_info().rss / 2**20))
+            memory.append((passed, resident_mib()))
             print(f"{passed:.0f} s: {counts['calls']} calls, {memory[-1][1]:.0f} MiB", file=sys.stderr, flush=True)
             before = before or left(backbone)
     return {

@@ -19,6 +19,7 @@ BASE = (
     f"drafter.depth={DEPTH}", "drafter.draft_vocab_size=null", "data.max_length=256", "data.packing=false", "eval.every=0", "save.every=0",
     "log.every=50", "data.overlong=truncate", "data.limit=null", "train.optimizer=muon", "train.min_lr_ratio=0.02", "train.batch_size=2",
     "train.lr=8e-3", "train.max_grad_norm=1.0", "train.warmup_ratio=0.03", "objective.terms={kl: 1.0}", "objective.depth_weights=expected",
+    "drafter.norm_output=false",
 )  # fmt: skip
 
 

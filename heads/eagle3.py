@@ -1,10 +1,12 @@
 """EAGLE-3 (2503.01840): a decoder layer over fused hidden states of some backbone layers, trained on its own outputs.
 
-The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output before the final norm is
-the state of the next depth. Options: two layers; a sliding window; EAGLE-3.1 (2605.09992), which norms the taps before they are fused
-(``fc_norm`` each, ``norm_before_fc`` all together) and feeds back the state after the final norm (``norm_output``). Names, norm order and
-the state fed back are as serving engines expect; ``norm_before_residual`` and ``qk_norm`` are for heads trained by speculators, which vLLM
-alone loads.
+The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output after the final norm is
+the state of the next depth, as in EAGLE-3.1 (2605.09992). The original feeds back the output before that norm (``norm_output`` false): its
+residual stream grows from depth to depth, until what the layer adds no longer changes its direction, and late depths repeat the first.
+
+Options: two layers; a sliding window; EAGLE-3.1's norms of the taps before they are fused (``fc_norm`` each, ``norm_before_fc`` all
+together). Names, norm order and the state fed back are as serving engines expect; ``norm_before_residual`` and ``qk_norm`` are for heads
+trained by speculators, which vLLM alone loads.
 
 Shape suffixes: B batch, T positions, D width, X taps concatenated.
 """
@@ -53,8 +55,8 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         """Norm each tap before they are fused (EAGLE-3.1)."""
         norm_before_fc: bool = False
         """Norm the concatenated taps before they are fused, with one norm over all of them."""
-        norm_output: bool = False
-        """Feed back the state after the final norm instead of before it (EAGLE-3.1)."""
+        norm_output: bool = True
+        """Feed back the state after the final norm, as EAGLE-3.1 (false: before it, as the original EAGLE-3)."""
         norm_before_residual: bool = False
         """The normed state enters the residual stream, as in heads trained by speculators; of the engines only vLLM computes this."""
         qk_norm: bool = False

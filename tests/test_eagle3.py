@@ -162,7 +162,22 @@ def test_the_second_layers_norm_has_both_engines_names(tmp_path: Path) -> None:
     assert {name: stored[name] for name in wanted} == wanted and "norm_before_fc" not in stored
     other = random_drafter("eagle3", on, norm_before_fc=True)
     assert other.tensors()["input_norm.weight"].shape == (3 * on.dim,) and other.engine_config()["eagle_config"]["norm_before_fc"]
-    assert not {"layer_types", "fc_norm", "norm_output"} & fresh(on).engine_config().keys()
+    assert not {"layer_types", "fc_norm", "norm_output"} & fresh(on, norm_output=False).engine_config().keys()
+
+
+@torch.no_grad()
+def test_the_state_fed_back_keeps_its_size() -> None:
+    """Before the final norm it grows with each depth, until late depths give what the first gave."""
+
+    def growth(**arguments: Any) -> float:
+        drafter = random_drafter("eagle3", backbone("llama"), depth=8, **arguments)
+        drafter.midlayer.mlp.down_proj.weight *= 20
+        outputs = drafter.forward_dense(read(drafter.backbone, texts(1, 24), drafter))
+        sizes = [drafter.next_state(output_BTD).square().mean().sqrt() for output_BTD in outputs]
+        return float(sizes[-1] / sizes[0])
+
+    assert growth() < 1.5 < 3 < growth(norm_output=False)
+    assert fresh(backbone("llama")).engine_config()["norm_output"]
 
 
 def test_a_layer_shape_that_cannot_be_built() -> None:

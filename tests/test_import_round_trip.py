@@ -82,7 +82,7 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
     assert options.init == str(out) and "drafter.fc_norm=true" in overrides
     start.require_fits(build_drafter("eagle3", on, further))
     with pytest.raises(UserError, match=r"computes with drafter\.norm_output true, this drafter false: set drafter\.norm_output=true"):
-        start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True}))
+        start.require_fits(build_drafter("eagle3", on, {"draft_vocab_size": 23, "layers": 2, "fc_norm": True, "norm_output": False}))
 
 
 def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tmp_path: Path) -> None:

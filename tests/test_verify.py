@@ -139,8 +139,8 @@ def spoil(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["norm.weight"][3] = torch.nan
 
 
-def post_norm(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    config["norm_output"] = True
+def pre_norm(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["norm_output"] = False
 
 
 def gone(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -169,7 +169,7 @@ DAMAGES: list[tuple[str, Damage, str, str]] = [
     ("eagle3", half_a_rope, "rope", "states two bases, 10000 and 500000"),
     ("eagle3", drop_norm, "tensor layers.0.hidden_norm.weight is missing", "half-written"),
     ("eagle3", spoil, "tensor norm.weight holds NaN", "half-written"),
-    ("eagle3", post_norm, "norm_output is true", "the heads fit false"),
+    ("eagle3", pre_norm, "norm_output is false", "the heads fit true"),
     ("eagle3", gone, "lm_head.weight", "original heads"),
 ]
 

@@ -79,7 +79,7 @@ def _require_computable(config: Mapping[str, Any], backbone: Backbone, path: str
 
 def _arguments(config: Mapping[str, Any], tensors: Mapping[str, Tensor], backbone: Backbone, path: str) -> dict[str, Any]:
     nested = config.get("eagle_config") or {}
-    norms = {key: True for key in NORMS if config.get(key) or nested.get(key)}
+    norms = {key: bool(config.get(key) or nested.get(key)) for key in NORMS}
     layers = 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     return {
         **layer_arguments(config, backbone, path),
