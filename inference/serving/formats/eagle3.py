@@ -1,4 +1,4 @@
-"""The EAGLE-3 directory that vLLM, SGLang, TensorRT-LLM and SafeAILab's own code load: the checkpoint as it is."""
+"""The EAGLE-3 directory that vLLM, SGLang and TensorRT-LLM load, and SafeAILab's own code without ``norm_output``: the checkpoint as it is."""
 
 from __future__ import annotations
 
