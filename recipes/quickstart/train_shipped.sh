@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Trains candidates for the heads that ship with the embedded backbone, and decodes the held-out prompts with each:
+#
+#     bash recipes/quickstart/train_shipped.sh [OUT]      # PYTHON=... for another interpreter; PASSAGES and STEPS for a shorter run
+#
+# A minute each on a large GPU, an hour and more each on two CPU cores. Each candidate has at most 8 MB in bf16. Writes OUT/NAME (the heads),
+# OUT/NAME.log and OUT/NAME.json (`headstart bench` in trees of 12 nodes), and skips candidates that are there.
+set -u
+cd "$(dirname "$0")/../.."
+OUT=${1:-out/shipped}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
+mkdir -p "$OUT"
+[ -e "$OUT/train.jsonl.gz" ] || "$PYTHON" recipes/quickstart/write_text.py --out "$OUT" --passages "${PASSAGES:-40000}" || exit
+
+candidate() {   # candidate NAME RECIPE a.b=c...
+    local name=$1 recipe=recipes/quickstart/$2.yaml
+    shift 2
+    [ -e "$OUT/$name.json" ] && return
+    "$PYTHON" -m accelerate.commands.launch train_heads.py "$recipe" data.train="$OUT/train.jsonl.gz" data.eval=recipes/quickstart/prompts.jsonl \
+        train.batch_size=16 train.steps="${STEPS:-2400}" train.lr=auto eval.every=0 save.every=200 save.dir="$OUT/$name" "$@" >"$OUT/$name.log" 2>&1 &&
+        "$PYTHON" -m headstart.cli bench --heads "$OUT/$name" --prompts recipes/quickstart/prompts.jsonl --limit 16 --prompt-tokens 64 \
+            --max-new-tokens 44 --temperature 0 1 --nodes 12 --width 4 --json "$OUT/$name.json" >>"$OUT/$name.log" 2>&1
+    printf '%-16s exit %d\n' "$name" $?
+}
+
+candidate eagle3 eagle3
+candidate mlp mlp drafter.tie_weights=true
+candidate block block drafter.layers=2 drafter.intermediate_size=768 drafter.correction_rank=32
+candidate hydra hydra drafter.layers=1 drafter.prefix_attention=false drafter.depth=3
+candidate mtp mtp drafter.shared=true
