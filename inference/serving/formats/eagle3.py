@@ -1,4 +1,4 @@
-"""The EAGLE-3 directory that vLLM, SGLang and TensorRT-LLM load, and SafeAILab's own code without ``norm_output``: the checkpoint as it is."""
+"""The EAGLE-3 directory that vLLM, SGLang and TensorRT-LLM load as it is, and SafeAILab's own code if ``norm_output`` is false."""
 
 from __future__ import annotations
 
