@@ -60,8 +60,8 @@ def whole(drafter: Eagle3, features: Features) -> list[Tensor]:
         alone = [(query * key).sum(-1, keepdim=True) for key, _ in later]
         weights = (torch.cat([scores, *alone], -1) * attn.head_dim**-0.5).softmax(-1)
         mixed = weights[..., :n] @ values + sum(weights[..., n + j : n + j + 1] * value for j, (_, value) in enumerate(later))
-        state = layer.finish(state, mixed, pair)
-        out.append(state)
+        out.append(layer.finish(state, mixed, pair))
+        state = drafter.next_state(out[-1])
     return out
 
 
