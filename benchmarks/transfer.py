@@ -2,14 +2,15 @@
 
     python benchmarks/transfer.py --assemble FOLDER --models MODELS --rows DATA --own OWN
     python benchmarks/transfer.py --folder FOLDER --out OUT --jobs 14 --deadline 540
-    python benchmarks/transfer.py --folder FOLDER --out OUT --settings base lr16e-3 --seeds 0 1 --backbones stories260K [--tokens 600000]
+    python benchmarks/transfer.py --folder FOLDER --out OUT --settings default default+batch2 --seeds 0 1 --backbones tasks5 --tokens 600000
+    python benchmarks/transfer.py --folder FOLDER --own-text --backbones stories260K babyllama-tok105 prose2 tasks5
     python benchmarks/transfer.py --out OUT --table
 
 Every cell (transfer_cells.py) is a process of one thread: it trains heads for ``--tokens`` tokens and decodes held-out prompts greedily in
 a chain of five drafts, and half as far at temperature 1. Acceptance is counted as a neutral decoder does: drafts kept per forward pass that
 verified any, plus one. A cell's result is a line in OUT/cells.jsonl; cells that are there are skipped, so the same command goes on after an
 interruption. After ``--deadline`` seconds no cell starts, nor one that would not end in time, and cells that run are dropped. Everything
-runs on the CPU. Settings named speculators-* train that project's heads instead (speculators_heads.py says what to install).
+runs on the CPU. Settings that begin with speculators train that project's heads instead (speculators_heads.py says what to install).
 
 ``--assemble`` copies the small models and cuts the data to what the cells need: FOLDER can be carried to another machine (about 25 MB).
 ``--table`` prints, for each setting, tau on every backbone, and its least and mean share of the best found there.
@@ -40,7 +41,7 @@ import transfer_folder
 import transfer_report
 from runs import Results, Row, train_heads
 from torch import Tensor
-from transfer_cells import BACKBONES, DEPTH, RIVAL, SETTINGS, Cell, cells, model_path, recipe_of
+from transfer_cells import BACKBONES, DEPTH, RIVAL, Cell, cells, model_path, recipe_of, setting
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
@@ -169,6 +170,8 @@ def main() -> None:
     args = parser().parse_args()
     if args.assemble is not None:
         transfer_folder.assemble(args.assemble, args.models, args.rows, args.own)
+    elif args.own_text:
+        transfer_folder.write_own_text(args.folder, args.backbones)
     elif args.table:
         print(transfer_report.table(Results(args.out / "cells.jsonl").rows))
     else:
@@ -182,13 +185,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--jobs", type=int, default=1, help="processes at a time, of one thread each (1)")
     options.add_argument("--deadline", type=float, default=float("inf"), metavar="SECONDS", help="when to end")
     options.add_argument("--tokens", type=int, default=150_000, help="training tokens of a whole cell (150,000)")
-    options.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=[], metavar="NAME", help="these, not the tiers")
+    options.add_argument("--settings", nargs="+", type=setting, default=[], metavar="NAME", help="these, as default+frozen, not the tiers")
     options.add_argument("--backbones", nargs="+", choices=list(BACKBONES), default=list(BACKBONES), metavar="NAME", help="these, not all")
     options.add_argument("--seeds", type=int, nargs="+", default=[0], help="with --settings")
     options.add_argument("--prompts", type=int, default=100, help="to decode (100)")
     options.add_argument("--new-tokens", type=int, default=128, help="to write after each of 32 tokens or of a question (128)")
     options.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the heads there")
     options.add_argument("--table", action="store_true", help="print what OUT has, as Markdown")
+    options.add_argument("--own-text", action="store_true", help="write what the backbones write into FOLDER, for settings with +own")
     options.add_argument("--assemble", type=Path, metavar="FOLDER", help="make the folder of models and data, and nothing else")
     options.add_argument("--models", type=Path, help="with --assemble: folder of stories260K, babyllama-tok105 and chat-7m")
     options.add_argument("--rows", type=Path, help="with --assemble: folder of stories_train.jsonl, chat_train.jsonl and their _val.jsonl")

@@ -1,6 +1,7 @@
 """What benchmarks/transfer.py trains: backbones with their data, settings, and the order of the cells.
 
-A setting is a list of ``a.b=c`` on top of `BASE`; it is named by what it changes. Backbones come from a folder that ``--assemble`` fills.
+A setting is a list of ``a.b=c`` on top of `BASE`, named by what it changes (`setting`). Backbones come from a folder that ``--assemble``
+fills.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ BASE = (
     f"drafter.depth={DEPTH}", "drafter.draft_vocab_size=null", "data.max_length=256", "data.packing=false", "eval.every=0", "save.every=0",
     "log.every=50", "data.overlong=truncate", "data.limit=null", "train.optimizer=muon", "train.min_lr_ratio=0.02", "train.batch_size=2",
     "train.lr=8e-3", "train.max_grad_norm=1.0", "train.warmup_ratio=0.03", "objective.terms={kl: 1.0}", "objective.depth_weights=expected",
-    "drafter.norm_output=false",
+    "train.readout_lr_ratio=1", "drafter.norm_output=false",
 )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Backbone:
     """A model with its data, and how its folder is assembled."""
@@ -40,73 +39,66 @@ BACKBONES = {
     "stories260K": Backbone(64, 5, 512, 1.0, "stories"),
     "babyllama-tok105": Backbone(128, 5, 105, 1.2, "stories"),
     "prose2": Backbone(128, 2, 2048, 2.0, "prose2"),
+    "prose2-short": Backbone(128, 2, 2048, 2.0, "prose2-short"),
     "tasks5": Backbone(160, 5, 1536, 2.4, "tasks5"),
+    "tasks5-short": Backbone(160, 5, 1536, 2.4, "tasks5-short"),
     "chat-7m": Backbone(256, 8, 4096, 7.0, "chat"),
     "embedded": Backbone(384, 12, 4096, 12.0, "python"),
 }
 RIVAL = "speculators"
-"""Settings of this name train speculators' heads (speculators_heads.py)."""
-TV, LK = "objective.terms={ce: 0.1, tv: 0.9}", "objective.terms={lk: 1.0}"
-FROZEN, NORMED = "drafter.freeze_readout=true", "drafter.norm_output=true"
-EVEN = ("objective.depth_weights=geometric", "objective.depth_decay=1.0")
-
-
-def lr(rate: float) -> str:
-    return f"train.lr={rate:g}"
-
-
-def batch(size: int) -> str:
-    return f"train.batch_size={size}"
-
-
-SETTINGS: dict[str, tuple[str, ...]] = {
+"""Settings that begin so train speculators' heads (speculators_heads.py)."""
+BASES: dict[str, tuple[str, ...]] = {
     "base": (),
-    "lr4e-3": (lr(4e-3),),
-    "lr16e-3": (lr(16e-3),),
-    "tv": (TV,),
+    "rule": ("train.lr={rate}",),
+    "default": (
+        "drafter.norm_output=true", "train.batch_size=1", "train.optimizer=auto", "train.lr=auto", "train.readout_lr_ratio=auto",
+        "train.min_lr_ratio=0.1",
+    ),
+    RIVAL: ("train.batch_size=1",),
+}  # fmt: skip
+"""Overrides by name: none, the learning rate by width, the defaults of a recipe with steps of one text, speculators' own."""
+CHANGES: dict[str, tuple[str, ...]] = {
+    **{f"lr{rate:g}": (f"train.lr={rate:g}",) for rate in (0.0025, 0.004, 0.005, 0.01, 0.016, 0.02)},
+    "half": ("train.lr={half}",),
+    "double": ("train.lr={double}",),
+    **{f"batch{size}": (f"train.batch_size={size}",) for size in (1, 2, 4)},
+    **{f"readout{ratio:g}": (f"train.readout_lr_ratio={ratio:g}",) for ratio in (0.1, 0.3, 1)},
+    "frozen": ("drafter.freeze_readout=true",),
+    "normed": ("drafter.norm_output=true",),
+    "residual": ("drafter.norm_before_residual=true",),
+    "before_fc": ("drafter.norm_before_fc=true",),
+    "fc_norm": ("drafter.fc_norm=true",),
+    "final_tap": ("drafter.taps={final}",),
+    "even": ("objective.depth_weights=geometric", "objective.depth_decay=1.0"),
+    "tv": ("objective.terms={ce: 0.1, tv: 0.9}",),
+    "lk": ("objective.terms={lk: 1.0}",),
+    "linear": ("train.schedule=linear", "train.min_lr_ratio=0"),
+    "average": ("train.ema_decay=0.99",),
+    "unclipped": ("train.max_grad_norm=.inf",),
+    "fp32": ("train.precision=no",),
+    "own": ("data.train={own}",),
 }
-RULED = {
-    "": (),
-    "-lr-half": ("train.lr={half}",),
-    "-lr-double": ("train.lr={double}",),
-    "-batch1": (batch(1),),
-    "-batch1-lr-half": (batch(1), "train.lr={half}"),
-    "-batch4": (batch(4),),
-    "-frozen": (FROZEN,),
-    "-normed": (NORMED,),
-    "-eagle3.1": (NORMED, "drafter.fc_norm=true"),
-    "-even": EVEN,
-    "-normed-even": (NORMED, *EVEN),
-    "-residual": ("drafter.norm_before_residual=true",),
-    "-normed-residual": (NORMED, "drafter.norm_before_residual=true"),
-    "-final-tap": ("drafter.taps={final}",),
-    "-unclipped": ("train.max_grad_norm=.inf",),
-    "-tv": (TV,),
-    "-lk": (LK,),
-    "-linear": ("train.schedule=linear",),
-    "-warmup10": ("train.warmup_ratio=0.1",),
-    "-average": ("train.ema_decay=0.99",),
-    "-rival-like": (FROZEN, NORMED, "drafter.norm_before_residual=true", "drafter.norm_before_fc=true", *EVEN),
-}
-SETTINGS |= {f"rule{name}": ("train.lr={rate}", *changes) for name, changes in RULED.items()}
-SETTINGS |= {f"{RIVAL}-lr{rate:g}": (batch(1), lr(rate)) for rate in (2.5e-3, 5e-3, 1e-2, 2e-2)}
-"""By name, what a setting changes. ``{final}`` stands for taps that depend on the number of layers, ``{rate}`` for the learning rate that
-training/run/defaults.py takes since the first sweep, for steps of two texts: inverse to the width."""
-SMALL, LARGE, TINY = ("stories260K", "babyllama-tok105", "prose2", "tasks5"), ("chat-7m", "embedded"), ("stories260K", "babyllama-tok105")
+"""By name, what can be added to those. ``{final}`` stands for taps that depend on the number of layers, ``{own}`` for the backbone's own
+text (``--own-text``), ``{rate}`` for a learning rate inverse to the width."""
+SMALL, LARGE = ("stories260K", "babyllama-tok105", "prose2", "tasks5"), ("chat-7m", "embedded")
+RIVALS = tuple(f"{RIVAL}+lr{rate:g}" for rate in (0.01, 0.005, 0.02, 0.0025))
 TIERS: tuple[tuple[tuple[str, ...], tuple[str, ...], int, float], ...] = (
-    (("base", "lr4e-3", "lr16e-3", "tv"), (*SMALL, *LARGE), 0, 1.0),
-    (("rule", "rule-lr-half", "rule-lr-double"), TINY, 0, 4.0),
-    (("rule-frozen", "rule-final-tap", "rule-batch1"), LARGE, 0, 1.0),
-    (("rule-batch1", "rule-batch4", "rule-frozen", "rule-final-tap", "rule-normed", "rule-unclipped"), SMALL, 0, 1.0),
-    (tuple(f"{RIVAL}-lr{rate:g}" for rate in (5e-3, 1e-2)), SMALL, 0, 1.0),
-    (("rule", "rule-lr-half", "rule-lr-double"), (*SMALL, *LARGE), 0, 0.25),
-    (("rule-tv",), TINY, 0, 4.0),
-    (tuple(f"{RIVAL}-lr{rate:g}" for rate in (2.5e-3, 2e-2)), SMALL, 0, 1.0),
-    (("rule", "rule-rival-like", "rule-linear", "rule-lk"), SMALL, 1, 1.0),
-    (("rule-batch1-lr-half", "rule-warmup10", "rule-average"), SMALL, 0, 1.0),
-    (("rule", "rule-lr-half", "rule-lr-double"), (*SMALL, *LARGE), 1, 1.0),
+    (("default",), (*SMALL, *LARGE), 0, 1.0),
+    (RIVALS, (*SMALL, *LARGE), 0, 1.0),
+    (("default+own", f"{RIVAL}+lr0.01+own", f"{RIVAL}+lr0.005+own"), SMALL, 0, 1.0),
+    (("default", f"{RIVAL}+lr0.01"), ("stories260K", "babyllama-tok105"), 0, 4.0),
+    (("default", *RIVALS), (*SMALL, *LARGE), 0, 0.1),
+    (("default", *RIVALS), (*SMALL, *LARGE), 1, 1.0),
 )
 """Settings, backbones, a seed and the fraction of ``--tokens``, most telling first; within a tier the largest cells start first."""
+
+
+def setting(name: str) -> str:
+    """Return the name of a setting: one of `BASES`, then any of `CHANGES`, as in ``default+frozen+batch2``."""
+    base, *changes = name.split("+")
+    if base not in BASES or not {*changes} <= {*CHANGES}:
+        raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(BASES)}, followed by any of +{', +'.join(CHANGES)}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
     rows = args.folder / backbone.rows
     place = [f"backbone.path={model_path(cell, args.folder)}", f"data.train={rows}/train.jsonl.gz", f"data.eval={rows}/eval.jsonl.gz"]
     sizes = [f"data.eval_rows={2 * args.prompts}", f"eval.prompts={args.prompts}", f"eval.max_new_tokens={args.new_tokens}"]
-    given = [*BASE, *place, *sizes, "eval.prompt_tokens=32", f"seed={cell.seed}", f"save.dir={out}", *_changes(cell)]
+    given = [*BASE, *place, *sizes, "eval.prompt_tokens=32", f"seed={cell.seed}", f"save.dir={out}", *_changes(cell, args.folder)]
     recipe = load_recipe(RECIPE, [*given, f"data.limit={sample}", "train.steps=1"])
     stats = load_data(recipe.data, load_tokenizer(recipe.backbone.path), recipe.data.max_length, progress=False).stats
     steps = max(1, round(cell.tokens * stats.samples / stats.tokens / recipe.train.batch_size))
@@ -154,12 +146,13 @@ def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
     return load_recipe(RECIPE, [*given, f"data.limit={limit}", f"train.steps={steps}"])
 
 
-def _changes(cell: Cell) -> list[str]:
-    """The setting's overrides for the backbone's number of layers."""
+def _changes(cell: Cell, folder: Path) -> list[str]:
+    """The setting's overrides for the backbone."""
     L, rate = BACKBONES[cell.backbone].layers, 1.024 / BACKBONES[cell.backbone].width
-    values = {"{rate}": f"{rate:g}", "{half}": f"{rate / 2:g}", "{double}": f"{2 * rate:g}"}
+    values = {"{rate}": f"{rate:g}", "{half}": f"{rate / 2:g}", "{double}": f"{2 * rate:g}", "{own}": f"{folder}/own/{cell.backbone}.jsonl"}
     values |= {"{final}": f"{sorted({max(1, min(2, L // 3)), L // 2, L})}"}
-    changes = list(SETTINGS[cell.setting])
+    base, *names = cell.setting.split("+")
+    changes = [*BASES[base], *(change for name in names for change in CHANGES[name])]
     for name, value in values.items():
         changes = [change.replace(name, value) for change in changes]
     return changes

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+
+from transfer_cells import BACKBONES, RECIPE
+
+from headstart.training.recipe.recipe import load_recipe
+from headstart.training.regenerate.regenerate import write_answers
 
 SHIPPED, EVERY = Path(__file__).parent.parent / "recipes" / "quickstart" / "train.jsonl.gz", 20
 """The rows shipped with the embedded model, and one in how many is held out."""
 MODELS = ("stories260K", "babyllama-tok105", "chat-7m")
-OWN = ("prose2", "tasks5")
+OWN = ("prose2", "tasks5", "prose2-short", "tasks5-short")
+"""Made by small_backbone.py; the short ones by ``--minutes 2``."""
 CHARACTERS = {"stories": 2_200_000, "chat": 1_000_000}
 """Of the training rows, at most."""
 HELD_OUT = 180_000
 """Characters of held-out rows, at most."""
+OWN_TEXT = ("regenerate.limit=900", "regenerate.prompt_tokens=24", "regenerate.max_new_tokens=224", "regenerate.batch_size=32")
+"""How a backbone goes on with the training rows, at the temperatures that are the default."""
 
 
 def assemble(folder: Path, models: Path, rows: Path, own: Path) -> None:
     """Copy the models and cut the data; prints the size. Stops with a message if something is missing."""
-    sources = [models / name for name in MODELS] + [own / name for name in OWN]
-    sources += [rows / f"{name}_{part}.jsonl" for name in CHARACTERS for part in ("train", "val")]
+    copied = [models / name for name in MODELS] + [own / name for name in OWN if (own / name).exists()]
+    sources = copied + [rows / f"{name}_{part}.jsonl" for name in CHARACTERS for part in ("train", "val")]
     missing = [str(source) for source in sources if not source.exists()]
     if missing:
         raise SystemExit(f"not found: {', '.join(missing)}")
-    for source in sources[: len(MODELS) + len(OWN)]:
+    for source in copied:
         shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
     for name, most in CHARACTERS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -39,6 +48,17 @@ def assemble(folder: Path, models: Path, rows: Path, own: Path) -> None:
             target.writelines(kept)
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {total / 1e6:.1f} MB")
+
+
+def write_own_text(folder: Path, backbones: Sequence[str]) -> None:
+    """Write what each backbone itself writes after the beginnings of its training rows, unless it is there."""
+    for name in backbones:
+        out = folder / "own" / f"{name}.jsonl"
+        if not out.exists():
+            out.parent.mkdir(exist_ok=True)
+            rows = folder / BACKBONES[name].rows / "train.jsonl.gz"
+            given = [f"backbone.path={folder / name}", f"data.train={rows}", "drafter.draft_vocab_size=null", f"regenerate.out={out}"]
+            write_answers(load_recipe(RECIPE, [*given, *OWN_TEXT]))
 
 
 def cut(source: Path, target: Path, characters: int) -> None:

@@ -63,6 +63,8 @@ class Drafter(nn.Module, ABC):
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
     anchor_share: float = 1.0
     """Share of the label positions that a training step uses as anchors; below 1, `forward` is always called with anchors."""
+    readout_lr_ratio: ClassVar[float] = 1.0
+    """``train.readout_lr_ratio: auto`` under Muon: learning rate of the output layers, as a fraction of the other weights'."""
     pretrained: ClassVar[bool] = False
     """`init_from` gives it the weights of a whole language model, which ``train.lr=auto`` changes by smaller steps."""
     fixed_arguments: ClassVar[tuple[str, ...]] = ()

@@ -66,6 +66,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
 
     config: Config
     reads_hidden = False
+    readout_lr_ratio = 0.3
     fixed_arguments = ("norm_output", "norm_before_residual", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:

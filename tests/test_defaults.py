@@ -73,6 +73,28 @@ def test_a_number_is_taken_as_it_is(small: Path) -> None:
     assert chosen_by(run) == 0.125 and not run.trainers[0].chosen.values
 
 
+@pytest.mark.parametrize(
+    ("drafter", "changes", "ratio"),
+    [
+        ("eagle3", [], 0.3),
+        ("eagle3", MUON, 0.3),
+        ("eagle3", ["train.lr=1e-3"], 1.0),   # AdamW
+        ("eagle3", ["train.readout_lr_ratio=0.5"], 0.5),
+        ("medusa", [], 1.0),
+    ],
+)
+def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, changes: list[str], ratio: float) -> None:
+    run = prepare(load_recipe(small, [*changes, f"drafter={{kind: {drafter}, depth: 2}}"]))
+    run.log.close()
+    trainer = run.trainers[0]
+    rate = trainer.set_learning_rate(3, 6)
+    rates = {id(weight): group["lr"] for group in trainer.optimizer.param_groups for weight in group["params"]}
+    layer = run.drafter.lm_head if drafter == "eagle3" else run.drafter.output_layers()[0]   # type: ignore[attr-defined]
+    assert rates.pop(id(layer.weight)) == pytest.approx(ratio * rate) and rate > 0
+    assert drafter != "eagle3" or {*rates.values()} == {rate}
+    assert trainer.chosen.values.get("train.readout_lr_ratio", 1.0) == (1.0 if "readout" in "".join(changes) else ratio)
+
+
 def test_a_run_that_goes_on_for_longer_keeps_what_was_chosen(small: Path) -> None:
     first = prepare(load_recipe(small))
     first.log.close()

@@ -89,6 +89,16 @@ def test_a_saved_state_goes_on_bit_for_bit(optimizer: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_output_layers_can_have_a_rate_of_their_own(optimizer: str) -> None:
+    drafter = build_drafter("eagle3", backbone("llama"), {"depth": 2})
+    for ratio in (0.5, 1.0):
+        groups = build_optimizer(drafter, Train(steps=9, optimizer=optimizer, lr=1e-2, readout_lr_ratio=ratio)).param_groups
+        apart = [[*map(id, group["params"])] for group in groups if group.get("lr_ratio", 1.0) != 1.0]
+        assert apart == ([] if ratio == 1.0 else [[id(drafter.lm_head.weight)]])   # type: ignore[attr-defined]
+        assert sorted(id(weight) for group in groups for weight in group["params"]) == sorted(map(id, drafter.parameters())), "each once"
+
+
 def test_wsd_is_constant_and_then_decays() -> None:
     wanted = Train(lr=2.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.3, min_lr_ratio=0.1)
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]

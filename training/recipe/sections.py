@@ -234,8 +234,8 @@ class Regenerate(StrictModel):
     """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
     limit: PositiveInt | None = None
     """Answer at most this many rows; null: all that ``data.limit`` lets in."""
-    temperature: Temperature = 0.0
-    """0 is greedy; above it answers are sampled, each row with a seed of its own."""
+    temperature: Temperature | Annotated[tuple[Temperature, ...], MinLen(1)] = (0.0, 1.0)
+    """0 is greedy; above it answers are sampled, each row with a seed of its own. Of several, each row takes one, for all its turns."""
     top_k: NonNegativeInt = 0
     """Sample from this many most probable tokens; 0: from all."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -260,6 +260,11 @@ class Regenerate(StrictModel):
     """Times a request is repeated when the server is busy, broken or silent, after longer and longer waits."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait for an answer."""
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Those that rows take."""
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

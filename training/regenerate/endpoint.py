@@ -133,8 +133,8 @@ class Endpoint:
 
     def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> tuple[Any, int, bool]:
         """Return ``part`` of the response, its number of tokens (0 if not reported), and whether it was truncated."""
-        settings = self.settings
-        sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": item.seed(self.recipe.seed) % (1 << 31)}
+        settings, seed = self.settings, self.recipe.seed
+        sampling = {"temperature": item.temperature(settings, seed), "top_p": settings.top_p, "seed": item.seed(seed) % (1 << 31)}
         filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's API, so sent only if set
         body = self._post(path, {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters})
         try:

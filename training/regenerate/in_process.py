@@ -82,10 +82,12 @@ class InProcess:
             if isinstance(prompt, Response):
                 item.add_response(prompt)
         prompted = [(item, prompt) for item, prompt in zip(items, prompts, strict=True) if isinstance(prompt, Tensor)]
-        if prompted:
-            written = self._continue([prompt_T for _, prompt_T in prompted], [item.seed(self.seed) for item, _ in prompted])
-            for (item, prompt_T), tokens in zip(prompted, written, strict=True):
-                item.add_response(self._response(item, prompt_T, tokens))
+        for temperature in dict.fromkeys(self.settings.temperatures):
+            taken = [(item, prompt_T) for item, prompt_T in prompted if item.temperature(self.settings, self.seed) == temperature]
+            if taken:
+                written = self._continue([prompt_T for _, prompt_T in taken], [item.seed(self.seed) for item, _ in taken], temperature)
+                for (item, prompt_T), tokens in zip(taken, written, strict=True):
+                    item.add_response(self._response(item, prompt_T, tokens))
 
     def _prompt(self, item: Item) -> Tensor | Response:
         """Return the prompt, int64 [T], or an error."""
@@ -106,10 +108,10 @@ class InProcess:
             return failure("too_long")
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _continue(self, prompts: list[Tensor], seeds: list[int]) -> list[list[int]]:
+    def _continue(self, prompts: list[Tensor], seeds: list[int], temperature: float) -> list[list[int]]:
         """Return the tokens generated after each prompt."""
         settings = self.settings
-        how = Settings(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
+        how = Settings(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
         start = time.perf_counter()
         own = {"batch_size": settings.batch_size} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
         output = continue_texts(self.heads, prompts, how, seeds, **own)

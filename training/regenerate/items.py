@@ -18,7 +18,7 @@ from headstart.support.errors import UserError
 from headstart.support.files import value_hash
 from headstart.training.data.data import data_column
 from headstart.training.data.rows import Row
-from headstart.training.recipe.recipe import Data
+from headstart.training.recipe.recipe import Data, Regenerate
 
 ERRORS = {
     "truncated": "an answer that did not end within regenerate.max_new_tokens",
@@ -48,6 +48,11 @@ def failure(error: str, detail: str = "") -> Response:
     return Response({}, 0, error, detail)
 
 
+def _hashed(*parts: object) -> int:
+    """Return 64 bits that depend on all parts."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big")
+
+
 class Item(ABC):
     """A row of the dataset; while ``pending`` it needs another response (`add_response`)."""
 
@@ -58,7 +63,11 @@ class Item(ABC):
 
     def seed(self, seed: int) -> int:
         """Return the 63-bit seed of the next response; it differs by turn, since positions repeat if templates shorten earlier turns."""
-        return int.from_bytes(hashlib.sha256(f"{seed}/{self.key}/{self.turns}".encode()).digest()[:8], "big") >> 1
+        return _hashed(seed, self.key, self.turns) >> 1
+
+    def temperature(self, settings: Regenerate, seed: int) -> float:
+        """Return one of ``regenerate.temperature``, the same for all turns; it depends on the recipe's seed and the row's content."""
+        return settings.temperatures[_hashed(seed, self.key, "temperature") % len(settings.temperatures)]
 
     def add_response(self, response: Response) -> None:
         """Add the next response; an error ends the item."""

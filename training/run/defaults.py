@@ -53,6 +53,9 @@ def choose(recipe: Recipe, drafter: Drafter, step_tokens: float, steps: int) -> 
         optimizer = recipe.train.chosen_optimizer
         values = {"train.optimizer": optimizer, "train.lr": learning_rate(optimizer, drafter.width, step_tokens, steps, adapted)}
         reason += ", weights that were trained before" if adapted else ""
+    ratio = drafter.readout_lr_ratio if recipe.train.chosen_optimizer == "muon" and not drafter.frozen() else 1.0
+    if recipe.train.readout_lr_ratio == AUTO and ratio != 1.0:
+        values["train.readout_lr_ratio"] = ratio
     return Chosen(values, reason)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.heads.base import Drafter
+from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.training.recipe.recipe import Train
 from headstart.training.run.sharding import distribute_like, gather_like, to_local
 
@@ -88,18 +89,30 @@ class MuonAdamW(torch.optim.Optimizer):
 def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Parameter] = (), lr_ratio: float = 1.0) -> torch.optim.Optimizer:
     """Build the optimizer named by ``train.optimizer``. Weight decay applies to matrices only, not to norms and biases.
 
-    The backbone's ``adapter`` always uses AdamW without weight decay, with ``lr_ratio`` times the drafter's learning rate.
+    Groups with a learning rate of their own have it as ``lr_ratio``, a fraction of ``train.lr``: the output layers, and the backbone's
+    ``adapter``, which always uses AdamW without weight decay (``lr_ratio``).
     """
-    adapted: list[dict[str, Any]] = [{"params": [*adapter], "weight_decay": 0.0, "lr_ratio": lr_ratio}]
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    muon = train.chosen_optimizer == "muon"
+    readouts = _output_weights(drafter) if train.readout_ratio != 1.0 else set()
+    apart: list[dict[str, Any]] = [
+        {"params": [trained.pop(name) for name in [*trained] if id(trained[name]) in readouts], "lr_ratio": train.readout_ratio,
+         "weight_decay": 0.0 if muon else train.weight_decay},
+        {"params": [*adapter], "lr_ratio": lr_ratio, "weight_decay": 0.0, "adapter": True},
+    ]  # fmt: skip
     sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
     hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
-    if train.chosen_optimizer == "muon" and hidden:
-        others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *adapted]
+    if muon and hidden:
+        others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *apart]
         return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train)
     groups = [
         {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
-        *adapted,
+        *apart,
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.peak_lr, betas=(train.betas[0], train.betas[1]))
+
+
+def _output_weights(drafter: Drafter) -> set[int]:
+    """Return the ids of the weights of the drafter's own output layers."""
+    return {id(layer.weight) for layer in drafter.output_layers()} if isinstance(drafter, OwnReadoutDrafter) else set()

@@ -102,7 +102,7 @@ class DrafterTrainer:
         self.step, self.rise = step, 1.0 if lora is None else adapter_rise(step, steps, lora)
         rate = learning_rate(step, steps, self.recipe.train)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_ratio"] * self.rise if "lr_ratio" in group else rate
+            group["lr"] = rate * group.get("lr_ratio", 1.0) * (self.rise if group.get("adapter") else 1.0)
         return rate
 
     def backward(self, inputs: Features | Batch, scale: Tensor, seed: int, last: bool) -> Sums:
