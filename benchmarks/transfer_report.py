@@ -9,23 +9,31 @@ from typing import Any
 from transfer_cells import BACKBONES
 
 Row = dict[str, Any]
-VERIFICATION, DEPTH_COSTS = 1.1, (0.05, 0.1)
-"""Cost of verifying a chain, and of drafting one depth, in plain decoding steps: ratios as on a GPU."""
+OWN = "+own"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return Markdown: a part for each number of training tokens."""
-    budgets = sorted({row["tokens"] for row in rows}, reverse=True)
-    return "\n\n".join(_part([row for row in rows if row["tokens"] == budget], budget) for budget in budgets)
+    """Return Markdown: a part for each number of training tokens, kind of text (as it stands, the backbone's own) and temperature."""
+    groups: dict[tuple[int, bool], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (-row["tokens"], OWN in row["setting"])):
+        groups.setdefault((row["tokens"], OWN in row["setting"]), []).append(row)
+    parts = []
+    for (budget, own), group in groups.items():
+        title = f"{budget:,} tokens{' of own text' if own else ''}"
+        sampled = [row for row in group if "tau_sampled" in row]
+        parts += [_part(group, f"{title}, T=0", "tau"), _part(sampled, f"{title}, T=1", "tau_sampled")]
+    return "\n\n".join(filter(None, parts))
 
 
-def _part(rows: Sequence[Row], budget: int) -> str:
+def _part(rows: Sequence[Row], title: str, key: str) -> str:
+    if not rows:
+        return ""
     measured = dict.fromkeys(row["backbone"] for row in rows)
     backbones = sorted(measured, key=lambda name: list(BACKBONES).index(name) if name in BACKBONES else len(BACKBONES))
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    taus = {(setting, one): _mean(rows, setting, one) for setting in settings for one in backbones}
+    taus = {(setting, one): _mean(rows, setting, one, key) for setting in settings for one in backbones}
     best = {one: max(tau for (_, name), tau in taus.items() if name == one and tau is not None) for one in backbones}
-    lines = [f"| {budget:,} tokens | {' | '.join(backbones)} | least | mean |", "|---" * (len(backbones) + 3) + "|"]
+    lines = [f"| {title} | {' | '.join(backbones)} | least | mean |", "|---" * (len(backbones) + 3) + "|"]
     for setting in settings:
         own = {one: tau for one in backbones if (tau := taus[setting, one]) is not None}
         shares = [tau / best[one] for one, tau in own.items()]
@@ -34,15 +42,6 @@ def _part(rows: Sequence[Row], budget: int) -> str:
     return "\n".join(lines)
 
 
-def _mean(rows: Sequence[Row], setting: str, backbone: str) -> float | None:
-    taus = [row["tau"] for row in rows if row["setting"] == setting and row["backbone"] == backbone]
+def _mean(rows: Sequence[Row], setting: str, backbone: str, key: str) -> float | None:
+    taus = [row[key] for row in rows if row["setting"] == setting and row["backbone"] == backbone]
     return statistics.mean(taus) if taus else None
-
-
-def speedups(accepted: Sequence[float]) -> dict[float, float]:
-    """Return tokens per plain step's time at each cost of a drafted depth, with the best length of the chain."""
-    found = {}
-    for cost in DEPTH_COSTS:
-        lengths = range(len(accepted) + 1)
-        found[cost] = max((1 + sum(accepted[:n])) / (VERIFICATION + n * cost) if n else 1.0 for n in lengths)
-    return found

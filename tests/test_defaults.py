@@ -17,8 +17,8 @@ from headstart.cli.train import main
 from headstart.heads.methods import build_drafter
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch
-from headstart.training.recipe.recipe import load_recipe
-from headstart.training.run.defaults import ADAPTED, choose, learning_rate
+from headstart.training.recipe.recipe import Train, load_recipe
+from headstart.training.run.defaults import ADAPTED, advice, choose, learning_rate
 from headstart.training.run.optimizer import MuonAdamW
 from headstart.training.setup import prepare
 
@@ -93,6 +93,20 @@ def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, c
     assert rates.pop(id(layer.weight)) == pytest.approx(ratio * rate) and rate > 0
     assert drafter != "eagle3" or {*rates.values()} == {rate}
     assert trainer.chosen.values.get("train.readout_lr_ratio", 1.0) == (1.0 if "readout" in "".join(changes) else ratio)
+
+
+def test_few_large_steps_are_named(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(small), "train.steps=40", "train.batch_size=8"]) == 0
+    line = "advice    40 steps are few: train.batch_size=1 train.steps=320 makes 320 of the same text"
+    assert line in capsys.readouterr().err
+    assert main([str(small), "train.steps=41", "train.batch_size=8"]) == 0
+    assert "advice" not in capsys.readouterr().err, "a run that goes on keeps its steps"
+    assert command(["plan", str(small), "train.steps=40", "train.batch_size=8", "--no-calibration"]) == 0
+    assert line in capsys.readouterr().out
+    assert advice(Train(epochs=1.0, batch_size=64), 150, 4) == (
+        "150 steps are few: train.batch_size=16 makes 600 of the same text, and heads learn more from it"
+    )
+    assert advice(Train(batch_size=8), 300, 1) is advice(Train(batch_size=1), 10, 1) is advice(Train(batch_size=8), 40, 8) is None
 
 
 def test_a_run_that_goes_on_for_longer_keeps_what_was_chosen(small: Path) -> None:

@@ -39,7 +39,7 @@ from headstart.training.run.checkpoint import (
     unpack_drafter,
     without_prefix,
 )
-from headstart.training.run.defaults import AUTO, Chosen, autocast_name, choose
+from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, read_starts
@@ -227,6 +227,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
     recipe, accelerator, backbone, train = run.recipe, run.accelerator, run.backbone, run.recipe.train
     tokens, rows = splits.stats.tokens, run.feed.rows
     full = tokens / (rows * recipe.data.max_length)
+    advised = advice(train, run.feed.steps, accelerator.num_processes) if run.done == 0 else None
     packed = f"; packed into {rows:,} rows of {recipe.data.max_length:,}, {full:.1%} full" if recipe.data.packing else ""
     return "\n".join((
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
@@ -242,6 +243,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''} on {accelerator.device.type}"
         f"{', sharded (FSDP2)' if accelerator.is_fsdp2 else ''}",
         *(f"chosen    {f'{one.name}: ' if one.name else ''}{one.chosen}" for one in run.trainers if one.chosen.values),
+        *([] if advised is None else [f"advice    {advised}"]),
         f"output    {recipe.save.dir}",
     ))  # fmt: skip
 

@@ -30,7 +30,7 @@ from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.plan.memory import ALLOCATOR, CHECKPOINT, DRAFT_STEP, OPTIMIZER, TARGET_FORWARD, MemoryPlan, MicroBatch, StepMemory
 from headstart.training.plan.memory import size_of as bytes_of
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.defaults import choose
+from headstart.training.run.defaults import advice, choose
 
 MAX_ROWS = 65_536
 """Maximum rows of a micro-batch that are tried."""
@@ -109,6 +109,7 @@ def plan(
     }  # fmt: skip
     report["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
     report["chosen"] = _chosen(recipe, models, report["tokens"])
+    report["advice"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report | _time(recipe, report, machine, calibrate)

@@ -13,13 +13,15 @@ from accelerate.utils import is_bf16_available
 
 from headstart.heads.base import Drafter
 from headstart.training.recipe.drafter import split_drafter
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Recipe, Train
 
 WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
 """The size of run at which the learning rate is `PEAK`."""
 PEAK = {"muon": 8e-3, "adamw": 4e-3}
 WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT = -1.0, 0.25, -0.25
 HIGHEST = 2e-2
+FEW_STEPS, ENOUGH_STEPS = 300, 600
+"""A run of fewer steps than the first learns much more from the same text in as many as the second."""
 ADAPTED = 0.3
 """Factor of the learning rate where training goes on from weights that were trained before."""
 AUTO = "auto"
@@ -71,3 +73,13 @@ def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, ad
     rate = PEAK[optimizer] * (width / WIDTH) ** WIDTH_EXPONENT
     rate *= (step_tokens / STEP_TOKENS) ** TOKENS_EXPONENT * (steps / STEPS) ** STEPS_EXPONENT
     return float(f"{min(rate, HIGHEST) * (ADAPTED if adapted else 1.0):.2g}")
+
+
+def advice(train: Train, steps: int, processes: int) -> str | None:
+    """Return what to set for more and smaller steps over the same text, where a run has few; None if it has enough or can have no more."""
+    size = max(processes, train.batch_size * steps // ENOUGH_STEPS)
+    if steps >= FEW_STEPS or size >= train.batch_size:
+        return None
+    more = steps * train.batch_size // size
+    length = "" if train.steps is None else f" train.steps={more}"
+    return f"{steps:,} steps are few: train.batch_size={size}{length} makes {more:,} of the same text, and heads learn more from it"
