@@ -1,8 +1,8 @@
 """Compares the cost of a pass, by tree size and context, eager and captured, with that of a token of transformers' generate.
 
-    python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--threads 1] [--profile] [--json FILE]
+    python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--kinds eagle3 mlp] [--threads 1] [--profile] [--json FILE]
 
-Prints JSON: for each context and batch size, median milliseconds of a pass over N nodes and of drafting with untrained EAGLE-3 heads,
+Prints JSON: for each context and batch size, median milliseconds of a pass over N nodes and of drafting with untrained heads of each kind,
 eager and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it. With
 ``--profile``, instead: where the time of captured passes over 1, 12 and 24 nodes goes, and what packed weights change (in turns, least of
 many; times of the thread's own CPU with one thread, so that only ratios are affected by other programs).
@@ -111,22 +111,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with torch.no_grad():
             return profile(args)
     backbone = load_backbone(args.backbone)
-    drafter = build_drafter("eagle3", backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
     if backbone.max_positions is not None and max(args.contexts) + max(args.nodes) > backbone.max_positions:
         backbone.max_positions = None   # rotary positions extrapolate; the cost of a pass does not depend on its output
     plan = TunePlan(tuple(args.batch_size), tuple(args.contexts), tuple(args.nodes), args.repeats)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"context": context, "rows": rows, "transformers_token_ms": token_ms(backbone, context, rows)}
         for context in plan.contexts
         for rows in plan.rows
     ]
-    for name, capture in (("uncaptured", "off"), ("traced", "trace")):
-        tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
-        for row, found in zip(rows, tuned.details["by_context"], strict=True):
-            draft = found["drafting_ms"][0]
-            drafting = draft["begin"] + sum(draft["depths"])
-            even = [[n, (ms + drafting) / row["transformers_token_ms"]] for n, ms in found["pass_ms"]]
-            row[name] = {"pass_ms": found["pass_ms"], "drafting_ms": draft, "break_even_tau": even}
+    for kind in args.kinds:
+        drafter = build_drafter(kind, backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+        for name, capture in (("uncaptured", "off"), ("traced", "trace")):
+            tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
+            for row, found in zip(rows, tuned.details["by_context"], strict=True):
+                draft = found["drafting_ms"][0]
+                drafting = draft["begin"] + sum(draft["depths"])
+                even = [[n, (ms + drafting) / row["transformers_token_ms"]] for n, ms in found["pass_ms"]]
+                row.setdefault(kind, {})[name] = {"pass_ms": found["pass_ms"], "drafting_ms": draft, "break_even_tau": even}
     return {"backbone": backbone.name, "threads": args.threads, "device": backbone.device.type, "measured": rows}
 
 
@@ -135,6 +136,7 @@ if __name__ == "__main__":
     parser.add_argument("--backbone", default="embedded")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    parser.add_argument("--kinds", nargs="+", default=["eagle3"], metavar="KIND", help="of heads: eagle3, mlp, block, ... (eagle3)")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)

@@ -138,7 +138,7 @@ def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
     rows = args.folder / backbone.rows
     place = [f"backbone.path={model_path(cell, args.folder)}", f"data.train={rows}/train.jsonl.gz", f"data.eval={rows}/eval.jsonl.gz"]
     sizes = [f"data.eval_rows={2 * args.prompts}", f"eval.prompts={args.prompts}", f"eval.max_new_tokens={args.new_tokens}"]
-    given = [*BASE, *place, *sizes, "eval.prompt_tokens=32", f"seed={cell.seed}", f"save.dir={out}", *_changes(cell, args.folder)]
+    given = [*BASE, *place, *sizes, "eval.prompt_tokens=32", f"seed={cell.seed}", f"save.dir={out}", *overrides_of(cell, args.folder)]
     recipe = load_recipe(RECIPE, [*given, f"data.limit={sample}", "train.steps=1"])
     stats = load_data(recipe.data, load_tokenizer(recipe.backbone.path), recipe.data.max_length, progress=False).stats
     steps = max(1, round(cell.tokens * stats.samples / stats.tokens / recipe.train.batch_size))
@@ -146,7 +146,7 @@ def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
     return load_recipe(RECIPE, [*given, f"data.limit={limit}", f"train.steps={steps}"])
 
 
-def _changes(cell: Cell, folder: Path) -> list[str]:
+def overrides_of(cell: Cell, folder: Path) -> list[str]:
     """The setting's overrides for the backbone."""
     L, rate = BACKBONES[cell.backbone].layers, 1.024 / BACKBONES[cell.backbone].width
     values = {"{rate}": f"{rate:g}", "{half}": f"{rate / 2:g}", "{double}": f"{2 * rate:g}", "{own}": f"{folder}/own/{cell.backbone}.jsonl"}
