@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.base import Drafter
 from headstart.heads.methods import construct_drafter
 from headstart.training.data.packing import Batch
@@ -63,7 +64,7 @@ def trained(recipe: Recipe) -> tuple[Run, Drafter]:
 def _flags(recipe: Recipe, taps: tuple[int, ...]) -> list[str]:
     """speculators' command line: its defaults, but for the learning rate and what a CPU cannot run."""
     flags = {
-        "verifier-name-or-path": recipe.backbone.path, "data-path": os.devnull, "speculator-type": "eagle3", "on-missing": "raise",
+        "verifier-name-or-path": resolve(recipe.backbone.path), "data-path": os.devnull, "speculator-type": "eagle3", "on-missing": "raise",
         "loss-implementation": "eager", "draft-attn-impl": "sdpa", "hidden-states-dtype": "float32", "ttt-steps": recipe.drafter["depth"],
         "lr": recipe.train.peak_lr, "seed": recipe.seed,
     }  # fmt: skip
