@@ -82,11 +82,10 @@ def result(folder: Path) -> dict[str, Any]:
 def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path: Path, capsys: Any) -> None:
     opened = [{"role": "assistant", "content": "Welcome"}, *turns("What is two?", "old", "And three?", "old")]
     conversation = [{"role": "system", "content": "Be brief", "name": "x"}, *turns("Hi there")]
-    greedy = ("regenerate.temperature=0", "regenerate.max_new_tokens=40", "seed=3")
-    assert ask([{"messages": opened}, {"messages": conversation, "id": 7}], *greedy) == 0
+    both = [{"messages": opened}, {"messages": conversation, "id": 7}]
+    assert ask(both, "regenerate.temperature=0", "regenerate.max_new_tokens=40") == 0
     first, second = rows_of(tmp_path / "new.jsonl")
-    assert (first["row"], second["row"]) == (0, 1)
-    assert [m["content"] for m in first["messages"][:2]] == ["Welcome", "What is two?"] and first["messages"][3]["content"] == "And three?"
+    assert (first["row"], second["row"], first["messages"][:2], first["messages"][3]) == (0, 1, opened[:2], opened[3])
     assert second["messages"][:2] == conversation and second["messages"][2]["role"] == "assistant", "a last question is answered"
     backbone, tokenizer = load_backbone(str(talker), device="cpu"), load_tokenizer(str(talker))
     for messages in (first["messages"], second["messages"]):
@@ -123,16 +122,13 @@ def test_only_row_and_seed_decide(ask: Any, talker: Path, tmp_path: Path, change
 
 
 def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None:
-    rows = dialogues(17)
-    found = {}
+    rows, found = dialogues(17), []
     for temperature in ("0", "1", "[0, 1]", "[0, 1, 1, 1, 1, 1]"):
         assert ask(rows, f"regenerate.temperature={temperature}", "regenerate.max_new_tokens=120", out=f"{temperature}.jsonl") == 0
-        found[temperature] = {row["row"]: row["messages"] for row in rows_of(tmp_path / f"{temperature}.jsonl")}
-    greedy, sampled, mixed, mostly_sampled = found.values()
-    apart = [row for row in greedy if greedy[row] != sampled[row]]
-    assert len(apart) > 12 and all(mixed[row] in (greedy[row], sampled[row]) for row in greedy), "all turns of a row are of one temperature"
-    taken, mostly = ([one[row] == sampled[row] for row in apart].count(True) for one in (mixed, mostly_sampled))
-    assert 3 < taken < len(apart) - 3 and mostly > taken, "a temperature named several times is taken by more rows"
+        found.append({row["row"]: row["messages"] for row in rows_of(tmp_path / f"{temperature}.jsonl")})
+    greedy, sampled, mixed, mostly = found
+    assert all(mixed[row] in (greedy[row], sampled[row]) for row in greedy), "all turns of a row are of one temperature"
+    assert 3 < sum(mixed[row] != greedy[row] for row in greedy) < sum(mostly[row] != greedy[row] for row in greedy), "by their number"
     assert ask([rows[i] for i in (5, 0)], "regenerate.max_new_tokens=120", out="order.jsonl") == 0   # the default
     assert [row["messages"] for row in rows_of(tmp_path / "order.jsonl")] == [mixed[5], mixed[0]], "whatever the order of the rows"
 

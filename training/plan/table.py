@@ -61,7 +61,7 @@ def _data(report: dict[str, Any]) -> list[str]:
         f"data      {tokens['summary']} ({share:.0%})",
         f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
         *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**one)}" for name, one in report["chosen"].items() if one["values"]),
-        *([] if report["advice"] is None else [f"advice    {report['advice']}"]),
+        *([] if report["more_steps"] is None else [f"advice    {report['more_steps']}"]),
     ]
 
 
