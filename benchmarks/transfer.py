@@ -84,7 +84,7 @@ class Sweep:
     def _next(self, waiting: list[Cell]) -> Cell | None:
         """The first waiting cell whose backbone is there (it may be in training) and that is expected to end before the deadline."""
         fitting = (cell for cell in waiting if self.seconds.get(cell.backbone, 0.0) * cell.tokens < self._left())
-        return next((cell for cell in fitting if model_path(cell, self.args.folder) is not None), None)
+        return next((cell for cell in fitting if model_path(cell.backbone, self.args.folder) is not None), None)
 
     def _begin(self, cell: Cell) -> None:
         process = multiprocessing.get_context("fork").Process(target=_measure, args=(cell, self.args))

@@ -69,17 +69,25 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "before_fc": ("drafter.norm_before_fc=true",),
     "fc_norm": ("drafter.fc_norm=true",),
     "final_tap": ("drafter.taps={final}",),
+    "all_taps": ("drafter.taps={all}",),
+    "two_layers": ("drafter.layers=2",),
+    "wide": ("drafter.intermediate_size={wide}",),
+    "deeper": ("drafter.depth=8",),
     "even": ("objective.depth_weights=geometric", "objective.depth_decay=1.0"),
     "tv": ("objective.terms={ce: 0.1, tv: 0.9}",),
     "lk": ("objective.terms={lk: 1.0}",),
     "linear": ("train.schedule=linear", "train.min_lr_ratio=0"),
     "average": ("train.ema_decay=0.99",),
     "unclipped": ("train.max_grad_norm=.inf",),
+    "decay": ("train.weight_decay=0.1",),
+    "on_policy": ("objective.on_policy=1",),
+    "four_epochs": (),
     "fp32": ("train.precision=no",),
     "own": ("data.train={own}",),
 }
-"""By name, what can be added to those. ``{final}`` stands for taps that depend on the number of layers, ``{own}`` for the backbone's own
-text (``--own-text``), ``{rate}`` for a learning rate inverse to the width."""
+"""By name, what can be added to those. ``{final}`` and ``{all}`` stand for taps that depend on the number of layers, ``{wide}`` for a width
+of the feed-forward part, ``{own}`` for the backbone's own text (``--own-text``), ``{rate}`` for a learning rate inverse to the width.
+``four_epochs`` takes a quarter of the rows."""
 SMALL, LARGE = ("stories260K", "babyllama-tok105", "prose2", "tasks5"), ("chat-7m", "embedded")
 RIVALS = tuple(f"{RIVAL}+lr{rate:g}" for rate in (0.01, 0.005, 0.02, 0.0025))
 TIERS: tuple[tuple[tuple[str, ...], tuple[str, ...], int, float], ...] = (
@@ -125,24 +133,25 @@ def cells(tokens: int, settings: list[str], backbones: list[str], seeds: list[in
     return [*found]
 
 
-def model_path(cell: Cell, folder: Path) -> str | None:
-    """Where the cell's backbone is; None if it is not there yet."""
-    if cell.backbone == "embedded":
-        return cell.backbone
-    return str(folder / cell.backbone) if (folder / cell.backbone / "tokenizer_config.json").exists() else None
+def model_path(backbone: str, folder: Path) -> str | None:
+    """Where a backbone is; None if it is not there yet."""
+    if backbone == "embedded":
+        return backbone
+    return str(folder / backbone) if (folder / backbone / "tokenizer_config.json").exists() else None
 
 
 def recipe_of(cell: Cell, args: argparse.Namespace, out: str) -> Recipe:
     """Return the recipe that trains a cell into ``out`` on as many rows, read once, as have its tokens."""
     backbone, sample = BACKBONES[cell.backbone], 200
     rows = args.folder / backbone.rows
-    place = [f"backbone.path={model_path(cell, args.folder)}", f"data.train={rows}/train.jsonl.gz", f"data.eval={rows}/eval.jsonl.gz"]
+    place = [f"backbone.path={model_path(cell.backbone, args.folder)}"]
+    place += [f"data.{part}={rows}/{part}.jsonl.gz" for part in ("train", "eval")]
     sizes = [f"data.eval_rows={2 * args.prompts}", f"eval.prompts={args.prompts}", f"eval.max_new_tokens={args.new_tokens}"]
     given = [*BASE, *place, *sizes, "eval.prompt_tokens=32", f"seed={cell.seed}", f"save.dir={out}", *overrides_of(cell, args.folder)]
     recipe = load_recipe(RECIPE, [*given, f"data.limit={sample}", "train.steps=1"])
     stats = load_data(recipe.data, load_tokenizer(recipe.backbone.path), recipe.data.max_length, progress=False).stats
     steps = max(1, round(cell.tokens * stats.samples / stats.tokens / recipe.train.batch_size))
-    limit = max(1, round(1.05 * cell.tokens * stats.rows / stats.tokens))
+    limit = max(1, round(1.05 * cell.tokens * stats.rows / stats.tokens / (4 if "four_epochs" in cell.setting.split("+") else 1)))
     return load_recipe(RECIPE, [*given, f"data.limit={limit}", f"train.steps={steps}"])
 
 
@@ -150,7 +159,8 @@ def overrides_of(cell: Cell, folder: Path) -> list[str]:
     """The setting's overrides for the backbone."""
     L, rate = BACKBONES[cell.backbone].layers, 1.024 / BACKBONES[cell.backbone].width
     values = {"{rate}": f"{rate:g}", "{half}": f"{rate / 2:g}", "{double}": f"{2 * rate:g}", "{own}": f"{folder}/own/{cell.backbone}.jsonl"}
-    values |= {"{final}": f"{sorted({max(1, min(2, L // 3)), L // 2, L})}"}
+    values |= {"{final}": f"{sorted({max(1, min(2, L // 3)), L // 2, L})}", "{all}": f"{[*range(1, L + 1)]}"}
+    values["{wide}"] = f"{8 * BACKBONES[cell.backbone].width}"
     base, *names = cell.setting.split("+")
     changes = [*BASES[base], *(change for name in names for change in CHANGES[name])]
     for name, value in values.items():

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from transfer_cells import BACKBONES, RECIPE
+from transfer_cells import BACKBONES, RECIPE, model_path
 
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.regenerate.regenerate import write_answers
@@ -57,8 +57,8 @@ def write_own_text(folder: Path, backbones: Sequence[str]) -> None:
         if not out.exists():
             out.parent.mkdir(exist_ok=True)
             rows = folder / BACKBONES[name].rows / "train.jsonl.gz"
-            given = [f"backbone.path={folder / name}", f"data.train={rows}", "drafter.draft_vocab_size=null", f"regenerate.out={out}"]
-            write_answers(load_recipe(RECIPE, [*given, *OWN_TEXT]))
+            given = [f"backbone.path={model_path(name, folder)}", f"data.train={rows}", f"regenerate.out={out}"]
+            write_answers(load_recipe(RECIPE, [*given, "drafter.draft_vocab_size=null", *OWN_TEXT]))
 
 
 def cut(source: Path, target: Path, characters: int) -> None:

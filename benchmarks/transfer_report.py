@@ -9,20 +9,23 @@ from typing import Any
 from transfer_cells import BACKBONES
 
 Row = dict[str, Any]
-OWN = "+own"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return Markdown: a part for each number of training tokens, kind of text (as it stands, the backbone's own) and temperature."""
     groups: dict[tuple[int, bool], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (-row["tokens"], OWN in row["setting"])):
-        groups.setdefault((row["tokens"], OWN in row["setting"]), []).append(row)
+    for row in sorted(rows, key=lambda row: (-row["tokens"], _own_text(row))):
+        groups.setdefault((row["tokens"], _own_text(row)), []).append(row)
     parts = []
     for (budget, own), group in groups.items():
         title = f"{budget:,} tokens{' of own text' if own else ''}"
         sampled = [row for row in group if "tau_sampled" in row]
         parts += [_part(group, f"{title}, T=0", "tau"), _part(sampled, f"{title}, T=1", "tau_sampled")]
     return "\n\n".join(filter(None, parts))
+
+
+def _own_text(row: Row) -> bool:
+    return "own" in row["setting"].split("+")
 
 
 def _part(rows: Sequence[Row], title: str, key: str) -> str:

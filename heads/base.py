@@ -129,6 +129,13 @@ class Drafter(nn.Module, ABC):
         """Return the weights that training leaves as they are; by default none."""
         return []
 
+    def input_sizes(self) -> dict[str, list[float]]:
+        """Return the sizes of what matrices read, by the name of the weight: of each of the parts, equally wide, of its columns.
+
+        Muon's steps are those for parts of unit size. Sizes are powers of two, and the same when a run goes on.
+        """
+        return {}
+
     def forward(self, features: Features, at: Anchors | None = None) -> list[Tensor]:
         """Return the hidden states of all `trained_depth` depths, teacher-forced.
 

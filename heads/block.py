@@ -31,7 +31,7 @@ from headstart.heads.layers.decoder_layer import Norm, NormedLayer, Rotary, rota
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
 from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.start_values import probe, start_fusion, start_normed
+from headstart.heads.layers.start_values import probe, start_fusion, start_normed, tap_sizes
 from headstart.support.config import Depth, Layers, Size
 from headstart.support.errors import UserError
 
@@ -131,10 +131,7 @@ class Block(Drafter):
 
     def context(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Fuse the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
-        taps_BTX = features.concatenated(self.taps)
-        if index_BT is not None:
-            taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
-        return self.hidden_norm(self.fc(taps_BTX.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(features.concatenated(self.taps, index_BT).to(self.fc.weight.dtype)))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.backbone.embed(tokens).to(self.fc.weight.dtype)
@@ -258,6 +255,9 @@ class Block(Drafter):
             self.markov_head.markov_w2.weight.zero_()
         elif self.config.correction == "recurrent":
             self.embed_proj[2].get_parameter("weight").zero_()
+
+    def input_sizes(self) -> dict[str, list[float]]:
+        return {"fc.weight": tap_sizes(self.backbone, self.taps)}
 
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""

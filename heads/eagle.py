@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, pick
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import DrafterConfig
 from headstart.heads.layers.cached_stack import CachedStack
@@ -78,7 +78,7 @@ class Eagle(AutoregressiveDrafter):
 
     def states(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         hidden_BTD = features.hidden_BTD.to(self.fc.weight.dtype)
-        return hidden_BTD if index_BT is None else hidden_BTD.gather(1, index_BT[..., None].expand(-1, -1, hidden_BTD.shape[-1]))
+        return hidden_BTD if index_BT is None else pick(hidden_BTD, index_BT)
 
     def train_states(self, features: Features) -> Tensor:
         """Return the hidden states, with noise in training: a draft's own states are inexact too."""

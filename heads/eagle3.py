@@ -28,7 +28,7 @@ from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.layers.cached_stack import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import probe, start_fusion
+from headstart.heads.layers.start_values import probe, start_fusion, tap_sizes
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
@@ -105,6 +105,9 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
             if start is not None and cached.layer.start_as(start[0]):
                 self.norm.weight.copy_(start[1])
 
+    def input_sizes(self) -> dict[str, list[float]]:
+        return {} if self.config.fc_norm or self.config.norm_before_fc else {"fc.weight": tap_sizes(self.backbone, self.taps)}
+
     def _normed(self, taps_BTX: Tensor) -> Tensor:
         """Norm the concatenated taps as the configuration says."""
         if self.config.norm_before_fc:
@@ -116,10 +119,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
 
     def states(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Concatenate and project the tapped layers."""
-        taps_BTX = features.concatenated(self.taps)
-        if index_BT is not None:
-            taps_BTX = taps_BTX.gather(1, index_BT[..., None].expand(-1, -1, taps_BTX.shape[-1]))
-        return self.fc(self._normed(taps_BTX).to(self.fc.weight.dtype))
+        return self.fc(self._normed(features.concatenated(self.taps, index_BT)).to(self.fc.weight.dtype))
 
     def streams(self, embedded_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return embedded_BTD, self.midlayer.residual(state_BTD)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, pick
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
 from headstart.heads.backbone.recompute import recomputed
@@ -151,15 +151,15 @@ class Mtp(Drafter):
             # With several modules a deeper one needs the outputs at all new positions, also at those that a window drops.
             offsets_BT = module.cached.kept_offsets(cache, T, new_B) if len(self.mtps) == 1 else place_BT
             index_BT = (offsets_BT + skipped_B[:, None]).clamp(max=T - 1)
-            inputs_BTD = _at(torch.cat([before_BD[:, None], hidden_BTD[:, :-1]], 1), index_BT)
+            inputs_BTD = pick(torch.cat([before_BD[:, None], hidden_BTD[:, :-1]], 1), index_BT)
             zero_BT = state.lengths_B[:, None] + index_BT == 1 if self.layout.zero_first and k == 0 else None
             mixed_BTD = module.mix(self.backbone.embed(features.tokens_BT.gather(1, index_BT)), inputs_BTD, zero_BT)
             x_BTX = module.layer.inputs(mixed_BTD)
             caches.append(module.cached.extend(cache, x_BTX, offsets_BT, new_B))
-            pending.append(torch.where((counts_B > 0)[:, None], _at(hidden_BTD, last_B[:, None])[:, 0], before_BD))
+            pending.append(torch.where((counts_B > 0)[:, None], pick(hidden_BTD, last_B[:, None])[:, 0], before_BD))
             if k + 1 < len(self.mtps):
                 output_BTD = module.norm(module.cached.attend_new(caches[-1], x_BTX, mixed_BTD, offsets_BT, new_B))
-                hidden_BTD = _at(output_BTD, (place_BT - skipped_B[:, None]).clamp(min=0))
+                hidden_BTD = pick(output_BTD, (place_BT - skipped_B[:, None]).clamp(min=0))
         return State(tuple(caches), torch.stack(pending, 1), state.lengths_B + counts_B)
 
     def _empty(self, features: Features, hidden_BTD: Tensor) -> State:
@@ -182,7 +182,7 @@ class Mtp(Drafter):
                 before_BND = state.pending_BKD[:, k, None].expand(-1, tokens_BN.shape[1], -1)
             else:
                 assert state.hidden_BND is not None
-                before_BND = _at(state.hidden_BND[j], parents_BN)
+                before_BND = pick(state.hidden_BND[j], parents_BN)
             mixed_BND = module.mix(embedded_BND, before_BND, zero_BN if k == 0 else None)
             seen_BNM = ancestors_BNM if k == 0 else _begun(ancestors_BNM, state.lengths_B[:, None] + depths_BM > k)
             output_BND, caches[k] = module.cached.attend_nodes(state.caches[k], module.layer.inputs(mixed_BND), mixed_BND, seen_BNM, depth)
@@ -207,11 +207,6 @@ class Mtp(Drafter):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         ours = {self.layout.native(name, self.backbone.num_layers): name for name in self.state_dict()}
         super().load_tensors({ours.get(name, name): weight for name, weight in tensors.items()})
-
-
-def _at(x_BTD: Tensor, index_BN: Tensor) -> Tensor:
-    """Gather the positions ``index_BN`` of each row: ``[B, N, D]``."""
-    return x_BTD.gather(1, index_BN[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def _first_positions(features: Features) -> Tensor:

@@ -101,11 +101,13 @@ def test_few_large_steps_are_named(small: Path, tmp_path: Path, capsys: pytest.C
     assert line in capsys.readouterr().err
     assert main([str(small), "train.steps=41", "train.batch_size=8"]) == 0
     assert "advice" not in capsys.readouterr().err, "a run that goes on keeps its steps"
-    assert command(["plan", str(small), "train.steps=40", "train.batch_size=8", "--no-calibration"]) == 0
-    assert line in capsys.readouterr().out
+    report = tmp_path / "plan.json"
+    assert command(["plan", str(small), "train.steps=40", "train.batch_size=8", "--no-calibration", "--json", str(report)]) == 0
+    assert line in capsys.readouterr().out and line in f"advice    {json.loads(report.read_text())['advice']}"
     assert advice(Train(epochs=1.0, batch_size=64), 150, 4) == (
         "150 steps are few: train.batch_size=16 makes 600 of the same text, and heads learn more from it"
     )
+    assert "train.batch_size=4 " in str(advice(Train(batch_size=8, micro_batch=4), 40, 1)), "a multiple of the micro-batch"
     assert advice(Train(batch_size=8), 300, 1) is advice(Train(batch_size=1), 10, 1) is advice(Train(batch_size=8), 40, 8) is None
 
 

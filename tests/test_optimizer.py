@@ -4,13 +4,15 @@ import copy
 
 import pytest
 import torch
-from families import backbone
+from families import backbone, tiny
+from torch import nn
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, methods
 from headstart.training.recipe.recipe import Train
 from headstart.training.run.checkpoint import pack, unpack_drafter, unpack_optimizer
-from headstart.training.run.optimizer import MuonAdamW, build_optimizer, orthogonal
+from headstart.training.run.optimizer import Muon, MuonAdamW, build_optimizer, orthogonal
 from headstart.training.run.schedule import learning_rate
 
 MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
@@ -38,7 +40,7 @@ def test_vocabulary_tables_and_vectors_stay_with_adamw(kind: str) -> None:
 
 def test_it_is_torchs_own_but_for_rounding() -> None:
     """torch's Muon rounds to bf16 internally; ours does not on a CPU."""
-    ours = build_drafter("eagle3", backbone("llama"), {"depth": 2})
+    ours = build_drafter("eagle3", backbone("llama"), {"depth": 2, "fc_norm": True})
     start, reference = dict(copy.deepcopy(ours).named_parameters()), copy.deepcopy(ours)
     optimizer = build_optimizer(ours, MUON)
     names = {id(p): name for name, p in ours.named_parameters()}
@@ -97,6 +99,36 @@ def test_output_layers_can_have_a_rate_of_their_own(optimizer: str) -> None:
         apart = [[*map(id, group["params"])] for group in groups if group.get("lr_ratio", 1.0) != 1.0]
         assert apart == ([] if ratio == 1.0 else [[id(drafter.lm_head.weight)]])   # type: ignore[attr-defined]
         assert sorted(id(weight) for group in groups for weight in group["params"]) == sorted(map(id, drafter.parameters())), "each once"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_the_fusion_of_the_taps_steps_as_if_they_had_unit_size(kind: str) -> None:
+    model = Backbone(tiny("llama"))
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight *= 4096
+    drafter = build_drafter(kind, model, {"depth": 2, "taps": [1, 2, 4]})
+    weight = drafter.fc.weight   # type: ignore[attr-defined]
+    [(name, sizes)] = drafter.input_sizes().items()
+    assert name == "fc.weight" and len(sizes) == 3 and min(sizes) > 16 and {*sizes} <= {2.0**n for n in range(30)}
+    train = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
+    optimizer = build_optimizer(drafter, train)
+    sizes_N = torch.tensor(sizes).repeat_interleave(model.dim)
+    of_unit_size = nn.Parameter(weight.detach() * sizes_N)
+    alone = Muon([of_unit_size], lr=train.peak_lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        of_unit_size.grad = weight.grad / sizes_N
+        optimizer.step()
+        alone.step()
+    assert torch.equal(weight, of_unit_size / sizes_N)
+
+
+def test_only_what_reads_taps_of_a_frozen_backbone_has_input_sizes() -> None:
+    model = Backbone(tiny("llama"))
+    assert build_drafter("eagle3", model, {"depth": 2, "fc_norm": True}).input_sizes() == {}, "normed taps have unit size"
+    drafter = build_drafter("eagle3", model, {"depth": 2})
+    model.trainable = {"": nn.Parameter(torch.zeros(()))}
+    assert {*drafter.input_sizes()["fc.weight"]} == {1.0}, "the taps of a backbone that is trained change"
 
 
 def test_wsd_is_constant_and_then_decays() -> None:

@@ -56,7 +56,7 @@ def planned(small: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(small, tmp_path, "train.epochs=2", "train.steps=null", "save.keep=3", "--no-calibration", "--memory", "2")
     out = capsys.readouterr().out
-    assert report["memory"]["fits"] and report["advice"] is None and "fits      " in out
+    assert report["memory"]["fits"] and report["memory"]["advice"] is None and "fits      " in out
     assert report["tokens"]["samples"] == 36 and report["tokens"]["steps"] == 18 and "18 steps" in out
     assert report["tokens"]["training_tokens"] == 2 * report["tokens"]["tokens"]
     assert report["fits"]["rows"] > 100 and report["fits"]["length"] == 128, "as long as the backbone's context"

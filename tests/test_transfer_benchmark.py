@@ -31,6 +31,7 @@ def test_every_setting_is_a_recipe(cells: ModuleType) -> None:
     default = load_recipe(cells.RECIPE, [*cells.BASE, *cells.overrides_of(even, Path("FOLDER"))])
     assert default.train.lr == default.train.readout_lr_ratio == "auto" and default.train.min_lr_ratio == 0.1
     assert default.drafter["norm_output"] and default.objective.depth_weights == "geometric"
+    assert cells.model_path("embedded", Path("FOLDER")) == "embedded" and cells.model_path("stories260K", Path("FOLDER")) is None
     assert all(cells.setting(name) for names, *_ in cells.TIERS for name in names)
 
 

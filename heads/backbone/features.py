@@ -29,18 +29,15 @@ class Features:
 
     def gather(self, index_BT: Tensor, valid_BT: Tensor) -> Features:
         """Select the positions ``index_BT`` of each row; those where ``valid_BT`` is False become padding."""
-
-        def pick(x_BTD: Tensor) -> Tensor:
-            return x_BTD.gather(1, index_BT[..., None].expand(-1, -1, x_BTD.shape[-1]))
-
-        taps = None if self.taps is None else {number: pick(tap) for number, tap in self.taps.items()}
+        taps = None if self.taps is None else {number: pick(tap, index_BT) for number, tap in self.taps.items()}
         document = torch.where(valid_BT, 0, -1)
-        return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD), taps, document_BT=document)
+        return Features(self.tokens_BT.gather(1, index_BT), pick(self.hidden_BTD, index_BT), taps, document_BT=document)
 
-    def concatenated(self, taps: tuple[int, ...]) -> Tensor:
-        """Concatenate these taps along the width: ``[B, T, len(taps) D]``."""
+    def concatenated(self, taps: tuple[int, ...], index_BT: Tensor | None = None) -> Tensor:
+        """Concatenate these taps along the width: ``[B, T, len(taps) D]``, at the positions ``index_BT`` of each row only if given."""
         assert self.taps is not None
-        return torch.cat([self.taps[tap] for tap in taps], -1)
+        taps_BTX = torch.cat([self.taps[tap] for tap in taps], -1)
+        return taps_BTX if index_BT is None else pick(taps_BTX, index_BT)
 
     def rows(self, rows_B: Tensor) -> Features:
         """Select the rows ``rows_B`` (int64) of the batch, in that order."""
@@ -52,6 +49,11 @@ class Features:
         if self.document_BT is None:
             return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
         return (self.document_BT >= 0).sum(1)
+
+
+def pick(x_BTD: Tensor, index_BN: Tensor) -> Tensor:
+    """Select the positions ``index_BN`` of each row: ``[B, N, D]``."""
+    return x_BTD.gather(1, index_BN[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def join_features(parts: list[Features]) -> Features:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.features import pick
 from headstart.heads.layers.levels import Rows, read_chain, read_level
 from headstart.heads.layers.ragged_cache import RaggedCache, TreeCache
 from headstart.heads.layers.row_state import RowState
@@ -68,7 +69,7 @@ class CachedModel:
         tokens_BT = tokens_BT.masked_fill(torch.arange(tokens_BT.shape[1], device=device) > counts_B1, mask)
         hidden_BTD, rows = read_chain(self.model, self.view, state.rows, tokens_BT.scatter(1, counts_B1, roots_B1))
         index_BK = counts_B1 + torch.arange(1 + masks, device=device)
-        hidden_BKD = hidden_BTD.gather(1, index_BK[..., None].expand(-1, -1, hidden_BTD.shape[-1]))
+        hidden_BKD = pick(hidden_BTD, index_BK)
         itself_B11 = torch.ones_like(counts_B1, dtype=torch.bool)[..., None]
         depths_1 = torch.zeros(1, dtype=torch.int64, device=device)
         return hidden_BKD, State(Rows(rows.stores, rows.lengths_B + counts_B, itself_B11, depths_1))

@@ -107,9 +107,9 @@ def plan(
         "disk": disk(recipe, models, samples),
         "tokens": _tokens(recipe, samples, machine.processes),
     }  # fmt: skip
-    report["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
+    report["memory"]["advice"] = None if report["memory"]["fits"] else _advice(recipe, peak, report, machine)
     report["chosen"] = _chosen(recipe, models, report["tokens"])
-    report["more_steps"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
+    report["advice"] = None if samples is None else advice(recipe.train, report["tokens"]["steps"], machine.processes)
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report | _time(recipe, report, machine, calibrate)

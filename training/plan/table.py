@@ -42,7 +42,7 @@ def _verdict(report: dict[str, Any]) -> list[str]:
         size = gigabytes(memory["phases"][memory["phase"]][memory["largest_part"]])
         verdict = (
             f"does not fit: {gigabytes(memory['peak'])} during {memory['phase']}, but there are {usable}{reserve}; "
-            f"the largest part is {memory['largest_part']}, {size}: {report['advice']}"
+            f"the largest part is {memory['largest_part']}, {size}: {memory['advice']}"
         )
     limits = (
         f"largest   {fits['rows']:,} rows of {fits['at_length']:,} tokens per forward (train.micro_batch), so batches of "
@@ -61,7 +61,7 @@ def _data(report: dict[str, Any]) -> list[str]:
         f"data      {tokens['summary']} ({share:.0%})",
         f"training  {tokens['steps']:,} steps over {tokens['rows']:,} rows an epoch, about {tokens['training_tokens']:,} tokens",
         *(f"chosen    {f'{name}: ' if name else ''}{Chosen(**one)}" for name, one in report["chosen"].items() if one["values"]),
-        *([] if report["more_steps"] is None else [f"advice    {report['more_steps']}"]),
+        *([] if report["advice"] is None else [f"advice    {report['advice']}"]),
     ]
 
 

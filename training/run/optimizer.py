@@ -3,12 +3,15 @@
 Muon orthogonalises the update of a matrix (Jordan et al., 2024), scaled to the size of AdamW's updates (2502.16982), so that both share
 one learning rate. Vectors and matrices with a vocabulary dimension use AdamW, since they are not maps between hidden spaces.
 
+That step has one size whatever the matrix reads. What reads hidden states of the backbone, whose entries are in the tens, would be turned
+over within a few steps; so such a matrix takes the step that it would take if it read them divided by their size.
+
 Shape suffixes: M, N sides of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,9 +64,15 @@ def orthogonal(matrix_MN: Tensor, coefficients: tuple[float, float, float], step
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer with common parameter groups and state."""
+    """Muon and AdamW as one optimizer with common parameter groups and state.
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train) -> None:
+    ``input_sizes``: by the place of a matrix, the sizes of the equally wide parts of its columns (`Drafter.input_sizes`).
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[dict[str, Any]], train: Train, input_sizes: Mapping[int, list[float]]
+    ) -> None:
+        self.input_sizes = input_sizes
         muon = Muon(matrices, lr=train.peak_lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr=train.peak_lr, betas=(train.betas[0], train.betas[1]), weight_decay=0.0)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -82,8 +91,19 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
+        self._rescale(1)
         for part in self.parts:
             part.step()
+        self._rescale(-1)
+
+    def _rescale(self, sign: int) -> None:
+        """Multiply weights by the sizes of what they read, and divide their gradients by them, or back; exact, being powers of two."""
+        for place, sizes in self.input_sizes.items():
+            weight = self.param_groups[0]["params"][place]
+            sizes_N = torch.tensor(sizes, device=weight.device).repeat_interleave(weight.shape[1] // len(sizes)) ** sign
+            to_local(weight).mul_(sizes_N)
+            if weight.grad is not None:
+                to_local(weight.grad).div_(sizes_N)
 
 
 def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Parameter] = (), lr_ratio: float = 1.0) -> torch.optim.Optimizer:
@@ -100,11 +120,12 @@ def build_optimizer(drafter: Drafter, train: Train, adapter: Iterable[nn.Paramet
          "weight_decay": 0.0 if muon else train.weight_decay},
         {"params": [*adapter], "lr_ratio": lr_ratio, "weight_decay": 0.0, "adapter": True},
     ]  # fmt: skip
-    sizes = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
-    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not sizes & set(parameter.shape)]
+    vocabularies = {drafter.backbone.vocab, drafter.backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)}
+    hidden = [name for name, parameter in trained.items() if parameter.ndim == 2 and not vocabularies & set(parameter.shape)]
     if muon and hidden:
         others: list[dict[str, Any]] = [{"params": [p for name, p in trained.items() if name not in hidden]}, *apart]
-        return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train)
+        sizes = {hidden.index(name): sizes for name, sizes in drafter.input_sizes().items() if name in hidden}
+        return MuonAdamW([trained[name] for name in hidden], [group for group in others if group["params"]], train, sizes)
     groups = [
         {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
