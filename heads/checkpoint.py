@@ -25,7 +25,7 @@ from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.embedded import EMBEDDED, resolve_heads
+from headstart.heads.backbone.embedded import resolve_heads
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
@@ -109,9 +109,9 @@ def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
 def read_metadata(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the local folder of a checkpoint and its ``headstart.json``.
 
-    ``path``: a folder, a hub id, which is downloaded, or ``embedded``, the heads that ship with the package.
+    ``path``: a folder, a hub id, which is downloaded, or ``embedded`` or ``embedded-mlp``, the heads that ship with the package.
     """
-    folder = resolve_heads() if str(path) == EMBEDDED else find_folder(path, "heads")
+    folder = resolve_heads(str(path)) or find_folder(path, "heads")
     settle(folder)
     card_file = inside(folder, METADATA)
     if not card_file.is_file():

@@ -11,11 +11,12 @@ import torch
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.embedded import HEADS, resolve
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
+from headstart.support.errors import UserError
 from headstart.training.objective.anchors import StepKey
 from headstart.training.recipe.recipe import Objective, Train
 from headstart.training.run.optimizer import build_optimizer
@@ -104,11 +105,17 @@ def test_training_lengthens_acceptance(backbone: Backbone) -> None:
     assert all(torch.equal(parameter, frozen[name]) for name, parameter in backbone.model.named_parameters())
 
 
-def test_heads_ship_with_it_and_accept_most_drafts(backbone: Backbone) -> None:
-    heads = headstart.load("embedded", backbone)
-    assert (FOLDER.parent / "heads" / "model.safetensors").stat().st_size <= 8_000_000
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_ship_with_it_and_accept_most_drafts(backbone: Backbone, name: str) -> None:
+    heads = headstart.load(name, backbone)
+    assert (FOLDER.parent / "heads" / HEADS[name] / "model.safetensors").stat().st_size <= 8_000_000
     row = load_tokenizer("embedded")(rows("prompts.jsonl")[0], return_tensors="pt")
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48, "return_dict_in_generate": True}
     out = backbone.model.generate(**row, custom_generate=heads.generate, tree=TreeShape(12, 4), **options)
     plain = backbone.model.generate(**row, **options)
     assert torch.equal(out.sequences, plain.sequences) and out.tau > 2
+
+
+def test_other_names_of_shipped_heads_are_refused(backbone: Backbone) -> None:
+    with pytest.raises(UserError, match="no heads 'embedded-medusa' ship .*; embedded, embedded-mlp do"):
+        headstart.load("embedded-medusa", backbone)

@@ -80,7 +80,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
-    parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help="heads to measure: folders or hub ids")
+    shipped = "folders, hub ids, or those that ship: embedded, embedded-mlp"
+    parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
@@ -197,7 +198,8 @@ def _add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", metavar="DIR", help="heads to draft with: a folder or a hub id (default: autoregressive decoding)")
+    heads = "heads to draft with: a folder, a hub id, or 'embedded', which ship (default: autoregressive decoding)"
+    parser.add_argument("--heads", metavar="DIR", help=heads)
     parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--top-k", type=count(0), default=0, metavar="K", help="sample from the K most probable tokens (0: from all)")
