@@ -5,8 +5,6 @@ Shape suffixes: T positions, D width, X width of all taps.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def start_fusion(weight_DX: Tensor, taps_1TX: Tensor) -> None:
     D = len(weight_DX)
     weight_DX[:, -D:] += torch.eye(D, dtype=weight_DX.dtype, device=weight_DX.device)
     for i, size in enumerate(_sizes(taps_1TX, D)):
-        weight_DX[:, i * D : (i + 1) * D] /= size
+        weight_DX[:, i * D : (i + 1) * D] /= size.item()
 
 
 @torch.no_grad()
@@ -39,13 +37,13 @@ def tap_sizes(backbone: Backbone, taps: tuple[int, ...]) -> list[float]:
     """Return each tap's size as a power of two, and 1 for a backbone that is trained, whose taps change."""
     if backbone.trainable:
         return [1.0] * len(taps)
-    return [2.0 ** round(math.log2(size)) for size in _sizes(probe(backbone, taps).concatenated(taps), backbone.dim)]
+    return [2.0 ** size.log2().round().item() for size in _sizes(probe(backbone, taps).concatenated(taps), backbone.dim)]
 
 
-def _sizes(taps_1TX: Tensor, dim: int) -> list[float]:
+def _sizes(taps_1TX: Tensor, dim: int) -> list[Tensor]:
     """Return the root mean square of each of the concatenated taps, the median over positions: the first is often an outlier."""
     sizes = [tap_1TD.contiguous().float().square().mean(-1).sqrt().median() for tap_1TD in taps_1TX.split(dim, -1)]
-    return [size.clamp(min=1e-6).item() for size in sizes]
+    return [size.clamp(min=1e-6) for size in sizes]
 
 
 @torch.no_grad()
