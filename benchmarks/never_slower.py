@@ -1,13 +1,18 @@
-"""Compares decoding with useless heads to autoregressive decoding: adaptive trees should not be slower at any batch size.
+"""Compares adaptive trees to autoregressive decoding, with useless and with trained heads, and to trees of fixed sizes.
 
     python benchmarks/never_slower.py [--backbone embedded] [--prompts recipes/quickstart/prompts.jsonl] [--batch-size 1 8 32]
+    python benchmarks/never_slower.py --heads embedded embedded-mlp --nodes 8 12 [--batch-size 1 8]
 
 Prints JSON: for each batch size and temperature, the speed of heads with random weights, of proposers and of both relative to
-autoregressive decoding in the same process, alternating batch by batch; and whether every token was identical.
+autoregressive decoding in the same process, alternating batch by batch, which should not be below 1; with ``--heads``, instead, that of
+trained heads in adaptive trees and in fixed ones of width 4; and whether every token was identical. ``first`` is the speed in the first
+round, in which functions are captured and costs are measured.
 """
 
 import argparse
 import time
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,10 +23,14 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.prompts import Prompter, read_prompts
-from headstart.inference.generate import SpeculativeModel
+from headstart.inference.engine.tree import TreeShape, TreeSize
+from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, continue_texts
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
+
+WIDTH = 4
+"""Beam width of fixed trees."""
 
 
 def random_heads(backbone: Backbone) -> Drafter:
@@ -33,46 +42,73 @@ def random_heads(backbone: Backbone) -> Drafter:
     return drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 
+@dataclass
+class System:
+    """A model with its sources, and the size of its trees."""
+
+    model: SpeculativeModel
+    tree: TreeSize = "auto"
+
+
+def untrained(backbone: Backbone, drafter: Drafter) -> dict[str, System]:
+    """Sources that bring nothing or, on text that repeats itself, a lot."""
+    return {
+        "random heads": System(SpeculativeModel(backbone, drafter)),
+        "proposers": System(SpeculativeModel(backbone, proposers=[SuffixProposer(), RecyclingProposer()])),
+        "both": System(SpeculativeModel(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()])),
+    }
+
+
+def trained(backbone: Backbone, heads: list[str], nodes: list[int]) -> dict[str, System]:
+    """Trained heads, each in adaptive trees and in trees of every fixed size."""
+    systems = {}
+    for name in heads:
+        systems[name] = System(load(name, backbone))
+        systems |= {f"{name}, {size} nodes": System(load(name, backbone), TreeShape(size, WIDTH)) for size in nodes}
+    return systems
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    backbone, tokenizer = load_backbone(args.backbone, dtype="fp32"), load_tokenizer(args.backbone)
+    backbone, tokenizer = load_backbone(args.backbone, dtype=args.dtype), load_tokenizer(args.backbone)
     prompts = [prompt.ids_T for prompt in read_prompts(args.prompts, Prompter(tokenizer, None, 64), args.limit)]
     drafter, rows = random_heads(backbone), []
     for size in args.batch_size:
         for temperature in args.temperature:
-            systems = {
-                "ar": SpeculativeModel(backbone),
-                "random heads": SpeculativeModel(backbone, drafter),
-                "proposers": SpeculativeModel(backbone, proposers=[SuffixProposer(), RecyclingProposer()]),
-                "both": SpeculativeModel(backbone, drafter, proposers=[SuffixProposer(), RecyclingProposer()]),
-            }
-            found = alternate(systems, prompts, size, Settings(args.max_new_tokens, temperature), args.rounds)
+            others = trained(backbone, args.heads, args.nodes) if args.heads else untrained(backbone, drafter)
+            settings = Settings(args.max_new_tokens, temperature)
+            found = alternate({"ar": System(SpeculativeModel(backbone)), **others}, prompts, size, settings, args.rounds)
             rows.append({"batch": size, "temperature": temperature, **found})
-    asked = {name: getattr(args, name) for name in ("backbone", "threads", "rounds", "max_new_tokens")}
+    asked = {name: getattr(args, name) for name in ("backbone", "dtype", "threads", "rounds", "max_new_tokens")}
     return {**asked, "prompts": len(prompts), "rows": rows}
 
 
-def alternate(systems: dict[str, SpeculativeModel], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
+def alternate(systems: dict[str, System], prompts: list[Tensor], size: int, settings: Settings, rounds: int) -> dict[str, Any]:
     """Speed relative to autoregressive decoding, by the best time of each batch, since other programs can only make it slower.
 
     The best time excludes captures and trials in the first round, which cost each system about a second once.
     """
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    best = {name: [float("inf")] * len(batches) for name in systems}
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
     texts: dict[str, list[Any]] = {name: [] for name in systems}
     for turn in range(rounds * len(batches)):
         number, names = turn % len(batches), list(systems)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            out = continue_texts(systems[name], batches[number], settings, list(range(len(batches[number]))))
-            best[name][number] = min(best[name][number], time.perf_counter() - start)
+            system, start = systems[name], time.perf_counter()
+            seeds = list(range(len(batches[number])))
+            out = continue_texts(system.model, batches[number], replace(settings, tree=system.tree), seeds)
+            seconds[name][number].append(time.perf_counter() - start)
             texts[name].append(out.sequences.tolist())
-    ratios = {name: sum(best["ar"]) / sum(best[name]) for name in systems if name != "ar"}
-    return {"x_ar": ratios, "identical": all(found == texts["ar"] for found in texts.values())}
+    best, first = ({name: sum(map(of, found)) for name, found in seconds.items()} for of in (min, itemgetter(0)))
+    ratios = {name: {"x_ar": best["ar"] / best[name], "first": first["ar"] / first[name]} for name in systems if name != "ar"}
+    return {"systems": ratios, "identical": all(found == texts["ar"] for found in texts.values())}
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--backbone", default="embedded")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--heads", nargs="+", default=[], help="trained heads: compare these")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 12, 16], help="sizes of fixed trees")
     parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3, help="how often each batch is decoded; the best time of each system counts")

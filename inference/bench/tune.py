@@ -20,7 +20,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.memory import require_memory
-from headstart.inference.engine.sizes import BEAM_WIDTH, TUNED_SIZES
+from headstart.inference.engine.sizes import TUNED_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
@@ -120,27 +120,27 @@ def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, rep
     source.start(sampled=False)
     source.join([], [], features)
     with torch.no_grad():
-        source.prepare(longest + 3, BEAM_WIDTH, None)
+        source.prepare(longest + 3, source.width, None)
         prompt = source.state
 
         def extend() -> None:
             source.state = prompt
             source.append(few)
-            source.prepare(longest + 3, BEAM_WIDTH, None)
+            source.prepare(longest + 3, source.width, None)
 
         begin = median_seconds(extend, repeats, source.calls < WARM_UP, source.device)
-        source.prepare(longest + 3, BEAM_WIDTH, cache)
+        source.prepare(longest + 3, source.width, cache)
         before, depths = source.roots([0] * rows), []
         for depth in range(source.depth):
             state = source.state
 
             def step(depth: int = depth, before: Level = before, state: Any = state) -> list[list[int]]:
                 source.state = state
-                return source.step(depth, before, BEAM_WIDTH, DraftScoring()).tokens_BW.tolist()
+                return source.step(depth, before, source.width, DraftScoring()).tokens_BW.tolist()
 
             depths.append(median_seconds(step, repeats, source.calls < WARM_UP, source.device))
             source.state = state
-            before = source.step(depth, before, BEAM_WIDTH, DraftScoring())
+            before = source.step(depth, before, source.width, DraftScoring())
     source.start(sampled=False)
     return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
 

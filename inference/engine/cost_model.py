@@ -57,10 +57,13 @@ class Costs:
     """Times of forward passes by rows and nodes."""
     parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
     """Times of other parts of a step by name and rows."""
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    """What `of_pass` returned since a pass was last timed."""
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
         self.passes.setdefault((rows, nodes), RecentTimes()).add(seconds)
+        self._known.clear()
 
     def add(self, part: Hashable, rows: int, seconds: float) -> None:
         """Record the time of another part of a step."""
@@ -77,8 +80,11 @@ class Costs:
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
-        bound = min((recent.median for (r, n), recent in self.passes.items() if r == rows and n >= nodes), default=math.inf)
-        return min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
+        seconds = self._known.get((rows, nodes))
+        if seconds is None:
+            bound = min((recent.median for (r, n), recent in self.passes.items() if r == rows and n >= nodes), default=math.inf)
+            seconds = self._known[rows, nodes] = min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
+        return seconds
 
     def _estimate(self, rows: int, nodes: int) -> float:
         """The measured time of that size, or an estimate from other sizes."""

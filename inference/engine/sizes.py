@@ -8,8 +8,8 @@ TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tree sizes whose forward passes `headstart tune` measures."""
 CURVE_SIZES = tuple(size for size in TUNED_SIZES if size <= TREE_SIZES[-1])
 """Tree sizes of the cost curve in a benchmark report."""
-BEAM_WIDTH = 8
-"""Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width."""
+BEAM_WIDTH, CPU_BEAM_WIDTH = 8, 4
+"""Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width; fewer on a CPU, where each takes time."""
 
 
 def padded_size(nodes: int) -> int:

@@ -76,11 +76,6 @@ class Draft:
     kept: list[list[int]] = field(default_factory=list)
     """The nodes of each pool chosen for verification, in the order of the tree."""
 
-    @property
-    def width(self) -> int:
-        """The beam width: nodes kept and expanded at each level."""
-        return self.shape.width if self.shape is not None else BEAM_WIDTH
-
     @cached_property
     def node_seconds(self) -> float:
         """Estimated seconds to verify one more node."""

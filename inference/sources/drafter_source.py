@@ -1,9 +1,8 @@
 """A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
 
-All depths of a fixed tree are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than
-captures of further sizes, the same call extends the state by the tokens accepted last. With adaptive trees the depth follows from what
-deeper levels are expected to bring: on a CPU, where reading is free, level by level from the nodes drafted so far; elsewhere before
-drafting, from the levels of earlier steps, so that the device never waits for the host.
+All depths are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than captures of further
+sizes, the same call extends the state by the tokens accepted last. With adaptive trees the number of depths follows from what deeper
+levels brought in earlier steps.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -20,13 +19,13 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.ragged_cache import RaggedCache
-from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_BEAM_WIDTH
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
-from headstart.inference.sources.source import Accepted, Source
-from headstart.inference.sources.source_stats import EMA_WEIGHT
+from headstart.inference.sources.source import EMA_WEIGHT, Accepted, Source
 
 MAX_PENDING = 8
 """Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
@@ -44,11 +43,11 @@ class DrafterSource(Source):
         self.drafter, self.device = drafter, drafter.backbone.device
         unless = _not_capturable(drafter)
         self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
-        self._step = capturer.capture(partial(draft_levels, drafter), "draft levels", drafter, unless, calls_per_step=drafter.depth)
+        self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
-        self.level_by_level = self.device.type == "cpu"
-        """Adaptive trees: read every level before the next one is drafted."""
+        self.width = CPU_BEAM_WIDTH if self.device.type == "cpu" else BEAM_WIDTH
+        """The beam width of adaptive trees."""
         self.in_one_call = self.device.type == "cpu" and not drafter.uses_backbone_cache
         """Extend the state in the call that drafts the first levels."""
         self._clear()
@@ -161,38 +160,37 @@ class DrafterSource(Source):
             longest, depth = draft.cache.longest, self.depth_of(draft.shape)
             if self.in_one_call and self.state is not None:
                 self._select_rows()
-                self.state = self.drafter.reserve(self.state, longest + _room(depth, draft.width))
+                self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
             else:
-                self.prepare(longest, draft.width, draft.cache, depth)
+                self.prepare(longest, self._width(draft), draft.cache, depth)
             self.grow(draft)
         draft.seconds[self] = watch.seconds
 
     def grow(self, draft: Draft) -> None:
-        """Draft to the depth of the tree's shape or, with adaptive trees, as long as deeper levels make decoding faster."""
-        level, added = self.roots([pool.tokens[0] for pool in draft.pools]), [[[0] for _ in draft.pools]]
+        """Draft to the depth of the tree's shape or, with adaptive trees, the depths that make decoding faster."""
         limit = min(self.depth_of(draft.shape), max(draft.remaining, default=0))
-        while (first := len(added) - 1) < limit and (count := self._next_depths(draft, added, limit)):
-            with Stopwatch() as watch:
-                levels, packed_BX = self._drafted(range(first, first + count), level, draft.width, draft.scoring)
-                for depth, nodes in enumerate(unpacked(packed_BX, levels), first):
-                    added.append(self._attach(draft, nodes, added[-1], depth))
-            level, draft.depths[self] = levels[-1], first + count
-            if watch.valid:
-                for depth in range(first, first + count):
-                    draft.costs.add(self.part(depth), len(draft.pools), watch.seconds / count)
-        if draft.shape is None and not self.level_by_level:
+        depths = range(limit if draft.shape is not None else self._worthwhile_depths(draft, limit))
+        if not depths:
+            return
+        roots = self.roots([pool.tokens[0] for pool in draft.pools])
+        with Stopwatch() as watch:
+            levels, packed_BX = self._drafted(self._steps, depths, roots, self._width(draft), draft.scoring)
+            added = [[[0] for _ in draft.pools]]
+            for depth, nodes in enumerate(unpacked(packed_BX, levels)):
+                added.append(self._attach(draft, nodes, added[-1], depth))
+        draft.depths[self] = len(depths)
+        if watch.valid:
+            for depth in depths:
+                draft.costs.add(self.part(depth), len(draft.pools), watch.seconds / len(depths))
+        if draft.shape is None:
             for depth, mass in enumerate(_masses(draft, added[1:])):
                 self.learned.masses[depth] += EMA_WEIGHT * (mass - self.learned.masses[depth])
 
-    def _next_depths(self, draft: Draft, added: list[list[list[int]]], limit: int) -> int:
-        """The number of depths to draft in the next call; 0: no more. ``added``: the nodes of each level so far, the roots first."""
-        depth = len(added) - 1
-        if draft.shape is not None:
-            return limit - depth
-        if self.level_by_level:
-            return int(not depth or self._is_worth(draft, depth, _masses(draft, added[-1:])[0]))
-        if depth:
-            return 0
+    def _width(self, draft: Draft) -> int:
+        return self.width if draft.shape is None else draft.shape.width
+
+    def _worthwhile_depths(self, draft: Draft, limit: int) -> int:
+        """The number of depths of an adaptive tree, by the path probabilities of recent steps."""
         return next((k for k in range(1, limit) if not self._is_worth(draft, k, self.learned.masses[k - 1])), limit)
 
     def roots(self, roots: list[int]) -> Level:
@@ -203,16 +201,15 @@ class DrafterSource(Source):
 
     def step(self, depth: int, before: Level, width: int, scoring: DraftScoring) -> Level:
         """The ``width`` most likely nodes of that depth."""
-        return self._drafted(range(depth, depth + 1), before, width, scoring)[0][0]
+        return self._drafted(self._step, range(depth, depth + 1), before, width, scoring)[0][0]
 
-    def _drafted(self, depths: range, before: Level, width: int, scoring: DraftScoring) -> tuple[list[Level], Tensor]:
+    def _drafted(self, draft: Captured, depths: range, before: Level, width: int, scoring: DraftScoring) -> tuple[list[Level], Tensor]:
         """Draft consecutive depths in one call: returns their levels, and the numbers of their nodes for `unpacked`."""
         progress = Progress(self.state, self._hidden_BKD, depths.start, len(depths))
         scoring = scoring.at(depths, self.drafter.vocabulary)
         if self._pending:
             drafted = self._round(progress, self._joined(), before, width, scoring)
         else:
-            draft = self._step if len(depths) == 1 else self._steps
             drafted = draft(progress, before, width, scoring)
         levels, packed_BX, self.state, self._hidden_BKD = drafted
         self._pending = []

@@ -17,8 +17,10 @@ from headstart.heads.backbone.features import Features
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.sources.calibration import Calibration
 from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source_stats import EMA_WEIGHT, SourceStats
+from headstart.inference.sources.source_stats import SourceStats
 
+EMA_WEIGHT = 0.08
+"""Weight of the last pass in a running average."""
 FIRST_ACCEPTANCE = 0.7
 """The assumed acceptance rate of a depth before any draft of that depth has been verified."""
 

@@ -1,34 +1,35 @@
 """Compares the tokens that a source of drafts adds with the time it takes, and backs off sources that slow decoding down.
 
 Since the output never depends on the tree, every verified path serves to judge every source, regardless of which source drafted it.
+A source has a balance of the time it saved minus the time it lost, in autoregressive steps. It starts with enough for a short trial and
+is bounded above, so that a source that has paid for long backs off soon after it stops paying, but not after a few unlucky passes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRIAL_PASSES, RETRIAL_PASSES = 8, 3
-"""Length of a trial in passes, initially and after a back-off; a source is judged at its end."""
-MAX_TRIAL_LOSS = 2.0
-"""Time that a trial may lose, in autoregressive steps; with doubling back-offs, useless heads cost little even in a short output."""
+TRIAL_STEPS = 3.0
+"""Balance at the beginning of a trial: heads of no value lose about this much time before they back off."""
+MAX_BALANCE = 24.0
+"""Upper bound of the balance. Accepted tokens per pass vary by about one step's worth, so a smaller bound pauses sources that gain 20 %."""
+MIN_BALANCE = 1.0
+"""Lower bound of the balance of the other sources when one backs off: from then on they may be credited with its tokens."""
+MAX_PASS_LOSS = 2.0
+"""Time that one pass can lose: another program may have delayed it."""
 MIN_BACKOFF, MAX_BACKOFF = 16, 1024
-"""Length of a back-off in passes, doubled each time the source fails again."""
+"""Length of a back-off in passes, doubled each time a trial fails again."""
 TRIAL_SHARE = 0.01
 """Fraction of the decoding time that the trials of all sources may lose."""
-EMA_WEIGHT = 0.08
-"""Weight of the last pass in the running averages."""
 
 
 @dataclass
 class SourceStats:
-    """Running averages of the accepted tokens per pass that only this source drafted, and of its seconds per pass."""
+    """The balance of one source and its back-off."""
 
-    credit: float = 0.0
-    seconds: float = 0.0
-    passes: int = 0
-    """Passes in which it drafted since its trial began."""
-    lost: float = 0.0
-    """Seconds that these passes took beyond the value of their tokens."""
+    balance: float = TRIAL_STEPS
+    proved: bool = False
+    """True once the balance has doubled since the trial began."""
     paused: int = 0
     """Remaining passes of the back-off."""
     backoff: int = MIN_BACKOFF
@@ -38,33 +39,21 @@ class SourceStats:
         if not self.paused:
             return True
         self.paused -= 1
-        if not self.paused:
-            self.passes, self.lost = 0, 0.0
         return False
 
-    def note(self, credit: float, seconds: float, rate: float) -> None:
-        """Record a pass in which the source drafted; ``rate``: recent tokens per second."""
-        self.passes += 1
-        self.lost += seconds - credit / rate
-        weight = max(EMA_WEIGHT, 1 / self.passes)
-        self.credit += weight * (credit - self.credit)
-        self.seconds += weight * (seconds - self.seconds)
+    def note(self, gain: float) -> None:
+        """Record a pass in which the source drafted. ``gain``: the value of its tokens minus its time, in autoregressive steps."""
+        self.balance = min(self.balance + max(gain, -MAX_PASS_LOSS), MAX_BALANCE)
+        if self.balance >= 2 * TRIAL_STEPS:
+            self.proved, self.backoff = True, MIN_BACKOFF
 
-    def loss(self, rate: float, step: float) -> float:
-        """Seconds per pass that the source costs beyond the value of its tokens at ``rate`` tokens per second; 0 during its trial.
+    def back_off(self, sources: int) -> None:
+        """Pause, and begin a trial afterwards.
 
-        ``step``: seconds of an autoregressive step. A trial that has lost more than `MAX_TRIAL_LOSS` steps ends early.
+        The pause is short for a source that has proved itself. Otherwise it is longer than the last time, and so long that the trial
+        lost at most this source's part of `TRIAL_SHARE` of the time; ``sources``: the number that drafted.
         """
-        trial = TRIAL_PASSES if self.backoff == MIN_BACKOFF else RETRIAL_PASSES
-        over = self.passes >= trial or self.lost > MAX_TRIAL_LOSS * step
-        return self.seconds - self.credit / rate if over else 0.0
-
-    def fail(self, step: float, sources: int) -> None:
-        """Back off for longer than the last time, and until the trial's loss is at most this source's part of `TRIAL_SHARE` of the time."""
-        self.paused = min(max(self.backoff, round(self.lost * sources / (TRIAL_SHARE * step))), MAX_BACKOFF)
+        lost = 0.0 if self.proved else (TRIAL_STEPS - self.balance) * sources
+        self.paused = min(max(self.backoff, round(lost / TRIAL_SHARE)), MAX_BACKOFF)
         self.backoff = min(2 * self.backoff, MAX_BACKOFF)
-
-    def succeed(self) -> None:
-        """Reset the back-off length once the source has made decoding faster for as long as a first trial."""
-        if self.passes >= TRIAL_PASSES:
-            self.backoff = MIN_BACKOFF
+        self.balance, self.proved = TRIAL_STEPS, False

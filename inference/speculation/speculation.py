@@ -19,8 +19,8 @@ from headstart.inference.engine.cost_model import CostModel
 from headstart.inference.engine.sizes import TREE_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source import Source
-from headstart.inference.sources.source_stats import EMA_WEIGHT
+from headstart.inference.sources.source import EMA_WEIGHT, Source
+from headstart.inference.sources.source_stats import MIN_BALANCE
 from headstart.inference.speculation.credit import credits
 
 Kind = TypeVar("Kind", bound=Source)
@@ -133,18 +133,20 @@ class Speculation:
             self._judge(draft, paths, tree.size)
 
     def _judge(self, draft: Draft, paths: list[list[int]], nodes: int) -> None:
-        """Record each source's accepted tokens and cost, its share of verification included; the source losing most time backs off."""
+        """Record what each source gained: the value of its tokens minus its drafting and its share of verification.
+
+        Only the source with the lowest balance backs off, if below 0: without it, others may be credited with its tokens.
+        """
         credit, share = credits(self.sources, draft, paths)
-        total, rate, step = sum(share.values()), self.rate, self.costs.of_pass(len(paths), 1)
+        total, step = sum(share.values()), self.costs.of_pass(len(paths), 1)
         extra = self.costs.of_pass(len(paths), nodes) - step
-        drafted = [source for source in self.sources if source in draft.seconds]
-        for source in drafted:
-            verifying = extra * share[source] / total if total else 0.0
-            source.learned.stats.note(credit[source], draft.seconds[source] + verifying, rate)
-        losses = {source: source.learned.stats.loss(rate, step) for source in drafted}
-        worst = max(drafted, key=lambda source: losses[source])
-        if losses[worst] > 0:
-            worst.learned.stats.fail(step, len(drafted))
-        for source in drafted:
-            if losses[source] < 0:
-                source.learned.stats.succeed()
+        drafted = [source.learned.stats for source in self.sources if source in draft.seconds]
+        for source in self.sources:
+            if source in draft.seconds:
+                verifying = extra * share[source] / total if total else 0.0
+                source.learned.stats.note((credit[source] / self.rate - draft.seconds[source] - verifying) / step)
+        worst = min(drafted, key=lambda stats: stats.balance)
+        if worst.balance < 0:
+            worst.back_off(len(drafted))
+            for stats in drafted:
+                stats.balance = max(stats.balance, MIN_BALANCE)
