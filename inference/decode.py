@@ -100,7 +100,7 @@ class Decoder:
 
     def _draft(self) -> tuple[Draft, CandidateTree, Tensor | None]:
         """The draft, the tree to verify, and the noise for the picks at each of its levels."""
-        sources = self.speculation.active(self.shape)
+        sources = self.speculation.active(self.shape, len(self.rows))
         if not sources:
             return Draft([], []), root_only(self.roots), self._noise(0, 1)
         noise_BPV = self._noise(0, 1 + max(source.noise_depths(self.shape) for source in sources))
@@ -113,7 +113,7 @@ class Decoder:
             shape=self.shape,
             scoring=DraftScoring.sampled(noise_BPV, processing),
             costs=self.speculation.costs,
-            rate=self.speculation.rate,
+            rate=self.speculation.rate(len(self.rows)),
             queued=bool(self.waiting),
         )
         for source in sources:

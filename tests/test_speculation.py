@@ -210,6 +210,16 @@ def test_of_two_sources_that_draft_the_same_one_backs_off() -> None:
     assert min(one.asked for one in both) < 6 and max(one.asked for one in both) > 20
 
 
+def test_a_source_that_backs_off_with_one_row_is_tried_with_eight() -> None:
+    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
+    of = SpeculativeModel(on, proposers=[Parrot(truths, False, delay=5e-3)])
+    say(of, rows, **OPTIONS)
+    speculation = of.engine(True).speculation
+    assert [len(speculation.active(None, count)) for count in (1, 2, 8)] == [0, 1, 1]
+    assert speculation.rate(1) > 0 == speculation.rate(2), "neither are speeds mixed"
+
+
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("sample", [False, True])
 def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -49,11 +50,12 @@ class Learned:
     """Statistics of a source's verified drafts, for greedy or for sampled decoding."""
 
     calibration: Calibration
-    stats: SourceStats
     acceptance: list[float]
     """For each depth, a drafter's acceptance rate given that the parent was accepted."""
     masses: list[float]
     """For each depth, the probability that a row's accepted path reaches a node drafted there, as the drafter estimates it: recent mean."""
+    stats: dict[int, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
+    """By `octave` of the number of rows."""
 
 
 class Source(ABC):
@@ -64,9 +66,7 @@ class Source(ABC):
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
-        self.by_mode = {
-            sampled: Learned(Calibration(), SourceStats(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth) for sampled in (False, True)
-        }
+        self.by_mode = {sampled: Learned(Calibration(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth) for sampled in (False, True)}
         """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.learned = self.by_mode[False]
 

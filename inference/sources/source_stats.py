@@ -3,6 +3,7 @@
 Since the output never depends on the tree, every verified path serves to judge every source, regardless of which source drafted it.
 A source has a balance of the time it saved minus the time it lost, in autoregressive steps. It starts with enough for a short trial and
 is bounded above, so that a source that has paid for long backs off soon after it stops paying, but not after a few unlucky passes.
+Heads that pay for one row may not for eight, so balances are kept by `octave` of the number of rows.
 """
 
 from __future__ import annotations
@@ -57,3 +58,8 @@ class SourceStats:
         self.paused = min(max(self.backoff, round(lost / TRIAL_SHARE)), MAX_BACKOFF)
         self.backoff = min(2 * self.backoff, MAX_BACKOFF)
         self.balance, self.proved = TRIAL_STEPS, False
+
+
+def octave(rows: int) -> int:
+    """The number of rows as a power of two, rounded down: its exponent."""
+    return rows.bit_length() - 1

@@ -20,7 +20,7 @@ from headstart.inference.engine.sizes import TREE_SIZES
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import EMA_WEIGHT, Source
-from headstart.inference.sources.source_stats import MIN_BALANCE
+from headstart.inference.sources.source_stats import MIN_BALANCE, octave
 from headstart.inference.speculation.credit import credits
 
 Kind = TypeVar("Kind", bound=Source)
@@ -33,17 +33,17 @@ class Speculation:
         self.sources = list(sources)
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
-        self.rates = {False: 0.0, True: 0.0}
-        """Recent tokens per second of greedy (False) and sampled (True) decoding; 0: not known yet."""
+        self.rates: dict[tuple[bool, int], float] = {}
+        """Recent tokens per second of greedy (False) and sampled (True) decoding, by `octave` of the number of rows."""
         self.sampled = False
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         """The sources of that class."""
         return [source for source in self.sources if isinstance(source, kind)]
 
-    @property
-    def rate(self) -> float:
-        return self.rates[self.sampled]
+    def rate(self, rows: int) -> float:
+        """Recent tokens per second with about that many rows; 0: not known yet."""
+        return self.rates.get((self.sampled, octave(rows)), 0.0)
 
     def start(self, sampled: bool) -> None:
         """Start a call to generate."""
@@ -58,13 +58,13 @@ class Speculation:
 
     # Drafting.
 
-    def active(self, shape: TreeShape | None) -> list[Source]:
+    def active(self, shape: TreeShape | None, rows: int) -> list[Source]:
         """The sources that draft in this step: all for a fixed tree shape; else those not backing off (none before a step was timed)."""
         if shape is not None:
             return self.sources
         if not self.sources or not self.costs.known():
             return []
-        return [source for source in self.sources if source.learned.stats.active()]
+        return [source for source in self.sources if source.learned.stats[octave(rows)].active()]
 
     def choose(self, draft: Draft) -> CandidateTree:
         """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""
@@ -127,8 +127,9 @@ class Speculation:
         self.costs.add_pass(len(paths), tree.size, seconds - sum(draft.seconds.values()))
         if draft.shape is not None:
             return
-        rate = sum(map(len, paths)) / seconds
-        self.rates[self.sampled] = self.rate + EMA_WEIGHT * (rate - self.rate) if self.rate else rate
+        rate, rows = sum(map(len, paths)) / seconds, len(paths)
+        before = self.rate(rows) or rate
+        self.rates[self.sampled, octave(rows)] = before + EMA_WEIGHT * (rate - before)
         if draft.seconds:
             self._judge(draft, paths, tree.size)
 
@@ -138,15 +139,15 @@ class Speculation:
         Only the source with the lowest balance backs off, if below 0: without it, others may be credited with its tokens.
         """
         credit, share = credits(self.sources, draft, paths)
-        total, step = sum(share.values()), self.costs.of_pass(len(paths), 1)
-        extra = self.costs.of_pass(len(paths), nodes) - step
-        drafted = [source.learned.stats for source in self.sources if source in draft.seconds]
-        for source in self.sources:
-            if source in draft.seconds:
-                verifying = extra * share[source] / total if total else 0.0
-                source.learned.stats.note((credit[source] / self.rate - draft.seconds[source] - verifying) / step)
-        worst = min(drafted, key=lambda stats: stats.balance)
+        rows, total = len(paths), sum(share.values())
+        rate, step = self.rate(rows), self.costs.of_pass(rows, 1)
+        extra = self.costs.of_pass(rows, nodes) - step
+        drafted = {source: source.learned.stats[octave(rows)] for source in self.sources if source in draft.seconds}
+        for source, stats in drafted.items():
+            verifying = extra * share[source] / total if total else 0.0
+            stats.note((credit[source] / rate - draft.seconds[source] - verifying) / step)
+        worst = min(drafted.values(), key=lambda stats: stats.balance)
         if worst.balance < 0:
             worst.back_off(len(drafted))
-            for stats in drafted:
+            for stats in drafted.values():
                 stats.balance = max(stats.balance, MIN_BALANCE)
