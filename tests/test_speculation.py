@@ -154,6 +154,14 @@ def test_a_batch_is_as_fast_as_its_slowest_rows() -> None:
     assert chosen([*fast, *fast], curve) == 2 and chosen([*slow, *slow], curve, queued=True) == 1
 
 
+def test_tokens_of_rows_that_have_more_to_write_are_worth_more() -> None:
+    """A batch ends with its slowest row, unless other sequences take the place of a row that ends."""
+    pair = [Pool(0), Pool(0)]
+    assert Draft(pair, [30, 30]).weights == Draft(pair, [90, 9], queued=True).weights == [1.0, 1.0]
+    slow, fast = Draft(pair, [90, 9]).weights
+    assert slow + fast == pytest.approx(2) and slow > 100 * fast
+
+
 class Parrot(Proposer):
     """Proposes the continuation it was given: always right, or always wrong."""
 

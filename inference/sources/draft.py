@@ -82,6 +82,14 @@ class Draft:
         rows = len(self.pools)
         return (self.costs.of_pass(rows, BEAM_WIDTH) - self.costs.of_pass(rows, 1)) / (BEAM_WIDTH - 1)
 
+    @cached_property
+    def weights(self) -> list[float]:
+        """What one more token of each row is worth, 1 on average: while no sequences wait, rows that have more to write count more."""
+        if self.queued or len(self.remaining) <= 1:
+            return [1.0] * len(self.remaining)
+        powers = [max(remaining, 1) ** (BATCH_POWER - 1) for remaining in self.remaining]
+        return [power * len(powers) / sum(powers) for power in powers]
+
     def passes_left(self, tokens: list[float]) -> float:
         """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
 

@@ -11,16 +11,17 @@ from headstart.inference.sources.source import Source
 def credits(sources: Sequence[Source], draft: Draft, paths: list[list[int]]) -> tuple[dict[Source, float], dict[Source, float]]:
     """For each source, the number of accepted nodes that would be missing without it, and the number of verified nodes that it drafted.
 
-    In the second number, nodes drafted by several sources are divided equally among them.
+    Accepted nodes are weighted by row (`Draft.weights`). In the second number, nodes drafted by several sources are divided equally among
+    them.
     """
     credit, share = dict.fromkeys(sources, 0.0), dict.fromkeys(sources, 0.0)
-    for pool, nodes, path in zip(draft.pools, draft.kept, paths, strict=True):
+    for pool, nodes, path, weight in zip(draft.pools, draft.kept, paths, draft.weights, strict=True):
         owners: dict[int, set[Hashable]] = {}
         for proposal in pool.proposals:
             owners.setdefault(proposal.node, set()).add(proposal.source)
         for source in sources:
             share[source] += sum(1 / len(owners[node]) for node in nodes[1:] if source in owners[node])
-            credit[source] += _only_drafted_by(source, [owners[nodes[node]] for node in path[1:]])
+            credit[source] += weight * _only_drafted_by(source, [owners[nodes[node]] for node in path[1:]])
     return credit, share
 
 

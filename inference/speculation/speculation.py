@@ -127,7 +127,8 @@ class Speculation:
         self.costs.add_pass(len(paths), tree.size, seconds - sum(draft.seconds.values()))
         if draft.shape is not None:
             return
-        rate, rows = sum(map(len, paths)) / seconds, len(paths)
+        rows, tokens = len(paths), sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
+        rate = tokens / seconds
         before = self.rate(rows) or rate
         self.rates[self.sampled, octave(rows)] = before + EMA_WEIGHT * (rate - before)
         if draft.seconds:
