@@ -106,7 +106,7 @@ def alternate(systems: dict[str, System], prompts: list[Tensor], size: int, sett
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--backbone", default="embedded")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--heads", nargs="+", default=[], help="trained heads: compare these")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 12, 16], help="sizes of fixed trees")
     parser.add_argument("--prompts", default="recipes/quickstart/prompts.jsonl")

@@ -11,7 +11,7 @@ import torch
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.embedded import HEADS, resolve
+from headstart.heads.backbone.embedded import HEADS, resolve, resolve_heads
 from headstart.heads.methods import build_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -119,3 +119,4 @@ def test_heads_ship_with_it_and_accept_most_drafts(backbone: Backbone, name: str
 def test_other_names_of_shipped_heads_are_refused(backbone: Backbone) -> None:
     with pytest.raises(UserError, match="no heads 'embedded-medusa' ship .*; embedded, embedded-mlp do"):
         headstart.load("embedded-medusa", backbone)
+    assert resolve_heads("embedded-lab/eagle3") is None, "a hub id"

@@ -64,8 +64,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
         return draft.depths[source]
 
     assert depths() == 3, "nothing is known of the path probabilities"
-    while depths() > 1:
-        pass
+    assert any(depths() == 1 for _ in range(100)), "few tokens are expected of the second depth"
     drafted = [depths() for _ in range(400)]
     assert min(drafted) == 1 and max(drafted) > 1
     assert drafted.index(max(drafted)) > 20, "little by little"

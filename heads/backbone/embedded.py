@@ -22,7 +22,7 @@ def resolve_heads(path: str) -> Path | None:
 
     Raises UserError for a name like those that is neither one of them nor a path.
     """
-    if path not in HEADS and path.startswith(f"{EMBEDDED}-") and not Path(path).exists():
+    if path not in HEADS and path.startswith(f"{EMBEDDED}-") and "/" not in path and not Path(path).exists():
         raise UserError(f"no heads {path!r} ship with the project, and there is no such folder; {', '.join(HEADS)} do")
     return _quickstart() / "heads" / HEADS[path] if path in HEADS else None
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from headstart.cli.numbers import BATCH, DEPTH, NODES, SEED, THREADS, TUNED_NODES, WIDTH, count, number, temperature
+from headstart.heads.backbone.embedded import HEADS
 
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
@@ -80,7 +81,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
-    shipped = "folders, hub ids, or those that ship: embedded, embedded-mlp"
+    shipped = f"folders, hub ids, or those that ship: {', '.join(HEADS)}"
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
@@ -198,7 +199,7 @@ def _add_recipe(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def _add_one_text(parser: argparse.ArgumentParser) -> None:
-    heads = "heads to draft with: a folder, a hub id, or 'embedded', which ship (default: autoregressive decoding)"
+    heads = f"heads to draft with: a folder, a hub id, or those that ship: {', '.join(HEADS)} (default: autoregressive decoding)"
     parser.add_argument("--heads", metavar="DIR", help=heads)
     parser.add_argument("--no-draft", action="store_true", help="autoregressive decoding: the same text for the same seed")
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (default)")
