@@ -61,6 +61,18 @@ def test_attention_of_a_node_does_not_depend_on_its_tree(prefix: int) -> None:
         assert torch.equal(alone, together[:, :, node : node + 1])
 
 
+@pytest.mark.parametrize("keys", [100, 700])
+def test_attention_of_a_row_does_not_depend_on_the_other_rows(keys: int) -> None:
+    """One row takes torch's kernel or blocks of keys, several take one product for each key head."""
+    torch.manual_seed(0)
+    query, past, values = (torch.randn(4, heads, positions, 64).bfloat16() for heads, positions in ((6, 3), (2, keys), (2, keys)))
+    mask = torch.zeros(4, 1, 3, keys).masked_fill(torch.rand(4, 1, 3, keys) > 0.7, torch.finfo(torch.bfloat16).min).bfloat16()
+    together = attend_exactly(2 * query, past, values, mask)
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert torch.equal(attend_exactly(2 * query[one], past[one], values[one], mask[one]), together[one])
+
+
 def test_logits_that_differ_are_counted() -> None:
     found, logits_TV = LogitsComparison(), torch.tensor([[8.0, 1, -torch.inf], [7.0, 2, 3]])
     found.add(logits_TV, logits_TV.clone())

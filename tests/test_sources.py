@@ -15,6 +15,7 @@ from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.engine.cost_model import Costs
+from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft import Draft
@@ -80,6 +81,23 @@ def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> 
     assert source._round.calls == out.passes - 1 and source._round.fallback is None and source._round.captures_made
     assert source._steps.calls + source._step.calls == 1 and not source._extend.calls, "the first step drafts from the prompts"
     assert torch.equal(out.sequences, say(of, rows, speculate=False, **options))
+
+
+def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_whatever_draft() -> None:
+    on = backbone("llama")
+    source = DrafterSource("eagle3", random_drafter("eagle3", on, depth=3), Capturer("trace", on.device))
+    reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
+    features, cache = reader.prompts(torch.arange(1, 11).view(2, 5), torch.tensor([5, 5]))
+    source.join([0, 1], [[], []], features)
+    after_root, further = (on.read(torch.ones(2, count, dtype=torch.int64), taps=source.drafter.taps) for count in (1, 3))
+    for accepted, width in ((0, 3), (2, 3), (1, 3), (3, 1), (1, 3), (2, 3)):
+        place_BT = torch.arange(accepted).expand(2, accepted)
+        source.append(after_root if accepted == 1 else further.gather(place_BT, place_BT < 3))
+        source.draft(Draft([Pool(3), Pool(4)], [9, 9], cache=cache, shape=TreeShape(8, width, 3)))
+        if accepted == 3:
+            source.select([1, 0])
+    captures = source._round.captures_made
+    assert source._round.calls == 5 and captures == 2, "for each width"
 
 
 def test_costs_are_kept_for_each_depth() -> None:

@@ -43,6 +43,14 @@ class Features:
         """Select the rows ``rows_B`` (int64) of the batch, in that order."""
         return map_tensors(lambda tensor: tensor[rows_B], self)
 
+    def padded(self, positions: int) -> Features:
+        """Right-pad the rows to at least ``positions`` positions."""
+        (B, T), device = self.tokens_BT.shape, self.tokens_BT.device
+        if T >= positions:
+            return self
+        place_BT = torch.arange(positions, device=device).expand(B, positions)
+        return self.gather(place_BT.clamp(max=T - 1), place_BT < self.lengths_B[:, None])
+
     @property
     def lengths_B(self) -> Tensor:
         """Length of each row without padding."""

@@ -31,15 +31,19 @@ MAX_EXACT = 64
 """Queries that are summed in fp64, which takes twice as long as in 16 bits: more than a tree on a CPU has, fewer than a prompt has."""
 BLOCK = 512
 """Keys whose fp64 copies are made at a time; a captured pass keeps the number of blocks that it was captured with."""
+FEW_ROWS = 2
+"""Up to so many rows of at most `BLOCK` keys, torch's kernel is the fastest in fp64."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
 
 
 def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """Return the attention output ``[B, H, N, C]``; ``mask_B1NS`` is boolean or additive, ``scale`` defaults to that of SDPA.
 
-    On a CPU torch's kernel groups the heads. On an accelerator its fast kernels do not, beside a mask, so the query heads of one key head
-    become further queries.
+    On a CPU torch's kernel groups the heads; for a single query in bf16 it takes two to four times as long as in fp32 (LOG.md). On an
+    accelerator its fast kernels do not group them, beside a mask, so the query heads of one key head become further queries.
     """
+    if query_BHNC.device.type == "cpu" and query_BHNC.dtype == torch.bfloat16 and query_BHNC.shape[2] == 1:
+        return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
     shared = bool(query_BHNC.shape[1] != keys_BGSC.shape[1])
     if not shared or query_BHNC.device.type == "cpu":
         return scaled_dot_product_attention(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale=scale, enable_gqa=shared)
@@ -58,30 +62,44 @@ def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, m
     """The same with sums in fp64, rounded once to the query's dtype; ``mask_B1NS`` is additive and finite.
 
     Keys are taken in blocks, so that their fp64 copies stay in the CPU's caches: 8,000 keys of 8 heads of 128 take a single query 0.5
-    of the time of torch's bf16 kernel, and 12 queries twice its time (LOG.md).
+    of the time of torch's bf16 kernel, and 12 queries twice its time. In fp64 that kernel multiplies for every query head by itself: it
+    has the fewest operations for a row or two of few keys, and for more rows is slower than one product for each key head (LOG.md).
     """
     blocks = 1 + (int(keys_BGSC.shape[2]) - 1) // BLOCK
-    if blocks == 1:
+    if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS:
         return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(query_BHNC.dtype)
-    return _attend_in_blocks(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale, blocks).to(query_BHNC.dtype)
+    query_BHNC = query_BHNC.double() * (query_BHNC.shape[-1] ** -0.5 if scale is None else scale)
+    if blocks == 1:
+        shares_BHNS = _scores(query_BHNC, keys_BGSC, mask_B1NS).softmax(-1)
+        return _mixed(shares_BHNS, values_BGSC).to(values_BGSC.dtype)
+    return _attend_in_blocks(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, blocks).to(values_BGSC.dtype)
 
 
-def _attend_in_blocks(
-    query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None, blocks: int
-) -> Tensor:
-    (B, H, N, C), G = query_BHNC.shape, keys_BGSC.shape[1]
-    query_BGMC = (query_BHNC.double() * (C**-0.5 if scale is None else scale)).reshape(B, G, H // G * N, C)
+def _attend_in_blocks(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, blocks: int) -> Tensor:
     parts = [one.tensor_split(blocks, dim) for one, dim in ((keys_BGSC, 2), (values_BGSC, 2), (mask_B1NS, 3))]
     largest, total, output = [], [], []   # as if each block had all keys
     for keys_BGXC, values_BGXC, mask_B1NX in zip(*parts, strict=True):
-        scores_BGRNX = (query_BGMC @ keys_BGXC.double().mT).view(B, G, H // G, N, -1) + mask_B1NX[:, :, None]
-        largest.append(scores_BGRNX.amax(-1, keepdim=True))
-        shares_BGRNX = (scores_BGRNX - largest[-1]).exp()
-        total.append(shares_BGRNX.sum(-1, keepdim=True))
-        output.append((shares_BGRNX.view(B, G, H // G * N, -1) @ values_BGXC.double()).view(B, G, H // G, N, C))
-    largest_YBGRN1, total_YBGRN1, output_YBGRNC = map(torch.stack, (largest, total, output))
-    weight_YBGRN1 = (largest_YBGRN1 - largest_YBGRN1.amax(0)).exp()
-    return ((weight_YBGRN1 * output_YBGRNC).sum(0) / (weight_YBGRN1 * total_YBGRN1).sum(0)).view(B, H, N, C)
+        scores_BHNX = _scores(query_BHNC, keys_BGXC, mask_B1NX)
+        largest.append(scores_BHNX.amax(-1, keepdim=True))
+        shares_BHNX = (scores_BHNX - largest[-1]).exp()
+        total.append(shares_BHNX.sum(-1, keepdim=True))
+        output.append(_mixed(shares_BHNX, values_BGXC))
+    largest_YBHN1, total_YBHN1, output_YBHNC = map(torch.stack, (largest, total, output))
+    weight_YBHN1 = (largest_YBHN1 - largest_YBHN1.amax(0)).exp()
+    return (weight_YBHN1 * output_YBHNC).sum(0) / (weight_YBHN1 * total_YBHN1).sum(0)
+
+
+def _scores(query_BHNC: Tensor, keys_BGXC: Tensor, mask_B1NX: Tensor) -> Tensor:
+    """The masked scores of some keys in fp64, ``[B, H, N, X]``: one product for each key head."""
+    (B, H, N, C), (G, X) = query_BHNC.shape, keys_BGXC.shape[1:3]
+    products = query_BHNC.reshape(B * G, H // G * N, C) @ keys_BGXC.double().flatten(0, 1).mT
+    return products.view(B, H, N, X) + mask_B1NX.double()
+
+
+def _mixed(shares_BHNX: Tensor, values_BGXC: Tensor) -> Tensor:
+    """The values by their shares, in fp64: ``[B, H, N, C]``."""
+    (B, H, N, X), (G, C) = shares_BHNX.shape, values_BGXC.shape[1::2]
+    return (shares_BHNX.view(B * G, H // G * N, X) @ values_BGXC.double().flatten(0, 1)).view(B, H, N, C)
 
 
 @contextmanager

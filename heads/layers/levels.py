@@ -30,7 +30,7 @@ class Rows(RowState):
 
     def reserve(self, length: int) -> Rows:
         keys, values = (tuple(grown(store, length) for store in stores) for stores in self.stores)
-        return replace(self, stores=(keys, values))
+        return Rows((keys, values), self.lengths_B)
 
     def select(self, rows_B: Tensor) -> Rows:
         keys, values = (tuple(select_rows(store, rows_B) for store in stores) for stores in self.stores)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def drafted() -> Any:
-    """Declare a field about drafted nodes: None until nodes are drafted, and reset to None by `select` and `join`."""
+    """Declare a field about drafted nodes: None until nodes are drafted, and reset to None by `select`, `join` and `reserve`."""
     return field(default=None, metadata={"drafted": True})
 
 
@@ -27,8 +27,8 @@ class RowState:
         return self._with({name: _join(value, getattr(other, name)) for name, value in self._lasting().items()})
 
     def reserve(self, length: int) -> Self:
-        """Return the state with capacity for ``length`` positions per row, drafted nodes included."""
-        return replace(self, **{one.name: _reserve(getattr(self, one.name), length) for one in fields(self)})
+        """Return the state with capacity for ``length`` positions per row, nodes to draft included, and without those drafted before."""
+        return self._with({name: _reserve(value, length) for name, value in self._lasting().items()})
 
     def _lasting(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if "drafted" not in one.metadata}

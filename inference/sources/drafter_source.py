@@ -126,8 +126,9 @@ class DrafterSource(Source):
         self._rows = None
 
     def _joined(self) -> Features:
-        parts = self._pending
-        return join_features([part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in parts])
+        """The pending features, of at least two positions: a size of one would be captured apart."""
+        parts = [part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in self._pending]
+        return join_features(parts).padded(2)
 
     def _extended(self, state: Any, features: Features, length: int) -> Any:
         if state is None:
