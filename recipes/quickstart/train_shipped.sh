@@ -3,14 +3,17 @@
 #
 #     bash recipes/quickstart/train_shipped.sh [OUT]
 #
-# On an H100 some minutes: 40,000 passages of the backbone's own text beside those that ship, 2,400 steps of about 4,100 tokens. The MLP
-# speculator that ships (as bf16) is from a CPU, about two hours of one core:
+# On an H100 some minutes: 40,000 passages of the backbone's own text beside those that ship, 2,400 steps of about 4,100 tokens. The heads
+# that ship (as bf16) are from two CPU cores, an hour to an hour and a half each; EAGLE-3 in two processes of one thread:
 #
 #     PASSAGES=4000 STEPS=1800 CACHE=1 CANDIDATES=mlp bash recipes/quickstart/train_shipped.sh
+#     export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 PASSAGES=4000 BATCH=8 LAUNCH="--multi_gpu --num_processes 2"
+#     STEPS=3600 CANDIDATES=eagle3 bash recipes/quickstart/train_shipped.sh
+#     STEPS=600 CANDIDATES=eagle3-full bash recipes/quickstart/train_shipped.sh     # goes on with the whole vocabulary
 #
-# PYTHON: another interpreter. CACHE: train from the backbone's cached states, which pays on a CPU. Each candidate has at most 8 MB in bf16.
-# Writes OUT/NAME (the heads), OUT/NAME.log and OUT/NAME.json (`headstart bench` in trees of 12 nodes), and skips candidates that are there.
-# The exit status is 1 if one failed; its log says why.
+# PYTHON: another interpreter. LAUNCH: options of accelerate launch. CACHE: train from the backbone's cached states, which pays on a CPU. Each
+# candidate has at most 8 MB in bf16. Writes OUT/NAME (the heads), OUT/NAME.log and OUT/NAME.json (`headstart bench` in trees of 12 nodes),
+# and skips candidates that are there. The exit status is 1 if one failed; its log says why.
 set -u
 FAILED=0
 cd "$(dirname "$0")/../.."
@@ -24,13 +27,13 @@ candidate() {   # candidate NAME RECIPE a.b=c...
     local name=$1 recipe=recipes/quickstart/$2.yaml
     shift 2
     [[ " ${CANDIDATES:-$name} " != *" $name "* ]] || [ -e "$OUT/$name.json" ] && return
-    local given=("data.train=[quickstart:train.jsonl.gz,$OUT/train.jsonl.gz]" data.eval=recipes/quickstart/prompts.jsonl train.batch_size=16 "$@")
+    local given=("data.train=[quickstart:train.jsonl.gz,$OUT/train.jsonl.gz]" data.eval=recipes/quickstart/prompts.jsonl train.batch_size="${BATCH:-16}" "$@")
     {
         if [ -n "${CACHE:-}" ]; then
             given+=(cache.dir="$OUT/cache-$name")
             "$PYTHON" -m headstart.cli cache "$recipe" "${given[@]}"
         fi &&
-            "$PYTHON" -m accelerate.commands.launch train_heads.py "$recipe" "${given[@]}" train.steps="${STEPS:-2400}" train.optimizer=auto \
+            "$PYTHON" -m accelerate.commands.launch ${LAUNCH:-} train_heads.py "$recipe" "${given[@]}" train.steps="${STEPS:-2400}" train.optimizer=auto \
                 train.lr=auto eval.every=0 save.every=200 save.dir="$OUT/$name" &&
             "$PYTHON" -m headstart.cli bench --heads "$OUT/$name" --prompts recipes/quickstart/prompts.jsonl --limit 16 --prompt-tokens 64 \
                 --max-new-tokens 44 --temperature 0 1 --nodes 12 --width 4 --json "$OUT/$name.json"
@@ -41,6 +44,7 @@ candidate() {   # candidate NAME RECIPE a.b=c...
 }
 
 candidate eagle3 eagle3
+candidate eagle3-full eagle3 drafter.init="$OUT/eagle3" drafter.draft_vocab_size=null seed=1
 candidate mlp mlp drafter.tie_weights=true drafter.depth=5
 candidate block block drafter.layers=2 drafter.intermediate_size=768 drafter.correction_rank=32
 candidate mtp mtp drafter.shared=true
