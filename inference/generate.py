@@ -196,8 +196,8 @@ class Engine:
     def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
         drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
         self.capturer = Capturer(heads.capture, heads.backbone.device)
-        sources: list[Source] = [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        sources += [ProposerSource(proposer) for proposer in proposers]
+        sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
+        sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
         self.speculation = Speculation(sources)
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()

@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture import capture as capture_module
 from headstart.inference.capture.backend import Call, Capture, Function
-from headstart.inference.capture.capture import PATIENCE, BackendName, Captured, Capturer
+from headstart.inference.capture.capture import PATIENCE, SHORT_PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.processing import Filters
 from headstart.inference.engine.tree import TreeShape
@@ -69,6 +69,19 @@ def test_auto_captures_after_some_calls_and_then_does_not_run_the_function_again
         assert torch.equal(held[:4], x[:, 0]) and torch.equal(out, x * 2 + held.sum()) and torch.equal(pair.right["rows"], x.sum(0))
         assert watch.valid == (call != PATIENCE), "the call that captures says nothing of the next one's time"
     assert function.calls == PATIENCE + 1 and captured.captures_made == 1
+
+
+def test_auto_waits_less_once_another_function_is_captured() -> None:
+    """Decoding goes on for long then, and heads that run uncaptured beside captured passes would seem slow."""
+    capturer, held_1, x_T = Capturer("auto", torch.device("cpu")), torch.ones(1), torch.arange(4.0)
+    first, second = (capturer.capture(lambda held, x_T: x_T + held, name) for name in ("first", "second"))
+    for _ in range(PATIENCE + 1):
+        assert not first.captures_made
+        first(held_1, x_T)
+    for _ in range(SHORT_PATIENCE + 1):
+        assert not second.captures_made
+        second(held_1, x_T)
+    assert first.captures_made == second.captures_made == 1
 
 
 def test_auto_waits_for_as_many_steps_of_a_function_called_several_times_a_step() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from headstart.inference.sources.source_stats import MAX_BACKOFF, MAX_BALANCE, MIN_BACKOFF, SourceStats
 
 
@@ -69,3 +71,12 @@ def test_one_slow_pass_does_not_end_a_trial() -> None:
     source_stats = SourceStats()
     source_stats.note(-500.0)
     assert source_stats.balance > 0
+
+
+def test_tokens_are_worth_what_decoding_without_their_source_takes() -> None:
+    alone, beside, rate = SourceStats(), SourceStats(), 0.0
+    for _ in range(100):   # a pass of 3 tokens in 2 steps, of which this source took one
+        assert alone.rate_without(1.0, 5e-3, rows=1, step=5e-3) == pytest.approx(200), "autoregressive decoding"
+        rate = beside.rate_without(2.5, 5e-3, rows=1, step=5e-3)   # others drafted most of them
+    assert rate == pytest.approx(500, rel=0.01)
+    assert beside.without is not None and SourceStats().rate_without(1.0, 1e-2, 1, 5e-3) > 180, "one slow pass counts little"

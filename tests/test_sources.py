@@ -51,8 +51,8 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
     costs = Costs()
     costs.add_pass(1, 1, 5e-3)
-    for depth in range(3):
-        costs.add(source.part(depth), 1, 5e-4)   # a tenth of a token
+    for depths in range(1, 4):
+        costs.add(source.part(depths), 1, depths * 5e-4)   # a tenth of a token each
     monkeypatch.setattr(costs, "add", lambda *args: None)   # ignore timings of this machine
     source.learned.acceptance[:] = [0.01, 0.2, 0.2]
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
@@ -61,7 +61,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
 
     def depths() -> int:
         draft = Draft([Pool(3)], [9], costs=costs, rate=200.0)
-        source.grow(draft)
+        source.grow(draft, source.depths(draft))
         return draft.depths[source]
 
     assert depths() == 3, "nothing is known of the path probabilities"
@@ -69,6 +69,31 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     drafted = [depths() for _ in range(400)]
     assert min(drafted) == 1 and max(drafted) > 1
     assert drafted.index(max(drafted)) > 20, "little by little"
+
+
+def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
+    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
+    costs.add_pass(1, 1, 5e-3)
+    costs.add(source.part(3), 1, 3e-3)   # a fifth of a token each
+    learned = [*source.learned.acceptance]
+
+    def depths(*probs: float) -> int:
+        pool, node = Pool(3), 0
+        for prob in probs:
+            node = pool.add("suffix", node, 7, 0.0, prob)
+        return len(source.depths(Draft([pool], [9], costs=costs, rate=200.0)))
+
+    assert depths() == 3 and depths(0.1, 0.1) == 3, "little was drafted"
+    assert depths(0.97, 0.97, 0.97) == 0, "all was drafted"
+    assert source.learned.acceptance == learned, "which says nothing of the drafter"
+    assert depths(0.97, 0.1) == 3, "further tokens may be won"
+
+
+@pytest.mark.parametrize("remaining", [[-1], [0], [-1, 0], []])
+def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> None:
+    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    for rate in (None, 200.0):
+        assert not source.depths(Draft([Pool(3) for _ in remaining], remaining, costs=Costs(), rate=rate))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -100,13 +125,25 @@ def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_w
     assert source._round.calls == 5 and captures == 2, "for each width"
 
 
-def test_costs_are_kept_for_each_depth() -> None:
-    """The first step of a head that gives all depths at once costs more than the later depths."""
+def test_costs_are_kept_by_the_number_of_depths() -> None:
+    """A head that gives all depths at once costs nearly the same for all of them."""
     source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
     source.prepare(6, 4, None)
-    source.grow(Draft([Pool(3)], [9], costs=costs, shape=TreeShape(12, 4)))
-    assert all(costs.part(source.part(depth), 1) > 0 for depth in range(3)) and len(costs.parts) == 3
+    draft = Draft([Pool(3)], [9], costs=costs, shape=TreeShape(12, 4))
+    source.grow(draft, source.depths(draft))
+    assert [name for name, _ in costs.parts] == [source.part(3)] and costs.part(source.part(3), 1) > 0
+
+
+@pytest.mark.parametrize(("first", "further", "drafted"), [(3e-3, 0.0, 3), (0.0, 1e-3, 2), (2e-3, 1e-3, 2)])
+def test_depths_are_drafted_by_what_further_ones_cost(first: float, further: float, drafted: int) -> None:
+    """However much the first one takes, which is drafted anyway."""
+    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
+    costs.add_pass(1, 1, 5e-3)
+    for depths in (2, 3):
+        costs.add(source.part(depths), 1, first + depths * further)
+    source.learned.acceptance[:], source.learned.masses[:] = [0.9, 0.6, 0.3], [0.9, 0.5, 0.1]
+    assert len(source.depths(Draft([Pool(3)], [9], costs=costs, rate=200.0))) == drafted
 
 
 class AllAtOnce(Drafter):
@@ -138,7 +175,7 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
     source.join([0], [[]], features)
     source.prepare(6, 3, None)
     draft = Draft([Pool(7)], [9], shape=TreeShape(99, 3))
-    source.grow(draft)
+    source.grow(draft, source.depths(draft))
     assert drafter.steps == [[7]] and draft.depths[source] == 4
     pool = draft.pools[0]
     for depth in range(4):
@@ -164,7 +201,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     def drafted(source: DrafterSource, rows: int) -> list[list[int]]:
         source.prepare(30, 3, None)
         draft = Draft([Pool(5) for _ in range(rows)], [9] * rows, shape=TreeShape(40, 3))
-        source.grow(draft)
+        source.grow(draft, source.depths(draft))
         return [pool.tokens for pool in draft.pools]
 
     both = source_of(drafter)

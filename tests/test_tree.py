@@ -57,7 +57,8 @@ def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftSc
     source = DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
     draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=scoring or DraftScoring())
     source.state = [[] for _ in roots]
-    source.grow(draft)
+    if depths := source.depths(draft):
+        source.grow(draft, depths)
     return Speculation([source]).choose(draft)
 
 

@@ -29,10 +29,12 @@ from headstart.inference.capture.trace import Trace
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
-"""auto: after `PATIENCE` calls of a function, traces on a CPU and CUDA graphs on a GPU. The others capture at the first call."""
+"""auto: after `PATIENCE` calls of the first function, traces on a CPU and CUDA graphs on a GPU. The others capture at the first call."""
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
+SHORT_PATIENCE = 3
+"""The same once another function has been captured: decoding goes on for long, and sources are compared by their captured times."""
 MOST_CAPTURES = 64
 """Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 MOST_SHAPES = 4096
@@ -72,7 +74,7 @@ class Capturer:
         memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
         backend = self.backend(module, memory) if self.backend is not None and unless is None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
-        captured.loads_kernels = self.loads_kernels
+        captured.loads_kernels, captured.others = self.loads_kernels, self.functions
         self.functions.append(captured)
         return captured
 
@@ -89,7 +91,9 @@ class Captured:
     """``function(held, *inputs)`` -> a pytree of tensors; ``held`` and ``inputs`` are pytrees too."""
 
     def __init__(self, function: Function, name: str, backend: Backend | None, patience: int, fallback: str | None) -> None:
-        self.function, self.name, self.backend, self.patience = function, name, backend, patience
+        self.function, self.name, self.backend, self._patience = function, name, backend, patience
+        self.others: list[Captured] = []
+        """All functions of the capturer."""
         self.fallback = fallback
         """The reason why this function is not captured although a backend was chosen."""
         self.loads_kernels = False
@@ -101,6 +105,11 @@ class Captured:
         self._captures: dict[Hashable, Capture] = {}
         self._known: dict[Hashable, Capture] = {}
         """Captures by structure and exact shapes of earlier calls."""
+
+    @property
+    def patience(self) -> int:
+        """Calls that run uncaptured."""
+        return self._patience * SHORT_PATIENCE // PATIENCE if any(one.captures_made for one in self.others) else self._patience
 
     def __call__(self, held: Any, *inputs: Any) -> Any:
         self.calls += 1

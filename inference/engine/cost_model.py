@@ -92,13 +92,13 @@ class Costs:
         if recent and len(recent.times) >= MIN_TIMES:
             return recent.median
         if rows in self.curves:
-            return _on(self.curves[rows], nodes) * self._drift(rows)
+            return interpolated(self.curves[rows], nodes) * self._drift(rows)
         return self._line(rows * nodes)
 
     def _drift(self, rows: int) -> float:
         """The current slowdown of the machine relative to its curve."""
         known = [(n, recent.median) for (r, n), recent in self.passes.items() if r == rows]
-        return statistics.median(s / _on(self.curves[rows], n) for n, s in known) if known else 1.0
+        return statistics.median(s / interpolated(self.curves[rows], n) for n, s in known) if known else 1.0
 
     def _line(self, positions: int) -> float:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
@@ -163,8 +163,8 @@ def _bucket(context: int) -> int:
     return (max(context, MIN_CONTEXT) - 1).bit_length()
 
 
-def _on(curve: list[tuple[int, float]], nodes: int) -> float:
-    """Interpolate linearly; extrapolate with the slope of the outermost segment."""
+def interpolated(curve: list[tuple[int, float]], nodes: int) -> float:
+    """The seconds at ``nodes``: interpolate linearly; extrapolate with the slope of the outermost segment."""
     if len(curve) == 1:
         return curve[0][1]
     i = min(max(bisect_left(curve, (nodes, 0.0)), 1), len(curve) - 1)

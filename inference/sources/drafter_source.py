@@ -2,7 +2,7 @@
 
 All depths are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than captures of further
 sizes, the same call extends the state by the tokens accepted last. With adaptive trees the number of depths follows from what deeper
-levels brought in earlier steps.
+levels brought in earlier steps and from what proposers have drafted.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.cost_model import interpolated
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_BEAM_WIDTH
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
 from headstart.inference.sources.source import EMA_WEIGHT, Accepted, Source
@@ -157,6 +159,9 @@ class DrafterSource(Source):
 
     def draft(self, draft: Draft) -> None:
         assert draft.cache is not None
+        depths = self.depths(draft)
+        if not depths:
+            return
         with Stopwatch() as watch:
             longest, depth = draft.cache.longest, self.depth_of(draft.shape)
             if self.in_one_call and self.state is not None:
@@ -164,15 +169,16 @@ class DrafterSource(Source):
                 self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
             else:
                 self.prepare(longest, self._width(draft), draft.cache, depth)
-            self.grow(draft)
+            self.grow(draft, depths)
         draft.seconds[self] = watch.seconds
 
-    def grow(self, draft: Draft) -> None:
-        """Draft to the depth of the tree's shape or, with adaptive trees, the depths that make decoding faster."""
-        limit = min(self.depth_of(draft.shape), max(draft.remaining, default=0))
-        depths = range(limit if draft.shape is not None else self._worthwhile_depths(draft, limit))
-        if not depths:
-            return
+    def depths(self, draft: Draft) -> range:
+        """The depths to draft: those of the tree's shape or, with adaptive trees, those that make decoding faster."""
+        limit = min(self.depth_of(draft.shape), max([0, *draft.remaining]))
+        return range(limit if draft.shape is not None else self._worthwhile_depths(draft, limit))
+
+    def grow(self, draft: Draft, depths: range) -> None:
+        """Draft these depths, from 0 on; the state is prepared."""
         roots = self.roots([pool.tokens[0] for pool in draft.pools])
         with Stopwatch() as watch:
             levels, packed_BX = self._drafted(self._steps, depths, roots, self._width(draft), draft.scoring)
@@ -181,8 +187,7 @@ class DrafterSource(Source):
                 added.append(self._attach(draft, nodes, added[-1], depth))
         draft.depths[self] = len(depths)
         if watch.valid:
-            for depth in depths:
-                draft.costs.add(self.part(depth), len(draft.pools), watch.seconds / len(depths))
+            draft.costs.add(self.part(len(depths)), len(draft.pools), watch.seconds)
         if draft.shape is None:
             for depth, mass in enumerate(_masses(draft, added[1:])):
                 self.learned.masses[depth] += EMA_WEIGHT * (mass - self.learned.masses[depth])
@@ -191,8 +196,23 @@ class DrafterSource(Source):
         return self.width if draft.shape is None else draft.shape.width
 
     def _worthwhile_depths(self, draft: Draft, limit: int) -> int:
-        """The number of depths of an adaptive tree, by the path probabilities of recent steps."""
-        return next((k for k in range(1, limit) if not self._is_worth(draft, k, self.learned.masses[k - 1])), limit)
+        """The number of depths of an adaptive tree that make decoding faster; 0 only if other sources have drafted what will be accepted.
+
+        They are worth the tokens expected from them, at the recent rate, minus the time to draft them and to verify one node of each.
+        Tokens are expected where the parents are reached, by the path probabilities of recent steps, and no other draft is accepted.
+        """
+        if not draft.rate or not limit:
+            return limit
+        rows, acceptance = len(draft.pools), self.learned.acceptance
+        reached, missed = [1.0, *self.learned.masses], _missed(draft.pools, limit)
+        gains = [rows * reached[k] * acceptance[k] * missed[k] / draft.rate - draft.node_seconds for k in range(limit)]
+        known = ((k, draft.costs.part(self.part(k), rows)) for k in range(1, self.depth + 1))
+        curve = [(0, 0.0), *((k, seconds) for k, seconds in known if seconds)]
+        worth = [gain - interpolated(curve, k) for k, gain in enumerate(accumulate(gains, initial=0.0))]
+        depths = max(range(0 if min(missed) < 1 else 1, limit + 1), key=worth.__getitem__)
+        if 0 < depths < limit:
+            acceptance[depths] += RETRY_BONUS * (1 - acceptance[depths])
+        return depths
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""
@@ -216,9 +236,9 @@ class DrafterSource(Source):
         self._pending = []
         return levels, packed_BX
 
-    def part(self, depth: int) -> tuple[str, int, bool]:
-        """The key of that depth's costs in the cost model."""
-        return self.name, depth, self.captured
+    def part(self, depths: int) -> tuple[str, int, bool]:
+        """The key of the costs of drafting that many depths in the cost model."""
+        return self.name, depths, self.captured
 
     def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
@@ -235,19 +255,6 @@ class DrafterSource(Source):
             attached.append(nodes)
         return attached
 
-    def _is_worth(self, draft: Draft, depth: int, mass: float) -> bool:
-        """True if the tokens expected from a depth are worth more, at the recent rate, than the depth and one more node cost.
-
-        ``mass``: the probability that a row's path reaches the level above, see `_masses`.
-        """
-        if not draft.rate:
-            return True
-        acceptance, rows = self.learned.acceptance, len(draft.pools)
-        if rows * mass * acceptance[depth] > draft.rate * (draft.costs.part(self.part(depth), rows) + draft.node_seconds):
-            return True
-        acceptance[depth] += RETRY_BONUS * (1 - acceptance[depth])
-        return False
-
 
 def _room(depth: int, width: int) -> int:
     """Positions to reserve for the nodes of a draft."""
@@ -259,6 +266,16 @@ def _masses(draft: Draft, levels: Sequence[list[list[int]]]) -> list[float]:
     probs = [pool.path_probs() for pool in draft.pools]
     rows = [zip(probs, level, strict=True) for level in levels]
     return [sum(min(sum(of[node] for node in {*own} if node >= 0), 1.0) for of, own in row) / len(probs) for row in rows]
+
+
+def _missed(pools: Sequence[Pool], depths: int) -> list[float]:
+    """For each depth, the probability that none of the nodes in the pools so far is accepted there, a mean over rows."""
+    found = [0.0] * depths
+    for pool in pools:
+        for prob, level in zip(pool.path_probs()[1:], pool.levels[1:], strict=True):
+            if level <= depths:
+                found[level - 1] += prob / len(pools)
+    return [max(1 - prob, 0.0) for prob in found]
 
 
 def _not_capturable(drafter: Drafter) -> str | None:

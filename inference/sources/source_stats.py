@@ -20,6 +20,8 @@ MAX_PASS_LOSS = 2.0
 """Time that one pass can lose: another program may have delayed it."""
 MIN_BACKOFF, MAX_BACKOFF = 16, 1024
 """Length of a back-off in passes, doubled each time a trial fails again."""
+RATE_WEIGHT = 0.08
+"""Weight of the last pass in the average rate without a source."""
 TRIAL_SHARE = 0.01
 """Fraction of the decoding time that the trials of all sources may lose."""
 
@@ -34,6 +36,8 @@ class SourceStats:
     paused: int = 0
     """Remaining passes of the back-off."""
     backoff: int = MIN_BACKOFF
+    without: tuple[float, float] | None = None
+    """Tokens and seconds of a pass without the source, running averages."""
 
     def active(self) -> bool:
         """True if the source drafts in this pass; otherwise its back-off is shortened by one pass."""
@@ -41,6 +45,15 @@ class SourceStats:
             return True
         self.paused -= 1
         return False
+
+    def rate_without(self, tokens: float, seconds: float, rows: int, step: float) -> float:
+        """Recent tokens per second that decoding would have had without the source: at first, autoregressive decoding's.
+
+        ``tokens``, ``seconds``: of this pass, without what the source added to either. ``step``: seconds of a pass over one node per row.
+        """
+        before_tokens, before_seconds = self.without or (float(rows), step)
+        self.without = before_tokens + RATE_WEIGHT * (tokens - before_tokens), before_seconds + RATE_WEIGHT * (seconds - before_seconds)
+        return self.without[0] / self.without[1]
 
     def note(self, gain: float) -> None:
         """Record a pass in which the source drafted. ``gain``: the value of its tokens minus its time, in autoregressive steps."""

@@ -132,21 +132,22 @@ class Speculation:
         before = self.rate(rows) or rate
         self.rates[self.sampled, octave(rows)] = before + EMA_WEIGHT * (rate - before)
         if draft.seconds:
-            self._judge(draft, paths, tree.size)
+            self._judge(draft, paths, tree.size, tokens, seconds)
 
-    def _judge(self, draft: Draft, paths: list[list[int]], nodes: int) -> None:
-        """Record what each source gained: the value of its tokens minus its drafting and its share of verification.
+    def _judge(self, draft: Draft, paths: list[list[int]], nodes: int, tokens: float, seconds: float) -> None:
+        """Record what each source gained: its tokens' value, at the rate without it, minus its drafting and its share of verification.
 
         Only the source with the lowest balance backs off, if below 0: without it, others may be credited with its tokens.
         """
         credit, share = credits(self.sources, draft, paths)
         rows, total = len(paths), sum(share.values())
-        rate, step = self.rate(rows), self.costs.of_pass(rows, 1)
+        step = self.costs.of_pass(rows, 1)
         extra = self.costs.of_pass(rows, nodes) - step
         drafted = {source: source.learned.stats[octave(rows)] for source in self.sources if source in draft.seconds}
         for source, stats in drafted.items():
-            verifying = extra * share[source] / total if total else 0.0
-            stats.note((credit[source] / rate - draft.seconds[source] - verifying) / step)
+            cost = draft.seconds[source] + (extra * share[source] / total if total else 0.0)
+            rate = stats.rate_without(tokens - credit[source], seconds - cost, rows, step)
+            stats.note((credit[source] / rate - cost) / step)
         worst = min(drafted.values(), key=lambda stats: stats.balance)
         if worst.balance < 0:
             worst.back_off(len(drafted))
