@@ -5,11 +5,12 @@
 
 Prints JSON: for each batch size and temperature, the speed of heads with random weights, of proposers and of both relative to
 autoregressive decoding in the same process, alternating batch by batch, which should not be below 1; with ``--heads``, instead, that of
-trained heads in adaptive trees and in fixed ones of width 4; and whether every token was identical. ``first`` is the speed in the first
-round, in which functions are captured and costs are measured.
+trained heads in adaptive trees, alone and with proposers, and in fixed ones of width 4; and whether every token was identical. ``first``
+is the speed in the first round, in which functions are captured and costs are measured.
 """
 
 import argparse
+import gc
 import time
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -60,10 +61,11 @@ def untrained(backbone: Backbone, drafter: Drafter) -> dict[str, System]:
 
 
 def trained(backbone: Backbone, heads: list[str], nodes: list[int]) -> dict[str, System]:
-    """Trained heads, each in adaptive trees and in trees of every fixed size."""
+    """Trained heads, each in adaptive trees, alone and with proposers, and in trees of every fixed size."""
     systems = {}
     for name in heads:
         systems[name] = System(load(name, backbone))
+        systems[f"{name} and proposers"] = System(load(name, backbone, proposers=[SuffixProposer(), RecyclingProposer()]))
         systems |= {f"{name}, {size} nodes": System(load(name, backbone), TreeShape(size, WIDTH)) for size in nodes}
     return systems
 
@@ -90,6 +92,7 @@ def alternate(systems: dict[str, System], prompts: list[Tensor], size: int, sett
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
     texts: dict[str, list[Any]] = {name: [] for name in systems}
+    gc.freeze()   # as the commands that decode do
     for turn in range(rounds * len(batches)):
         number, names = turn % len(batches), list(systems)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

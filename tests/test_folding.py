@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from headstart.inference.capture.folding import fold, trace
 
@@ -38,3 +39,18 @@ def test_sizes_are_no_tensors_any_more() -> None:
     count = {name: sum(1 for node in graph.nodes()) for name, graph in (("before", before), ("after", after.graph))}
     assert "aten::floor_divide" in str(before) and "aten::floor_divide" not in str(after.graph)
     assert count["after"] < 0.7 * count["before"]
+
+
+def test_conversions_to_the_same_dtype_are_dropped_and_equal_operations_merged() -> None:
+    def normed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        one, other = (rms_norm(x.to(torch.float32), (8,)) for _ in range(2))
+        return one + other, x.to(torch.float64), x.to(torch.float32, copy=True)
+
+    x = torch.randn(3, 8)
+    folded, expected = fold(trace(normed, (x,))), normed(x)
+    kinds = [node.kind() for node in folded.graph.nodes()]
+    assert kinds.count("aten::rms_norm") == 1 and kinds.count("aten::to") == 2
+    results = folded(x)
+    for one, other in zip(results, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert results[2].data_ptr() != x.data_ptr(), "a copy that was asked for"

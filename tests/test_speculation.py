@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def test_one_slow_pass_says_nothing() -> None:
 
 def test_costs_between_and_beyond_what_was_timed() -> None:
     costs = Costs()
-    assert not costs.known()
+    assert costs.plain_due(1, 0.0)
     costs.add_pass(1, 1, 4e-3)
-    assert costs.known() and costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
+    assert not costs.plain_due(1, 0.0) and costs.of_pass(1, 11) == pytest.approx(4e-3 * 1.3), "a guess, until a tree has been timed"
     for nodes, seconds in ((8, 6e-3), (15, 8e-3)):
         costs.add_pass(1, nodes, seconds)
     assert costs.of_pass(1, 11) == pytest.approx(6.86e-3, rel=0.01) and costs.of_pass(1, 36) == pytest.approx(14e-3, rel=0.01)
@@ -75,24 +76,40 @@ def test_costs_between_and_beyond_what_was_timed() -> None:
     assert costs.of_pass(1, 11) == 7.5e-3 and costs.of_pass(1, 8) <= 7.5e-3, "often enough timed to be believed"
 
 
+@pytest.mark.parametrize("speedup,interval", [(1.0, 6), (1.25, 40), (1.5, 67), (4.0, 100)])
+def test_autoregressive_steps_are_timed_now_and_then(speedup: float, interval: int) -> None:
+    """Drafts that pay leave none to time, and a larger tree's time in place of theirs makes every source seem to pay."""
+    costs, plain = Costs(), []
+    for number in range(300):
+        due = costs.plain_due(8, speedup * 8 / 5e-3 * 1.0001)
+        if due:
+            plain.append(number)
+        else:
+            costs.count_drafted(8)
+        costs.add_pass(8, 1 if due else 2, 5e-3 if due else 6e-3)
+    assert plain[0] == 0 and {later - one for one, later in pairwise(plain)} <= {interval + 1, interval + 2}
+    assert costs.of_pass(8, 1) == costs.of_pass(15, 1) == 5e-3 and costs.of_pass(8, 2) == 6e-3
+    assert not costs.plain_due(15, 1e9) and costs.plain_due(7, 1e9) and costs.plain_due(16, 1e9), "by octaves"
+
+
 def test_costs_of_one_batch_size_inform_others() -> None:
     """Positions determine the cost, here 8 ms and a third of one each; other batch sizes share what was measured."""
     costs = Costs()
     for rows, nodes in ((8, 1), (8, 12), (1, 12)):
         costs.add_pass(rows, nodes, 8e-3 + rows * nodes / 3e3)
     for rows, nodes in ((3, 1), (7, 1), (5, 16), (4, 10)):
-        assert costs.known() and costs.of_pass(rows, nodes) == pytest.approx(8e-3 + rows * nodes / 3e3, rel=0.1), (rows, nodes)
+        assert costs.of_pass(rows, nodes) == pytest.approx(8e-3 + rows * nodes / 3e3, rel=0.1), (rows, nodes)
 
 
 def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:
     costs = CostModel.from_json({"300": {"1": [[1, 4e-3], [16, 7e-3], [64, 19e-3]]}}).at(400)
-    assert costs.known() and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
+    assert not costs.plain_due(1, 0.0) and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
     costs.add_pass(1, 16, 14e-3)   # twice as slow today
     assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
 
 
 def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
-    assert CostModel().at(100) is not CostModel().at(257) and not CostModel().at(257).known()
+    assert CostModel().at(100) is not CostModel().at(257) and CostModel().at(257).plain_due(1, 0.0)
     known = CostModel()
     short = known.at(30)
     assert short is known.at(256)
@@ -100,7 +117,7 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
         short.add_pass(1, nodes, seconds)
     short.add("host", 1, 1e-3)
     long = known.at(5000)
-    assert long.known() and long.of_pass(1, 12) == 8e-3 and long.part("host", 1) == 1e-3
+    assert not long.plain_due(1, 0.0) and long.of_pass(1, 12) == 8e-3 and long.part("host", 1) == 1e-3
     long.add_pass(1, 1, 8e-3)   # AR steps after a long sequence: trees are assumed to take twice as long too
     assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
     for _ in range(3):
@@ -111,7 +128,7 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
 def test_times_of_eager_passes_do_not_count_for_captured_ones() -> None:
     costs = CostModel()
     costs.at(9, captured=False).add_pass(1, 1, 9e-3)
-    assert not costs.at(9, captured=True).known(), "captured passes are faster"
+    assert costs.at(9, captured=True).plain_due(1, 0.0), "captured passes are faster"
     costs.at(9, captured=True).add_pass(1, 1, 4e-3)
     assert costs.at(9000, captured=True).of_pass(1, 1) == 4e-3 and costs.at(9, captured=False).of_pass(1, 1) == 9e-3
 
@@ -224,6 +241,8 @@ def test_a_source_that_backs_off_with_one_row_is_tried_with_eight() -> None:
     of = SpeculativeModel(on, proposers=[Parrot(truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)
     speculation = of.engine(True).speculation
+    for count in (2, 8):   # plain steps, which come first
+        speculation.costs.add_pass(count, 1, 1e-3)
     assert [len(speculation.active(None, count)) for count in (1, 2, 8)] == [0, 1, 1]
     assert speculation.rate(1) > 0 == speculation.rate(2), "neither are speeds mixed"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,7 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
     heads = load(path, backbone, tokenizer=tokenizer, allow_finetuned=args.allow_finetuned, proposers=proposers, capture=args.capture)
     if args.draft_window is not None or args.draft_offload:
         heads.limit(window=args.draft_window, sink=4 if args.draft_sink is None else args.draft_sink, offload=args.draft_offload)
+    gc.freeze()   # else a full collection, of every object of the libraries, stops decoding for 0.2 s now and then
     return heads
 
 

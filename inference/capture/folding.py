@@ -40,10 +40,11 @@ def fold(traced: Any, change: Callable[[Any], None] = lambda graph: None) -> Any
     graph, passes = traced.copy(), cast(Any, torch._C)
     passes._jit_pass_inline(graph)
     _use_integers(graph)
+    _drop_casts(graph)
     change(graph)
     passes._jit_pass_dce(graph)
-    passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_constant_propagation(graph)
+    passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
     return passes._create_function_from_graph("pass", graph)
 
@@ -57,6 +58,17 @@ def _use_integers(graph: Any) -> None:
         elif source.kind() == "aten::floor_divide" and source.inputsAt(0).node().kind() == "prim::NumToTensor":
             size, divisor = source.inputsAt(0).node().inputsAt(0), _integer(graph, node, "aten::Int", source.inputsAt(1))
             node.output().replaceAllUsesWith(_integer(graph, node, "aten::floordiv", size, divisor))
+
+
+def _drop_casts(graph: Any) -> None:
+    """Drop conversions of tensors to the dtype and device that they have, which also keep equal operations after them from being merged."""
+    for node in graph.findAllNodes("aten::to"):
+        before, after = node.inputsAt(0), node.output()
+        kept = [(value.type().dtype(), value.type().device()) for value in (before, after)]
+        copied = list(node.inputs())[-2].toIValue()
+        if None not in kept[0] and kept[0] == kept[1] and copied is False:
+            after.replaceAllUsesWith(before)
+            node.destroy()
 
 
 def _integer(graph: Any, before: Any, kind: str, *inputs: Any) -> Any:

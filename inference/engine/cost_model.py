@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.inference.engine.sizes import TREE_SIZES
+from headstart.inference.engine.sizes import TREE_SIZES, octave
 
 RECENT_TIMES = 9
 """Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""
@@ -28,6 +28,10 @@ MAX_SECONDS = 1e6
 """Seconds of a pass in a file are below this."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
+MIN_INTERVAL, MAX_INTERVAL = 6, 100
+"""Steps with drafts after which two autoregressive ones are made to time the second, at least and at most."""
+TIMING_SHARE = 0.01
+"""Fraction of the decoding time that these steps may cost, between the two."""
 Curves = dict[int, list[tuple[int, float]]]
 """Points (nodes, seconds of a pass) in ascending order, by batch size."""
 
@@ -57,6 +61,8 @@ class Costs:
     """Times of forward passes by rows and nodes."""
     parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
     """Times of other parts of a step by name and rows."""
+    since: dict[int, int] = field(default_factory=dict)
+    """Steps with drafts since an autoregressive one was timed, by `octave` of the rows."""
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     """What `of_pass` returned since a pass was last timed."""
 
@@ -64,6 +70,27 @@ class Costs:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
         self.passes.setdefault((rows, nodes), RecentTimes()).add(seconds)
         self._known.clear()
+        if nodes == 1:
+            self.since[octave(rows)] = 0
+
+    def count_drafted(self, rows: int) -> None:
+        """Count a step with drafts."""
+        if octave(rows) in self.since or rows in self.curves:
+            self.since[octave(rows)] = self.since.get(octave(rows), 0) + 1
+
+    def plain_timed(self, rows: int) -> bool:
+        """True once an autoregressive step of about that many rows has been timed."""
+        return octave(rows) in self.since
+
+    def plain_due(self, rows: int, rate: float) -> bool:
+        """True if an autoregressive step should be timed: what drafts bring is compared with it, and drafts that pay leave none to time.
+
+        ``rate``: recent tokens per second; 0: not known. The less drafts bring, the more it matters and the less it costs.
+        """
+        if not self.plain_timed(rows):
+            return rows not in self.curves
+        lost = 2 * (1 - rows / (rate * self.of_pass(rows, 1))) if rate else 0.0
+        return self.since[octave(rows)] >= min(max(lost / TIMING_SHARE, MIN_INTERVAL), MAX_INTERVAL)
 
     def add(self, part: Hashable, rows: int, seconds: float) -> None:
         """Record the time of another part of a step."""
@@ -73,10 +100,6 @@ class Costs:
         """Seconds of a part of a step; 0 until it has been timed."""
         known = self.parts.get((part, rows))
         return known.median if known else 0.0
-
-    def known(self) -> bool:
-        """True once a pass has been timed, now or by `headstart tune`: times of other sizes are estimated from it."""
-        return bool(self.curves or self.passes)
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
@@ -93,6 +116,9 @@ class Costs:
             return recent.median
         if rows in self.curves:
             return interpolated(self.curves[rows], nodes) * self._drift(rows)
+        plain = {r: recent.median for (r, n), recent in self.passes.items() if n == 1 and octave(r) == octave(rows)}
+        if nodes == 1 and plain:
+            return plain[min(plain, key=lambda r: (abs(r - rows), r))]
         return self._line(rows * nodes)
 
     def _drift(self, rows: int) -> float:

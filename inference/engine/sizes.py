@@ -1,4 +1,4 @@
-"""Tree sizes to choose from and to measure; there are few, so that each occurs often."""
+"""Tree sizes to choose from and to measure, and numbers of rows by octave; there are few, so that each occurs often."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ BEAM_WIDTH, CPU_BEAM_WIDTH = 8, 4
 def padded_size(nodes: int) -> int:
     """The size that a tree is padded to, so that few shapes occur."""
     return next((size for size in TREE_SIZES if size >= nodes), -(-nodes // 16) * 16)
+
+
+def octave(rows: int) -> int:
+    """The number of rows as a power of two, rounded down: its exponent."""
+    return rows.bit_length() - 1

@@ -71,8 +71,3 @@ class SourceStats:
         self.paused = min(max(self.backoff, round(lost / TRIAL_SHARE)), MAX_BACKOFF)
         self.backoff = min(2 * self.backoff, MAX_BACKOFF)
         self.balance, self.proved = TRIAL_STEPS, False
-
-
-def octave(rows: int) -> int:
-    """The number of rows as a power of two, rounded down: its exponent."""
-    return rows.bit_length() - 1

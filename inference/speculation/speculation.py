@@ -16,11 +16,11 @@ from torch import Tensor
 
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.cost_model import CostModel
-from headstart.inference.engine.sizes import TREE_SIZES
+from headstart.inference.engine.sizes import TREE_SIZES, octave
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import EMA_WEIGHT, Source
-from headstart.inference.sources.source_stats import MIN_BALANCE, octave
+from headstart.inference.sources.source_stats import MIN_BALANCE
 from headstart.inference.speculation.credit import credits
 
 Kind = TypeVar("Kind", bound=Source)
@@ -36,6 +36,8 @@ class Speculation:
         self.rates: dict[tuple[bool, int], float] = {}
         """Recent tokens per second of greedy (False) and sampled (True) decoding, by `octave` of the number of rows."""
         self.sampled = False
+        self.plain_steps = 0
+        """The number of autoregressive steps since a draft."""
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         """The sources of that class."""
@@ -59,10 +61,10 @@ class Speculation:
     # Drafting.
 
     def active(self, shape: TreeShape | None, rows: int) -> list[Source]:
-        """The sources that draft in this step: all for a fixed tree shape; else those not backing off (none before a step was timed)."""
+        """The sources that draft in this step: all for a fixed shape; else those not backing off, none if a plain step is to be timed."""
         if shape is not None:
             return self.sources
-        if not self.sources or not self.costs.known():
+        if not self.sources or self.costs.plain_due(rows, self.rate(rows)):
             return []
         return [source for source in self.sources if source.learned.stats[octave(rows)].active()]
 
@@ -124,10 +126,15 @@ class Speculation:
         """Record the time of a step, its drafting time separately; a source that costs more than it brings backs off."""
         if not self.sources:
             return
-        self.costs.add_pass(len(paths), tree.size, seconds - sum(draft.seconds.values()))
+        rows = len(paths)
+        self.plain_steps = 0 if draft.seconds else self.plain_steps + 1
+        if draft.seconds:
+            self.costs.count_drafted(rows)
+        if tree.size > 1 or self.plain_steps > 1 or not self.costs.plain_timed(rows):   # a draft leaves less of the weights in the caches
+            self.costs.add_pass(rows, tree.size, seconds - sum(draft.seconds.values()))
         if draft.shape is not None:
             return
-        rows, tokens = len(paths), sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
+        tokens = sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
         rate = tokens / seconds
         before = self.rate(rows) or rate
         self.rates[self.sampled, octave(rows)] = before + EMA_WEIGHT * (rate - before)

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.document_mask import document_positions
-from headstart.inference.engine.noise import mix, row_seeds
+from headstart.inference.engine.noise import mix_, row_seeds
 from headstart.training.objective.loss_rows import LossRows, counted_from
 
 
@@ -69,10 +69,10 @@ def sample_anchors(features: Features, depth: int, share: float, step_key: StepK
 
 def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
     """Hash the seed, the step and the document up to each position: int64 ``[B, T]``."""
-    upto_BT = mix(mix(tokens_BT) + position_BT).cumsum(1)
+    upto_BT = mix_(mix_(tokens_BT.clone()) + position_BT).cumsum(1)
     before_BT = F.pad(upto_BT, (1, 0)).gather(1, torch.arange(tokens_BT.shape[1], device=tokens_BT.device) - position_BT)
-    drawn_1 = mix(mix(row_seeds([step_key.seed], 1, tokens_BT.device)) + step_key.step)
-    return mix(mix(upto_BT - before_BT) ^ drawn_1)
+    drawn_1 = mix_(mix_(row_seeds([step_key.seed], 1, tokens_BT.device)) + step_key.step)
+    return mix_(mix_(upto_BT - before_BT) ^ drawn_1)
 
 
 def number_within(group_M: Tensor) -> Tensor:
