@@ -74,7 +74,7 @@ class Capturer:
         memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
         backend = self.backend(module, memory) if self.backend is not None and unless is None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
-        captured.loads_kernels, captured.others = self.loads_kernels, self.functions
+        captured.loads_kernels, captured.functions = self.loads_kernels, self.functions
         self.functions.append(captured)
         return captured
 
@@ -92,7 +92,7 @@ class Captured:
 
     def __init__(self, function: Function, name: str, backend: Backend | None, patience: int, fallback: str | None) -> None:
         self.function, self.name, self.backend, self._patience = function, name, backend, patience
-        self.others: list[Captured] = []
+        self.functions: list[Captured] = []
         """All functions of the capturer."""
         self.fallback = fallback
         """The reason why this function is not captured although a backend was chosen."""
@@ -107,15 +107,22 @@ class Captured:
         """Captures by structure and exact shapes of earlier calls."""
 
     @property
+    def any_captured(self) -> bool:
+        """True once a function of the capturer has been captured."""
+        return any(one.captures_made for one in self.functions)
+
+    @property
     def patience(self) -> int:
         """Calls that run uncaptured."""
-        return self._patience * SHORT_PATIENCE // PATIENCE if any(one.captures_made for one in self.others) else self._patience
+        return self._patience * SHORT_PATIENCE // PATIENCE if self.any_captured else self._patience
 
     def __call__(self, held: Any, *inputs: Any) -> Any:
         self.calls += 1
         if self.backend is None or self.calls <= self.patience:
             if self.loads_kernels:
                 self._void_first(Call.of(held, inputs))
+            if self.backend is not None and self.any_captured:   # slower than from the next calls on
+                void_running()
             return self.function(held, *inputs)
         call = Call.of(held, inputs)
         exact = (call.structure, call.shapes)

@@ -34,7 +34,7 @@ class Speculation:
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
         self.rates: dict[tuple[bool, int], float] = {}
-        """Recent tokens per second of greedy (False) and sampled (True) decoding, by `octave` of the number of rows."""
+        """Recent tokens per second of greedy (False) and sampled (True) decoding, by `octave` of the number of rows: geometric means."""
         self.sampled = False
         self.plain_steps = 0
         """The number of autoregressive steps since a draft."""
@@ -137,14 +137,14 @@ class Speculation:
         tokens = sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
         rate = tokens / seconds
         before = self.rate(rows) or rate
-        self.rates[self.sampled, octave(rows)] = before + EMA_WEIGHT * (rate - before)
+        self.rates[self.sampled, octave(rows)] = before * (rate / before) ** EMA_WEIGHT
         if draft.seconds:
             self._judge(draft, paths, tree.size, tokens, seconds)
 
     def _judge(self, draft: Draft, paths: list[list[int]], nodes: int, tokens: float, seconds: float) -> None:
         """Record what each source gained: its tokens' value, at the rate without it, minus its drafting and its share of verification.
 
-        Only the source with the lowest balance backs off, if below 0: without it, others may be credited with its tokens.
+        Only the source with the lowest standing backs off, if below 0: without it, others may be credited with its tokens.
         """
         credit, share = credits(self.sources, draft, paths)
         rows, total = len(paths), sum(share.values())
@@ -155,8 +155,8 @@ class Speculation:
             cost = draft.seconds[source] + (extra * share[source] / total if total else 0.0)
             rate = stats.rate_without(tokens - credit[source], seconds - cost, rows, step)
             stats.note((credit[source] / rate - cost) / step)
-        worst = min(drafted.values(), key=lambda stats: stats.balance)
-        if worst.balance < 0:
+        worst = min(drafted.values(), key=lambda stats: stats.standing)
+        if worst.standing < 0:
             worst.back_off(len(drafted))
             for stats in drafted.values():
                 stats.balance = max(stats.balance, MIN_BALANCE)
