@@ -10,7 +10,7 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import void_running
@@ -98,14 +98,23 @@ def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> N
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_extending_the_state_and_drafting_all_depths_are_one_call(kind: str) -> None:
-    """Of a tree of fixed shape, from the second step on; rows that end in between change nothing."""
+    """From the first step on, in which the last tokens of the prompts extend the state; rows that end in between change nothing."""
     of = SpeculativeModel(backbone("llama"), random_drafter(kind, backbone("llama"), depth=3), capture="trace")
     rows, options = left_padded(prompts((9, 6))), {"do_sample": False, "max_new_tokens": 14}
     out = say(of, rows, tree=TreeShape(8, 3), return_dict_in_generate=True, **options)
     source = of.engine(True).speculation.of_kind(DrafterSource)[0]
-    assert source._round.calls == out.passes - 1 and source._round.fallback is None and source._round.captures_made
-    assert source._steps.calls + source._step.calls == 1 and not source._extend.calls, "the first step drafts from the prompts"
+    assert source._round.calls == out.passes and source._round.fallback is None and source._round.captures_made
+    assert not source._steps.calls + source._step.calls + source._extend.calls
     assert torch.equal(out.sequences, say(of, rows, speculate=False, **options))
+
+
+def test_the_last_positions_of_rows_are_split_off_and_joined_again() -> None:
+    tokens_BT = torch.arange(10).view(2, 5)
+    whole = Features(tokens_BT, tokens_BT[..., None].float(), document_BT=torch.tensor([[0, 0, 0, -1, -1], [0, 0, 0, 0, 0]]))
+    first, last = whole.split(2)
+    assert first.lengths_B.tolist() == [1, 3] and last.tokens_BT.tolist() == [[1, 2], [8, 9]] == last.hidden_BTD[..., 0].tolist()
+    again = join_features([first, last])
+    assert again.lengths_B.tolist() == [3, 5] and again.tokens_BT[0, :3].tolist() == [0, 1, 2] and again.tokens_BT[1].tolist() == [*range(5, 10)]
 
 
 def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_whatever_draft() -> None:

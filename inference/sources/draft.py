@@ -90,6 +90,15 @@ class Draft:
         powers = [max(remaining, 1) ** (BATCH_POWER - 1) for remaining in self.remaining]
         return [power * len(powers) / sum(powers) for power in powers]
 
+    def missed(self, depths: int) -> list[float]:
+        """For each depth, the probability that none of the nodes in the pools so far is accepted there, a mean over rows."""
+        found = [0.0] * depths
+        for pool in self.pools:
+            for prob, level in zip(pool.path_probs()[1:], pool.levels[1:], strict=True):
+                if level <= depths:
+                    found[level - 1] += prob / len(self.pools)
+        return [max(1 - prob, 0.0) for prob in found]
+
     def passes_left(self, tokens: list[float]) -> float:
         """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
 

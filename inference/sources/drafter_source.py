@@ -24,13 +24,15 @@ from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.cost_model import interpolated
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_BEAM_WIDTH
-from headstart.inference.engine.tree import Pool, TreeShape
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
 from headstart.inference.sources.source import EMA_WEIGHT, Accepted, Source
 
 MAX_PENDING = 8
 """Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
+LAST = 2
+"""Minimum number of positions added in the call that drafts: a size of one would be captured apart."""
 RETRY_BONUS = 0.002
 """Increase of a depth's acceptance rate towards 1 each time it is not drafted, so that it is retried after some hundred passes."""
 MIN_SCORE = -1e9
@@ -79,6 +81,8 @@ class DrafterSource(Source):
         """For each row being decoded, its row in the state; None: the same index."""
         self._pending: list[tuple[Features, list[int] | None]] = []
         """Features that the state does not include yet; for each, the row of every row being decoded (None: the same index)."""
+        self._shortest = 0
+        """A lower bound of the shortest prompt's length."""
         self._positions = 0
         """An upper bound of the longest row's length: rows are padded to one length at every step."""
 
@@ -90,6 +94,7 @@ class DrafterSource(Source):
         positions = features.tokens_BT.shape[1]
         if self.state is None and not self._pending:
             self._pending, self._positions = [(features, None)], positions
+            self._shortest = min(map(len, tokens)) - 1
             return
         self.catch_up(self._positions)
         self.state = self.drafter.join(self.state, self._extended(None, features, positions))
@@ -127,10 +132,17 @@ class DrafterSource(Source):
             self._pending = [(self._joined(), None)]
         self._rows = None
 
+    def _begin(self, length: int) -> None:
+        """Start the state from the prompts except their last two positions, which the call that drafts adds, as it does at later steps."""
+        self._select_rows()
+        if self._shortest > LAST:
+            first, last = self._joined().split(LAST)
+            self.state, self._pending = self._extended(None, first, length), [(last, None)]
+
     def _joined(self) -> Features:
-        """The pending features, of at least two positions: a size of one would be captured apart."""
+        """The pending features, of at least `LAST` positions."""
         parts = [part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in self._pending]
-        return join_features(parts).padded(2)
+        return join_features(parts).padded(LAST)
 
     def _extended(self, state: Any, features: Features, length: int) -> Any:
         if state is None:
@@ -164,6 +176,8 @@ class DrafterSource(Source):
             return
         with Stopwatch() as watch:
             longest, depth = draft.cache.longest, self.depth_of(draft.shape)
+            if self.in_one_call and self.state is None:
+                self._begin(longest)
             if self.in_one_call and self.state is not None:
                 self._select_rows()
                 self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
@@ -204,7 +218,7 @@ class DrafterSource(Source):
         if not draft.rate or not limit:
             return limit
         rows, acceptance = len(draft.pools), self.learned.acceptance
-        reached, missed = [1.0, *self.learned.masses], _missed(draft.pools, limit)
+        reached, missed = [1.0, *self.learned.masses], draft.missed(limit)
         gains = [rows * reached[k] * acceptance[k] * missed[k] / draft.rate - draft.node_seconds for k in range(limit)]
         known = ((k, draft.costs.part(self.part(k), rows)) for k in range(1, self.depth + 1))
         curve = [(0, 0.0), *((k, seconds) for k, seconds in known if seconds)]
@@ -266,16 +280,6 @@ def _masses(draft: Draft, levels: Sequence[list[list[int]]]) -> list[float]:
     probs = [pool.path_probs() for pool in draft.pools]
     rows = [zip(probs, level, strict=True) for level in levels]
     return [sum(min(sum(of[node] for node in {*own} if node >= 0), 1.0) for of, own in row) / len(probs) for row in rows]
-
-
-def _missed(pools: Sequence[Pool], depths: int) -> list[float]:
-    """For each depth, the probability that none of the nodes in the pools so far is accepted there, a mean over rows."""
-    found = [0.0] * depths
-    for pool in pools:
-        for prob, level in zip(pool.path_probs()[1:], pool.levels[1:], strict=True):
-            if level <= depths:
-                found[level - 1] += prob / len(pools)
-    return [max(1 - prob, 0.0) for prob in found]
 
 
 def _not_capturable(drafter: Drafter) -> str | None:
