@@ -1,4 +1,4 @@
-# make demo    train heads on the embedded backbone, measure them beside those that ship with it (about 8 minutes on two cores)
+# make demo    train heads on the embedded backbone, measure them beside those that ship with it (about 5 minutes on two cores)
 # make test    the tests that are fast     make lint    ruff, mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind

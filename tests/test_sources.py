@@ -114,7 +114,8 @@ def test_the_last_positions_of_rows_are_split_off_and_joined_again() -> None:
     first, last = whole.split(2)
     assert first.lengths_B.tolist() == [1, 3] and last.tokens_BT.tolist() == [[1, 2], [8, 9]] == last.hidden_BTD[..., 0].tolist()
     again = join_features([first, last])
-    assert again.lengths_B.tolist() == [3, 5] and again.tokens_BT[0, :3].tolist() == [0, 1, 2] and again.tokens_BT[1].tolist() == [*range(5, 10)]
+    assert again.lengths_B.tolist() == [3, 5]
+    assert again.tokens_BT[0, :3].tolist() == [0, 1, 2] and again.tokens_BT[1].tolist() == [*range(5, 10)]
 
 
 def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_whatever_draft() -> None:
