@@ -94,7 +94,7 @@ class DrafterSource(Source):
         positions = features.tokens_BT.shape[1]
         if self.state is None and not self._pending:
             self._pending, self._positions = [(features, None)], positions
-            self._shortest = min(map(len, tokens)) - 1
+            self._shortest = min(map(len, tokens), default=0) - 1
             return
         self.catch_up(self._positions)
         self.state = self.drafter.join(self.state, self._extended(None, features, positions))
