@@ -11,6 +11,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.results import repeated_ngrams
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at, verdict
 from headstart.inference.bench.timing import LONGEST_WARM_UP, median_seconds
@@ -102,6 +103,14 @@ def test_the_report_says_what_was_captured_and_why_not(heads, monkeypatch):
     assert by_name["p"]["backend"] == "trace" and "Medusa is not capturable" in by_name["p"]["fallback"]
     assert f"fallback: {by_name['p']['fallback']}" in printed(report)
     assert any(note.startswith("capture: trace (AR (headstart)") for note in capture_notes(report))
+
+
+def test_repetition_is_the_share_of_ngrams_that_occur_earlier_in_the_same_text(heads):
+    assert repeated_ngrams([[1, 2, 3, 1, 2, 3, 1, 2], [7, 8], [1, 2, 3]], 3) == pytest.approx(3 / 7), "123 231 312 | 123 231 312; 123"
+    assert repeated_ngrams([[1, 2]], 3) is None
+    report = compare([("m", heads)], asked(5, 9), Plan(20, tree=TREE))
+    share = next(row["repeated_8grams"] for row in report["baselines"] if row["name"] == AR)
+    assert 0 <= share < 1 and f"repetition: {share:.1%} of the 8-grams written at temperature 0 by AR (headstart)" in printed(report)
 
 
 def test_rows_that_end_early_are_counted_alike():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,10 +80,18 @@ def baseline(measured: SystemResult, references: References, sizes: Sizes) -> di
         "name": measured.system.name,
         "kind": "ar" if measured.system.name in (AR, AR_TRANSFORMERS) else "assisted",
         **_common(measured, references, sizes),
+        "repeated_8grams": repeated_ngrams([answer.tolist() for answers in measured.sequences.values() for answer in answers], 8),
         "identical": None if differing is None else differing == 0,
         "prompts_differing": differing,
         "prompts_differing_from_headstart": measured.differing(references.ar) if theirs else None,
     }
+
+
+def repeated_ngrams(texts: Sequence[Sequence[int]], n: int) -> float | None:
+    """The share of the n-grams of tokens that occur earlier in the same text (seq-rep-n of 1908.04319); None if all texts are shorter."""
+    grams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
+    total = sum(map(len, grams))
+    return 1 - sum(len({*found}) for found in grams) / total if total else None
 
 
 def _common(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:

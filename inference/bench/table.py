@@ -25,7 +25,7 @@ def print_report(report: Row, out: TextIO) -> None:
     parts: list[RenderableType] = [_header(report), systems_table(report)]
     if len(report["tasks"]) > 1:
         parts.append(_tasks_table(report))
-    parts.append(Text("\n".join([*engine_notes(report), *capture_notes(report), *vocabulary_notes(report)])))
+    parts.append(Text("\n".join(notes(report))))
     fine, sentence = verdict(report)
     show([*parts, Text(sentence, style="green" if fine else "bold red")], out)
 
@@ -116,6 +116,11 @@ def _setting(row: Row) -> str:
     return f"at temperature {row['temperature']:g}{batch}"
 
 
+def notes(report: Row) -> list[str]:
+    """All lines below the table."""
+    return [*engine_notes(report), *capture_notes(report), *vocabulary_notes(report), *repetition_notes(report)]
+
+
 def capture_notes(report: Row) -> list[str]:
     """A line for each capture backend and fallback reason, with the systems that have them."""
     systems: dict[tuple[str, str | None], dict[str, None]] = {}
@@ -146,6 +151,15 @@ def vocabulary_notes(report: Row) -> list[str]:
         f" which are {one['coverage']:.1%} of those generated"
         for row in report["results"]
         if (one := row["draft_vocabulary"]) is not None
+    ]
+
+
+def repetition_notes(report: Row) -> list[str]:
+    """A line for each temperature: how much of what AR wrote repeats itself, from which n-gram drafts gain."""
+    return [
+        f"repetition: {row['repeated_8grams']:.1%} of the 8-grams written {_setting(row)} by {name(row)} occur earlier in the same text"
+        for row in report["baselines"]
+        if row["name"] == AR and row["repeated_8grams"] is not None
     ]
 
 
