@@ -171,7 +171,7 @@ class Backbone:
             masks = {kind: additive_mask(allowed, self.dtype) for kind, allowed in attention_mask.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
-        mode = partial(self._mode, differentiable)
+        mode = partial(self._mode, differentiable, attention_mask is not None)
         again = recomputed(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
             out = self.base(
@@ -180,10 +180,10 @@ class Backbone:
         return Features(tokens_BT, out.last_hidden_state, {tap: kept[tap] for tap in taps} or None)
 
     @contextmanager
-    def _mode(self, differentiable: bool) -> Iterator[None]:
+    def _mode(self, differentiable: bool, masked: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, tree_attention():
+        with dropout, tree_attention() if masked else nullcontext():
             yield
 
     def fingerprint(self) -> list[float]:

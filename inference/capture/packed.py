@@ -5,7 +5,8 @@ memory, and its cost jumps with the first few rows; with a weight that was broug
 little more than one. Two libraries that torch contains can do it: MKL (``cblas_sgemm_compute``, fp32) and oneDNN (fp32 and bf16). In bf16 a
 row's sums are also the same alone and among others. In fp32 that depends on library, sizes and processor; `F.linear` does not give it.
 
-A packed copy takes as much memory as the weight. The weight itself stays: prefill and the model's other callers use it.
+A packed copy takes as much memory as the weight. The weight itself stays for the model's other callers. Captured passes do not read it: if
+it is mapped from a file, as transformers loads it in its own dtype, the system can take its memory back.
 
 Shape suffixes: R rows, N outputs, K inputs.
 """

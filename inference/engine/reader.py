@@ -1,9 +1,12 @@
-"""The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask (a captured function).
+"""The backbone's forward passes during decoding: prefill, and verification of tree nodes with a tree mask. Both are captured functions.
 
 Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (the N included), S slots, D width, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,11 @@ from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree
 from headstart.support.pytree import list_tensors, map_tensors
 
+PREFILL_PATIENCE = 8
+"""Prefills that count as one decoding step before they are captured: that takes as long as it saves in about a hundred of them."""
+Layers = list[tuple[Tensor, Tensor] | None]
+"""Keys and values ``[B, H, T, D]`` of every layer; None for recurrent layers."""
+
 
 class Reader:
     """Runs the backbone with the taps of its drafters; its captures are reused by every call."""
@@ -28,6 +36,9 @@ class Reader:
         self.view: TreeCache | None = None
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
         self.read = capturer.capture(self._read, "verification", backbone.model, unless)
+        self._prefill: Callable[[None, Tensor], Any] = self._prefilled
+        if backbone.device.type == "cpu" and backbone.recurrent is None:   # elsewhere every length would be captured apart
+            self._prefill = capturer.capture(self._prefilled, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE)
         self.noise = capturer.capture(self._noise, "sampling noise")
 
     @property
@@ -46,16 +57,25 @@ class Reader:
         return self._prompts(tokens_BT, lengths_B)
 
     def _prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
-        B, T = tokens_BT.shape
+        features, layers, states = self._prefill(None, tokens_BT)
+        if len(tokens_BT) > 1:
+            place_BT = self._places(tokens_BT)
+            features = features.gather(place_BT, place_BT < lengths_B[:, None])
+        return features, RaggedCache(layers, lengths_B, states)
+
+    @staticmethod
+    def _places(tokens_BT: Tensor) -> Tensor:
+        return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
+
+    def _prefilled(self, held: None, tokens_BT: Tensor) -> tuple[Features, Layers, States | None]:
+        """The features of the prompts' tokens, keys and values of every layer, and the states of recurrent ones."""
         recurrent = self.backbone.recurrent
         # Without the model's configuration, sliding-window layers keep all of their keys.
         cache = DynamicCache() if recurrent is None else DynamicCache(config=self.backbone.config)
-        place_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
-        features = self.backbone.read(tokens_BT, cache, place_BT, taps=self.taps)
+        features = self.backbone.read(tokens_BT, cache, self._places(tokens_BT), taps=self.taps)
         numbers = recurrent.numbers if recurrent is not None else ()
         layers = [None if number in numbers else (layer.keys, layer.values) for number, layer in enumerate(cache.layers)]
-        ragged = RaggedCache(layers, lengths_B, States.of(cache, numbers) if numbers else None)
-        return features.gather(place_BT, place_BT < lengths_B[:, None]) if B > 1 else features, ragged
+        return features, layers, States.of(cache, numbers) if numbers else None
 
     def _by_length(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         """Prefill the rows of each length separately, since padding would enter a recurrent layer's state."""
