@@ -39,15 +39,13 @@ _active: ContextVar[bool] = ContextVar("tree attention", default=False)
 def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """Return the attention output ``[B, H, N, C]``; ``mask_B1NS`` is boolean or additive, ``scale`` defaults to that of SDPA.
 
-    The query heads of one key head become further queries: an accelerator's fast kernels do not group heads beside a mask, and that of a
-    CPU takes up to twice as long when it does. A single query gains nothing by it; in bf16 it takes two to four times as long there as in
-    fp32 (LOG.md).
+    On a CPU torch's kernel groups the heads; for a single query in bf16 it takes two to four times as long as in fp32 (LOG.md). On an
+    accelerator its fast kernels do not group them, beside a mask, so the query heads of one key head become further queries.
     """
-    single = bool(query_BHNC.device.type == "cpu" and query_BHNC.shape[2] == 1)
-    if single and query_BHNC.dtype == torch.bfloat16:
+    if query_BHNC.device.type == "cpu" and query_BHNC.dtype == torch.bfloat16 and query_BHNC.shape[2] == 1:
         return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
     shared = bool(query_BHNC.shape[1] != keys_BGSC.shape[1])
-    if single or not shared:
+    if not shared or query_BHNC.device.type == "cpu":
         return scaled_dot_product_attention(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale=scale, enable_gqa=shared)
     return attend_as_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
 
