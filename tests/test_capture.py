@@ -114,6 +114,17 @@ def test_sizes_of_one_are_captured_apart() -> None:
         assert torch.equal(captured(held, x, 2.0)[0], x * 2 + held.sum()) and captured.captures_made == captures, nodes
 
 
+def test_replays_do_not_track_views_and_their_tensors_can_be_changed() -> None:
+    """Logits processors change scores in place, which tensors of `torch.inference_mode` do not allow."""
+    captured, x_BT = captured_by("trace", lambda held, x_BT: x_BT.view(-1)[:2]), torch.zeros(2, 3)
+    with torch.no_grad():
+        for _ in range(2):
+            view = captured(None, x_BT)
+        assert view._base is None and not view.is_inference()
+        view += 1
+    assert x_BT.flatten().tolist() == [1, 1, 0, 0, 0, 0]
+
+
 def test_a_capture_that_does_not_follow_a_shape_is_not_used_there() -> None:
     captured = captured_by("trace", lambda held, x: x * len(x))   # a constant to the trace
     for rows in (3, 5, 3, 5):

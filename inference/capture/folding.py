@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
 TYPES = ("IntType", "ListType", "NumberType", "OptionalType", "TensorType")
-PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_graph_by_tracing", "_create_function_from_graph", *TYPES)
-"""Names of `torch._C` with which graphs are made and changed, here and in products.py; they are private and may change between releases."""
+KEYS = ("DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard")
+PRIVATE = (*(f"_jit_pass_{name}" for name in PASSES), "_create_graph_by_tracing", "_create_function_from_graph", *TYPES, *KEYS)
+"""Names of `torch._C` with which graphs are made, changed and run, here and in products.py; they may change between releases."""
 
 
 def missing_functions() -> list[str]:
@@ -33,6 +35,22 @@ def trace(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor])
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)   # of branches on sizes: see `Capture.compare`
         graph, _ = passes._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
     return graph
+
+
+def untracked() -> Any:
+    """A context without autograd's bookkeeping of views and in-place writes, which `torch.no_grad` keeps: a tenth of a small model's step.
+
+    So has `torch.inference_mode`, but its tensors cannot be changed in place outside, as logits processors do.
+    """
+    passes = cast(Any, torch._C)
+    return passes._ExcludeDispatchKeyGuard(_tracking())
+
+
+@cache
+def _tracking() -> Any:
+    passes = cast(Any, torch._C)
+    key, keys = passes.DispatchKey, passes.DispatchKeySet
+    return keys(key.ADInplaceOrView) | keys(key.AutogradFunctionality) | keys(key.AutogradOther)
 
 
 def fold(traced: Any, change: Callable[[Any], None] = lambda graph: None) -> Any:

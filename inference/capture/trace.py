@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
-from headstart.inference.capture.folding import fold, missing_functions, trace
+from headstart.inference.capture.folding import fold, missing_functions, trace, untracked
 from headstart.inference.capture.forms import Form, fastest_form
 from headstart.inference.capture.linear import TransposedLinear, layout
 from headstart.inference.capture.products import PackedFunction
@@ -86,5 +86,5 @@ class _Traced(Capture):
 
     def __call__(self, call: Call) -> Any:
         # TorchScript's own optimisation costs half a second at the first replay and does not make later ones faster.
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False), untracked():
             return self.build(iter(self.traced(*call.leaves)))
