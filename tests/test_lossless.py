@@ -203,7 +203,7 @@ def test_constraints_know_the_text() -> None:
 
 
 def test_bf16_tokens_are_near_the_argmax() -> None:
-    """In bf16 a tree pass rounds differently from a single-token pass: every token must be the argmax or very near it."""
+    """Where a tree pass rounds differently from a single-token pass, a token misses the argmax by no more than bf16 misses fp32."""
     from families import tiny
 
     from headstart.heads.backbone.backbone import Backbone
@@ -213,5 +213,6 @@ def test_bf16_tokens_are_near_the_argmax() -> None:
     row = prompts((9,))[0][None]
     text = say(of, {"input_ids": row}, max_new_tokens=60, do_sample=False)
     logits = on.model(text).logits[0, 8:-1].float()
+    rounding = (logits - tiny("llama")(text).logits[0, 8:-1]).abs().max()
     gap = logits.max(-1).values - logits.gather(-1, text[0, 9:, None])[:, 0]
-    assert gap.max() < 0.1 * logits.std() and (gap == 0).float().mean() > 0.9
+    assert gap.max() <= rounding < logits.std() and (gap == 0).float().mean() >= 0.9
