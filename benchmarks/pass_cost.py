@@ -1,9 +1,10 @@
 """Compares the cost of a pass, by tree size and context, eager and captured, with that of a token of transformers' generate.
 
-    python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--kinds eagle3 mlp] [--threads 1] [--profile] [--json FILE]
+    python benchmarks/pass_cost.py [--backbone embedded] [--contexts 256 1024] [--kinds eagle3 mlp] [--captures trace compile]
+                                   [--threads 1] [--profile] [--json FILE]
 
 Prints JSON: for each context and batch size, median milliseconds of a pass over N nodes and of drafting with untrained heads of each kind,
-eager and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it. With
+uncaptured and captured; milliseconds of one token of transformers' own generate; and the tau at which a tree breaks even with it. With
 ``--profile``, instead: where the time of captured passes over 1, 12 and 24 nodes goes, and what packed weights change (in turns, least of
 many; times of the thread's own CPU with one thread, so that only ratios are affected by other programs).
 """
@@ -30,6 +31,7 @@ from headstart.inference.engine.tree import CandidateTree
 from headstart.inference.generate import SpeculativeModel
 
 TOKENS, REPEATS = 24, 5
+CAPTURES = {"off": "uncaptured", "trace": "traced", "compile": "compiled"}
 PROFILED_NODES, TURNS, PROFILED = (1, 12, 16, 24), 30, 10
 PARTS = {
     "products": ("linear", "aten::mm", "addmm", "bmm", "matmul", "aten::t"),
@@ -121,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     for kind in args.kinds:
         drafter = build_drafter(kind, backbone, {"depth": args.depth}).to(backbone.device, backbone.dtype).eval().requires_grad_(False)
-        for name, capture in (("uncaptured", "off"), ("traced", "trace")):
+        for capture, name in ((one, CAPTURES[one]) for one in args.captures):
             tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
             for row, found in zip(rows, tuned.details["by_context"], strict=True):
                 draft = found["drafting_ms"][0]
@@ -137,6 +139,7 @@ if __name__ == "__main__":
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--kinds", nargs="+", default=["eagle3"], metavar="KIND", help="of heads: eagle3, mlp, block, ... (eagle3)")
+    parser.add_argument("--captures", nargs="+", choices=CAPTURES, default=["off", "trace"], help="backends (off trace)")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=7)

@@ -10,7 +10,7 @@ Shape suffixes: B batch, T positions, D width, V vocabulary, N tree nodes, K dep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -122,6 +122,13 @@ class Drafter(nn.Module, ABC):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
+
+    def fit_start(self, features: Iterator[Features]) -> str:
+        """Fit a new drafter's start values to features of training texts, one row at a time; called after `init_from`.
+
+        It reads as many as it needs, by default none. Returns a line for the log, or "".
+        """
+        return ""
 
     # Training.
 

@@ -13,7 +13,7 @@ Shape suffixes: B batch, T positions, D width, X taps concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -28,7 +28,7 @@ from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.layers.cached_stack import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import probe, start_fusion, tap_sizes
+from headstart.heads.layers.start_values import LinearFit, probe, size_of, start_fusion, tap_sizes
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
@@ -94,16 +94,36 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         return [self.lm_head]
 
     def init_from(self, backbone: Backbone) -> None:
-        """Initialise the fused state as the deepest tap plus small random parts of all taps, each scaled to unit size; the layers as
-        the backbone's last ones if the shapes agree; and the output layer as the backbone's.
+        """Initialise the fused state as the deepest tap plus small random parts of all taps, as large as the backbone's final hidden
+        state; the layers as the backbone's last ones if the shapes agree; and the output layer as the backbone's.
+
+        What a layer adds is scaled as the residual stream is, which in the backbone is some ten times as large as the state here.
         """
         super().init_from(backbone)
-        start_fusion(self.fc.weight, self._normed(probe(backbone, self.taps).concatenated(self.taps)))
+        features = probe(backbone, tuple(sorted({*self.taps, backbone.num_layers})))
+        assert features.taps is not None
+        start_fusion(self.fc.weight, self._normed(features.concatenated(self.taps)))
+        self.fc.weight *= size_of(features.hidden_BTD)
         for i, cached in enumerate(self.cached.layers):
             from_end = i - len(self.cached.layers)
             start = layer_weights(backbone, from_end) if backbone.num_layers + from_end >= 0 else None
             if start is not None and cached.layer.start_as(start[0]):
                 self.norm.weight.copy_(start[1])
+                residual = self.midlayer.residual(features.hidden_BTD.to(self.midlayer.dtype))
+                cached.layer.scale_outputs(size_of(residual) / size_of(features.taps[backbone.num_layers]))
+
+    @torch.no_grad()
+    def fit_start(self, features: Iterator[Features]) -> str:
+        """Fit the fused state to the backbone's final hidden state of the next position: what later depths feed back in its place."""
+        fit = LinearFit(self.fc.in_features, self.fc.out_features, self.fc.weight.device)
+        while not fit.enough and (one := next(features, None)) is not None:
+            # Not from the first position, which is often an outlier.
+            fit.add(self._normed(one.concatenated(self.taps))[0, 1:-1], one.hidden_BTD[0, 2:])
+        if not fit.positions:
+            return ""
+        weight_DX, explained = fit.solve()
+        self.fc.weight.copy_(weight_DX)
+        return f"fused taps fitted to the next final hidden state on {fit.positions:,} positions ({explained:.0%} of its size)"
 
     def input_sizes(self) -> dict[str, list[float]]:
         return {} if self.config.fc_norm or self.config.norm_before_fc else {"fc.weight": tap_sizes(self.backbone, self.taps)}

@@ -17,7 +17,6 @@ from torch import Tensor
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture import folding, products, trace
 from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
-from headstart.inference.capture.compile import Compile
 from headstart.inference.capture.forms import Form
 from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.tree import TreeShape
@@ -166,19 +165,3 @@ def test_a_function_may_be_left_out_for_a_reason() -> None:
     for captured in (one, other):
         captured(torch.zeros(9), torch.ones(2, 3), 1.0)
     assert capturer.report() == CaptureReport("trace", "other: its weights are being trained")
-
-
-def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert Compile.unavailable(CPU) == "torch.compile needs a C++ compiler (no-such-compiler is missing); install one or set CXX"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(Compile.unavailable(CPU) is not None, reason=str(Compile.unavailable(CPU)))
-def test_a_compiled_function_gives_the_same() -> None:
-    captured, held = captured_by("compile", Counted()), torch.zeros(9)
-    for rows in (4, 7, 5, 1):
-        x = torch.randn(rows, 3)
-        out, pair = captured(held, x, 2.0)
-        assert torch.allclose(out, x * 2 + held.sum()) and torch.equal(held[:rows], x[:, 0]) and torch.equal(pair.left, x.argmax(-1))
-        assert captured.fallback is None and captured.captures_made == 1 + (rows == 1)

@@ -6,6 +6,7 @@ Shape suffixes: B batch, T positions, D width.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3, _taps
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
+from headstart.heads.layers.start_values import probe, size_of
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 
@@ -112,8 +114,12 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     for name in ("q_proj", "k_proj", "v_proj"):
         reads = getattr(layer.self_attn, name).weight
         assert torch.equal(reads[:, D:], getattr(last.self_attn, name).weight) and 0 < reads[:, :D].abs().max() < OTHER_STREAM_SCALE
-    assert torch.equal(layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight)
-    assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    features = probe(on, (on.num_layers,))
+    assert features.taps is not None
+    shrink = size_of(features.hidden_BTD) / size_of(features.taps[on.num_layers])
+    torch.testing.assert_close(layer.self_attn.o_proj.weight, last.self_attn.o_proj.weight * shrink)
+    torch.testing.assert_close(layer.mlp.down_proj.weight, last.mlp.down_proj.weight * shrink)
+    assert size_of(drafter.states(probe(on, drafter.taps))) == pytest.approx(size_of(features.hidden_BTD), rel=0.5)
     assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight) and torch.equal(drafter.norm.weight, on.base.norm.weight)
     assert torch.equal(layer.input_layernorm.weight, torch.ones(D))
     for other in (fresh(on, intermediate_size=40), fresh(backbone("gpt2")), fresh(backbone("gemma3"))):
@@ -122,6 +128,27 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     layer, last = fresh(qwen).midlayer, qwen.layers[-1]
     assert torch.equal(layer.self_attn.v_proj.weight[:, D:], last.self_attn.v_proj.weight)
     assert layer.self_attn.q_proj.weight.abs().max() < 1 < last.self_attn.q_proj.weight.abs().max()
+
+
+def test_the_fused_state_is_fitted_to_the_next_final_hidden_state() -> None:
+    on, seen = backbone("llama"), []
+    drafter, random_start = fresh(on), fresh(on)
+
+    def rows(seed: int) -> Iterator[Features]:
+        for i in range(400):
+            seen.append(i)
+            yield read(on, texts(1, 50, seed + i), drafter)
+
+    line = drafter.fit_start(rows(0))
+    assert 12_000 <= 48 * len(seen) < 12_100 and "12," in line, "it reads as many texts as it needs"
+    features = read(on, texts(8, 50, 1000), drafter)
+    missed = [(one.states(features)[:, 1:-1] - features.hidden_BTD[:, 2:]).square().mean() for one in (drafter, random_start)]
+    assert missed[0] < features.hidden_BTD[:, 2:].square().mean() < missed[1]
+    weight = drafter.fc.weight.clone()
+    assert drafter.fit_start(iter([])) == "" and torch.equal(weight, drafter.fc.weight), "without texts it stays as it is"
+    again = fresh(on)
+    again.fit_start(rows(0))
+    assert torch.equal(again.fc.weight, weight)
 
 
 def test_draft_vocabulary_follows_the_device() -> None:
@@ -142,7 +169,7 @@ def test_two_layers_start_as_the_backbones_last_two() -> None:
     on = backbone("llama")
     drafter = fresh(on, layers=2)
     for layer, start in zip((drafter.midlayer, drafter.layers["1"]), on.layers[-2:], strict=True):
-        assert torch.equal(layer.mlp.down_proj.weight, start.mlp.down_proj.weight)
+        assert torch.equal(layer.mlp.gate_proj.weight, start.mlp.gate_proj.weight)
         assert torch.equal(layer.self_attn.v_proj.weight[:, -on.dim :], start.self_attn.v_proj.weight)
     assert torch.equal(drafter.norm.weight, on.base.norm.weight)
 

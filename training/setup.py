@@ -42,7 +42,7 @@ from headstart.training.run.checkpoint import (
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
-from headstart.training.run.start import choose_vocabularies, read_starts
+from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 
 
@@ -92,6 +92,7 @@ def prepare(recipe: Recipe) -> Run:
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
+    started += fit_starts(drafters, starts, splits.train) if state is None else []
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     source = with_cache(recipe, source)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows

@@ -65,7 +65,8 @@ def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, m
     of the time of torch's bf16 kernel, and 12 queries twice its time. In fp64 that kernel multiplies for every query head by itself: it
     has the fewest operations for a row or two of few keys, and for more rows is slower than one product for each key head (LOG.md).
     """
-    blocks = 1 + (int(keys_BGSC.shape[2]) - 1) // BLOCK
+    slots = keys_BGSC.shape[2]
+    blocks = 1 + ((int(slots) if torch.jit.is_tracing() else slots) - 1) // BLOCK
     if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS:
         return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(query_BHNC.dtype)
     query_BHNC = query_BHNC.double() * (query_BHNC.shape[-1] ** -0.5 if scale is None else scale)

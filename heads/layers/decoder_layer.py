@@ -160,6 +160,12 @@ class DecoderLayer(nn.Module):
             weights[name][..., : -part.shape[-1]] *= OTHER_STREAM_SCALE
         return True
 
+    @torch.no_grad()
+    def scale_outputs(self, factor: float) -> None:
+        """Scale what the layer adds to the residual stream, for a stream of another size than it was trained on."""
+        for projection in (self.self_attn.o_proj, self.mlp.down_proj):
+            projection.weight *= factor
+
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return self.self_attn.keys_values(x, rotation)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
@@ -39,6 +40,15 @@ def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
         store_BHSD.index_copy_(2, index_BN[0], new_BHND)
     else:   # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move
         store_BHSD.transpose(1, 2)[_rows(index_BN), index_BN] = new_BHND.transpose(1, 2)
+
+
+def put_layer(store_LBHSD: Tensor, layer: int, new_BHND: Tensor, index_BN: Tensor) -> None:
+    """The same for one layer of a store."""
+    if isinstance(store_LBHSD, FakeTensor):   # traced for a compiler, which writes in place what is no view
+        layer_11 = torch.full((1, 1), layer, device=index_BN.device)
+        torch.ops.aten.index_put_(store_LBHSD, [layer_11, _rows(index_BN), None, index_BN], new_BHND.transpose(1, 2))
+    else:
+        put(store_LBHSD[layer], new_BHND, index_BN)
 
 
 def move(store_LBHSD: Tensor, source_BP: Tensor, target_BP: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.layers.ragged import grown, join_rows, move, put, rounded_up, select_rows
+from headstart.heads.layers.ragged import grown, join_rows, move, put, put_layer, rounded_up, select_rows
 from headstart.support.pytree import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -47,8 +47,10 @@ class RaggedCache:
     def stores(self, nodes: int) -> Stores:
         """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`rounded_up`)."""
         slots = rounded_up(self.longest + nodes, self.lengths_B.device)
-        self.keys = tuple(grown(store, slots) for store in self.keys)
-        self.values = tuple(grown(store, slots) for store in self.values)
+        # On a CPU never exactly full, so that compiled passes meet one kind of strides; elsewhere stores are views of fixed memory.
+        room = slots + 1 if self.lengths_B.device.type == "cpu" else slots
+        self.keys = tuple(grown(store, room) for store in self.keys)
+        self.values = tuple(grown(store, room) for store in self.values)
         return tuple(store[..., :slots, :] for store in self.keys), tuple(store[..., :slots, :] for store in self.values)
 
     def adopt(self, stores: Stores) -> Stores:
@@ -122,13 +124,16 @@ class TreeLayer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = (stores[self.group][self.place] for stores in self.cache.stores)
+        stores, index_BN = [side[self.group] for side in self.cache.stores], self.cache.index_BN
         if key_states.requires_grad:   # gradients need what the stores held before
-            keys, values = keys.clone(), values.clone()
+            keys, values = (store[self.place].clone() for store in stores)
             self.cache.copies[self.group, self.place] = keys, values
-        put(keys, key_states, self.cache.index_BN)
-        put(values, value_states, self.cache.index_BN)
-        return keys, values
+            put(keys, key_states, index_BN)
+            put(values, value_states, index_BN)
+            return keys, values
+        for store, new_BHND in zip(stores, (key_states, value_states), strict=True):
+            put_layer(store, self.place, new_BHND, index_BN)
+        return stores[0][self.place], stores[1][self.place]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.stores[0][self.group].shape[-2], 0

@@ -5,6 +5,8 @@ Shape suffixes: T positions, D width, X width of all taps.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,49 @@ def start_fusion(weight_DX: Tensor, taps_1TX: Tensor) -> None:
     D = len(weight_DX)
     weight_DX[:, -D:] += torch.eye(D, dtype=weight_DX.dtype, device=weight_DX.device)
     for i, size in enumerate(_sizes(taps_1TX, D)):
-        weight_DX[:, i * D : (i + 1) * D] /= size.item()
+        weight_DX[:, i * D : (i + 1) * D] /= size
+
+
+class LinearFit:
+    """Ridge regression of targets ``[T, D]`` on inputs ``[T, X]``, from sums over positions; each input is scaled to unit size first."""
+
+    POSITIONS, PER_INPUT = 12_000, 4
+    """Positions that are enough: at least so many, and so many for each input."""
+    RIDGE = 1e-2
+    """Variance that counts as noise, as a share of an input's."""
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        device = torch.device("cpu") if device.type == "mps" else device   # which has no fp64
+        self.products_XX = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        self.products_XD = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
+        self.squares, self.positions = 0.0, 0
+
+    @property
+    def enough(self) -> bool:
+        return self.positions >= max(self.POSITIONS, self.PER_INPUT * len(self.products_XX))
+
+    def add(self, inputs_TX: Tensor, targets_TD: Tensor) -> None:
+        """Add positions."""
+        x_TX, y_TD = (one.to(self.products_XX) for one in (inputs_TX, targets_TD))
+        self.products_XX += x_TX.mT @ x_TX
+        self.products_XD += x_TX.mT @ y_TD
+        self.squares += y_TD.square().sum().item()
+        self.positions += len(x_TX)
+
+    def solve(self) -> tuple[Tensor, float]:
+        """Return the weight ``[D, X]``, and the share of the targets' squares that it explains."""
+        size_X = (self.products_XX.diagonal() / self.positions).sqrt().clamp(min=1e-6)
+        scaled_XX = self.products_XX / (size_X * size_X[:, None])
+        scaled_XX.diagonal().add_(self.RIDGE * self.positions)
+        weight_XD = torch.linalg.solve(scaled_XX, self.products_XD / size_X[:, None]) / size_X[:, None]
+        missed = self.squares - 2 * (weight_XD * self.products_XD).sum() + (weight_XD * (self.products_XX @ weight_XD)).sum()
+        return weight_XD.mT, 1 - missed.item() / max(self.squares, 1e-12)
+
+
+@torch.no_grad()
+def size_of(x_TD: Tensor) -> float:
+    """Return the root mean square of a position, the median over positions: the first is often an outlier."""
+    return max(x_TD.contiguous().float().square().mean(-1).sqrt().median().item(), 1e-6)
 
 
 @torch.no_grad()
@@ -37,13 +81,12 @@ def tap_sizes(backbone: Backbone, taps: tuple[int, ...]) -> list[float]:
     """Return each tap's size as a power of two, and 1 for a backbone that is trained, whose taps change."""
     if backbone.trainable:
         return [1.0] * len(taps)
-    return [2.0 ** size.log2().round().item() for size in _sizes(probe(backbone, taps).concatenated(taps), backbone.dim)]
+    return [2.0 ** round(math.log2(size)) for size in _sizes(probe(backbone, taps).concatenated(taps), backbone.dim)]
 
 
-def _sizes(taps_1TX: Tensor, dim: int) -> list[Tensor]:
-    """Return the root mean square of each of the concatenated taps, the median over positions: the first is often an outlier."""
-    sizes = [tap_1TD.contiguous().float().square().mean(-1).sqrt().median() for tap_1TD in taps_1TX.split(dim, -1)]
-    return [size.clamp(min=1e-6) for size in sizes]
+def _sizes(taps_1TX: Tensor, dim: int) -> list[float]:
+    """Return the size of each of the concatenated taps."""
+    return [size_of(tap_1TD) for tap_1TD in taps_1TX.split(dim, -1)]
 
 
 @torch.no_grad()

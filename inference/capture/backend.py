@@ -53,6 +53,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    slow: ClassVar[bool] = False
+    """Captures take so long that only the steps of modules are worth it: no prompts, no noise."""
 
     def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
         self.module, self.memory = module, memory
@@ -88,9 +90,9 @@ class Capture(ABC):
     def __call__(self, call: Call) -> Any:
         """Replay the capture; returns the function's result for this call."""
 
-    def follows(self, shapes: Sequence[torch.Size]) -> bool:
+    def follows(self, call: Call) -> bool:
         """True if every size lies within the compared range."""
-        return all(low <= size <= high for low, size, high in zip(self.least, _sizes(shapes), self.most, strict=True))
+        return all(low <= size <= high for low, size, high in zip(self.least, _sizes(call.shapes), self.most, strict=True))
 
     def extend_range(self, shapes: Sequence[torch.Size]) -> None:
         """Extend the compared range to these shapes."""

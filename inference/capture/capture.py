@@ -65,14 +65,23 @@ class Capturer:
         """Functions of one module pass its state on to each other."""
 
     def capture(
-        self, function: Function, name: str, module: nn.Module | None = None, unless: str | None = None, *, calls_per_step: int = 1
+        self,
+        function: Function,
+        name: str,
+        module: nn.Module | None = None,
+        unless: str | None = None,
+        *,
+        calls_per_step: int = 1,
+        every_step: bool = True,
     ) -> Captured:
         """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it.
 
-        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions.
+        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions. ``every_step``:
+        False for what is called once a text.
         """
         memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
-        backend = self.backend(module, memory) if self.backend is not None and unless is None else None
+        worth_it = self.backend is not None and unless is None and not (self.backend.slow and (module is None or not every_step))
+        backend = self.backend(module, memory) if self.backend is not None and worth_it else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         captured.loads_kernels, captured.functions = self.loads_kernels, self.functions
         self.functions.append(captured)
@@ -153,7 +162,7 @@ class Captured:
         """The result at new shapes: replay within the compared range, else compare, else capture again."""
         key = (call.structure, backend.variant(call))
         capture = self._captures.get(key)
-        if capture is not None and capture.follows(call.shapes):
+        if capture is not None and capture.follows(call):
             if len(self._known) >= MOST_SHAPES:
                 self._known = {}
             self._known[exact] = capture

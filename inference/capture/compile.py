@@ -1,32 +1,41 @@
-"""Backend ``compile``: `torch.compile` with dynamic shapes and no graph breaks. Compiling takes from seconds to minutes."""
+"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 40 seconds.
+
+Sizes are constants of the compiled code except those that change between calls: the slots of caches and the number of positions from the
+start, any other from the second size on, when the function is compiled again.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from headstart.heads.layers.ragged import STEP
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
+from headstart.support.pytree import builder, flatten
 
-RECOMPILE_LIMIT = 64
-"""Compilations of one capture before it counts as not capturable; torch's default of 8 is meant for a whole program."""
+Shapes = tuple[torch.Size, ...]
 
 
 class Compile(Backend):
-    """Compiled graphs; torch's guards recompile them where a size was specialised."""
+    """Compiled functions of modules, from their first call on; others, such as sampling noise, stay as they are."""
 
     name = "compile"
+    slow = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: dict[Hashable, list[Shapes]] = {}
+        """By structure, the shapes of the calls at which it was compiled."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
-            return f"torch {torch.__version__} cannot compile functions apart from each other (torch.compile's isolate_recompiles)"
         if not torch._dynamo.is_dynamo_supported():
             return f"torch {torch.__version__} does not compile on Python {sys.version_info.major}.{sys.version_info.minor}"
         if device.type == "cpu":
@@ -35,17 +44,62 @@ class Compile(Backend):
         return None if importlib.util.find_spec("triton") else "torch.compile needs Triton on this device; install triton"
 
     def variant(self, call: Call) -> Hashable:
-        return sizes_of_one(call.shapes)
+        return sizes_of_one(call.shapes), tuple([leaf.is_contiguous() for leaf in call.leaves[: call.held_leaves]])
 
     def capture(self, function: Function, call: Call) -> Capture:
-        limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}   # missing from the overloads' types
-        return _Compiled(torch.compile(function, dynamic=True, fullgraph=True, **limits))
+        seen = self.seen.setdefault((call.structure, self.variant(call)), [])
+        seen.append(call.shapes)
+        return Compiled(function, call, [_changing(i < call.held_leaves, shapes) for i, shapes in enumerate(zip(*seen, strict=True))])
 
 
-class _Compiled(Capture):
-    def __init__(self, compiled: Function) -> None:
+def _changing(held: bool, shapes: Sequence[torch.Size]) -> list[bool]:
+    """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., S, C]``, positions of ``[B, T, ...]``."""
+    changing = [len({*sizes}) > 1 for sizes in zip(*shapes, strict=True)]
+    place = -2 if held else 1
+    if len(changing) > 1 and (shapes[-1][place] % STEP == 0 if held else shapes[-1][place] > 1):
+        changing[place] = True
+    return changing
+
+
+class Compiled(Capture):
+    """One compiled function. All results are its own, from the first call on: in 16 bits its rounding is not that of the function."""
+
+    def __init__(self, function: Function, call: Call, changing: Sequence[Sequence[bool]]) -> None:
         super().__init__()
-        self.compiled = compiled
+        from headstart.inference.capture.inductor import CompiledGraph  # which takes a second
+
+        self.function = function
+        out: Any = None
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal out
+            held, inputs = call.arguments(tensors)
+            results: list[Tensor] = []
+            out = flatten(function(held, *inputs), results)
+            return tuple(results)
+
+        self.graph = CompiledGraph(flat, _dense(call), changing)
+        self.build = builder(out)
+        self._layouts: set[Hashable] = set()
+        """Shapes and strides of tensors that the compiled function is right for."""
+
+    def follows(self, call: Call) -> bool:
+        return self.graph.fits(_dense(call))
+
+    def compare(self, function: Function, call: Call) -> None:
+        """Nothing is compared: guards say for which sizes the compiled code is right."""
 
     def __call__(self, call: Call) -> Any:
-        return self.compiled(call.held, *call.inputs)
+        tensors = _dense(call)
+        layout = tuple([(tensor.shape, tensor.stride()) for tensor in tensors[: call.held_leaves]])
+        if layout not in self._layouts:
+            if not self.graph.fits(tensors):
+                return self.function(call.held, *call.inputs)
+            self._layouts.add(layout)
+        return self.build(iter(self.graph(tensors)))
+
+
+def _dense(call: Call) -> list[Tensor]:
+    """The tensors of the call, inputs without gaps: their strides are constants of the compiled code."""
+    held = call.held_leaves
+    return [*call.leaves[:held], *(leaf.contiguous() for leaf in call.leaves[held:])]

@@ -38,7 +38,9 @@ class Reader:
         self.read = capturer.capture(self._read, "verification", backbone.model, unless)
         self._prefill: Callable[[None, Tensor], Any] = self._prefilled
         if backbone.device.type == "cpu" and backbone.recurrent is None:   # elsewhere every length would be captured apart
-            self._prefill = capturer.capture(self._prefilled, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE)
+            self._prefill = capturer.capture(
+                self._prefilled, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE, every_step=False
+            )
         self.noise = capturer.capture(self._noise, "sampling noise")
 
     @property

@@ -46,7 +46,8 @@ class DrafterSource(Source):
         super().__init__(name, drafter.depth)
         self.drafter, self.device = drafter, drafter.backbone.device
         unless = _not_capturable(drafter)
-        self._extend = capturer.capture(lambda state, features: drafter.begin(features, state), "drafter prefill", drafter, unless)
+        extend = lambda state, features: drafter.begin(features, state)   # noqa: E731
+        self._extend = capturer.capture(extend, "drafter prefill", drafter, unless, every_step=False)
         self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
