@@ -61,13 +61,13 @@ class LinearFit:
         self.positions += len(x_TX)
 
     def solve(self) -> tuple[Tensor, float]:
-        """Return the weight ``[D, X]``, and the share of the targets' squares that it explains."""
-        size_X = (self.products_XX.diagonal() / self.positions).sqrt().clamp(min=1e-6)
-        scaled_XX = self.products_XX / (size_X * size_X[:, None])
-        scaled_XX.diagonal().add_(self.RIDGE * self.positions)
-        weight_XD = torch.linalg.solve(scaled_XX, self.products_XD / size_X[:, None]) / size_X[:, None]
-        missed = self.squares - 2 * (weight_XD * self.products_XD).sum() + (weight_XD * (self.products_XX @ weight_XD)).sum()
-        return weight_XD.mT, 1 - missed.item() / max(self.squares, 1e-12)
+        """Return the weight ``[D, X]``, and the share of the targets' squares that it explains. Nothing can be added afterwards."""
+        size_X, noise = (self.products_XX.diagonal() / self.positions).sqrt().clamp(min=1e-6), self.RIDGE * self.positions
+        self.products_XX.div_(size_X).div_(size_X[:, None]).diagonal().add_(noise)
+        target_XD = self.products_XD / size_X[:, None]
+        scaled_XD = torch.cholesky_solve(target_XD, torch.linalg.cholesky(self.products_XX))
+        explained = (scaled_XD * target_XD).sum() + noise * scaled_XD.square().sum()
+        return (scaled_XD / size_X[:, None]).mT, explained.item() / max(self.squares, 1e-12)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.source import LocalSource
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -38,7 +38,7 @@ class CompiledGraph:
         with mode:
             graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
         with torch.no_grad(), config.patch(CPU_OPTIONS if tensors[-1].device.type == "cpu" else {}):
-            self.run = compile_fx(graph, fakes)
+            self.run: Any = compile_fx(graph, list(fakes))
         self.guards = self.shapes.produce_guards_expression(fakes, ignore_static=False)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -46,7 +46,8 @@ class CompiledGraph:
         return self.guards is None or bool(self.shapes.evaluate_guards_expression(self.guards, [Layout.of(tensor) for tensor in tensors]))
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.run(*tensors)
+        results: Sequence[Tensor] = self.run(*tensors)
+        return results
 
 
 class Layout(NamedTuple):
@@ -74,7 +75,7 @@ class Layout(NamedTuple):
         return 0
 
 
-def _fake(mode: FakeTensorMode, number: int, tensor: Tensor, changing: Sequence[bool]) -> Tensor:
+def _fake(mode: FakeTensorMode, number: int, tensor: Tensor, changing: Sequence[bool]) -> FakeTensor:
     """A tensor without data, whose changing sizes, and the strides that do not follow from its sizes, are symbols."""
     sizes = [DimDynamic.DYNAMIC if change else DimDynamic.STATIC for change in changing]
     plain = torch.empty_strided(*Layout.of(tensor), dtype=tensor.dtype, device=tensor.device)   # a view would bring its base
