@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 from accelerate.state import AcceleratorState
+from tqdm import tqdm
 
 from headstart.cli.train import main
 
@@ -64,6 +66,7 @@ def _become(arguments: list[str], log: Path, environment: dict[str, str]) -> Non
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
         os.environ.update(environment)
         AcceleratorState._reset_state(True)
+        tqdm.set_lock(threading.RLock())   # the inherited one is shared: a process that is killed while it holds it would stop all others
         status = main(arguments)
         sys.stderr.flush()
     except BaseException:

@@ -43,7 +43,7 @@ def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
 
 
 def put_layer(store_LBHSD: Tensor, layer: int, new_BHND: Tensor, index_BN: Tensor) -> None:
-    """The same for one layer of a store."""
+    """Write N entries of each row into their slots of one layer, in place."""
     if isinstance(store_LBHSD, FakeTensor):   # traced for a compiler, which writes in place what is no view
         layer_11 = torch.full((1, 1), layer, device=index_BN.device)
         torch.ops.aten.index_put_(store_LBHSD, [layer_11, _rows(index_BN), None, index_BN], new_BHND.transpose(1, 2))

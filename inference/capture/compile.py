@@ -1,4 +1,4 @@
-"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 40 seconds.
+"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 30 seconds.
 
 Sizes are constants of the compiled code except those that change between calls: the slots of caches and the number of positions from the
 start, any other from the second size on, when the function is compiled again.
