@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +44,25 @@ class Call:
         """``held`` and ``inputs`` rebuilt with these tensors."""
         held_structure, inputs_structure = self.structure
         return builder(held_structure)(iter(leaves[: self.held_leaves])), builder(inputs_structure)(iter(leaves[self.held_leaves :]))
+
+
+class Flat:
+    """A function as one of a call's tensors alone, which returns a tuple of tensors; `build` makes its result of them."""
+
+    def __init__(self, function: Function, call: Call) -> None:
+        self.function, self.call = function, call
+        self._structure: Hashable = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        held, inputs = self.call.arguments(tensors)
+        results: list[Tensor] = []
+        self._structure = flatten(self.function(held, *inputs), results)
+        return tuple(results)
+
+    @property
+    def build(self) -> Callable[[Iterator[Tensor]], Any]:
+        """Makes the function's result of an iterator of its tensors; known once it has been called."""
+        return builder(self._structure)
 
 
 class Backend(ABC):

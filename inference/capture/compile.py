@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.layers.ragged import STEP
-from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
-from headstart.support.pytree import builder, flatten
+from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
 
 Shapes = tuple[torch.Size, ...]
 
@@ -69,17 +68,9 @@ class Compiled(Capture):
         from headstart.inference.capture.inductor import CompiledGraph  # which takes a second
 
         self.function = function
-        out: Any = None
-
-        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal out
-            held, inputs = call.arguments(tensors)
-            results: list[Tensor] = []
-            out = flatten(function(held, *inputs), results)
-            return tuple(results)
-
+        flat = Flat(function, call)
         self.graph = CompiledGraph(flat, _dense(call), changing)
-        self.build = builder(out)
+        self.build = flat.build
         self._layouts: set[Hashable] = set()
         """Shapes and strides of tensors that the compiled function is right for."""
 

@@ -13,14 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headstart.inference.capture.backend import Backend, Call, Capture, Function, sizes_of_one
+from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
 from headstart.inference.capture.folding import fold, missing_functions, trace, untracked
 from headstart.inference.capture.forms import Form, fastest_form
 from headstart.inference.capture.linear import TransposedLinear, layout
 from headstart.inference.capture.products import PackedFunction
-from headstart.support.pytree import builder, flatten
 
 LONG = 1024
 """Caches of more positions than this are captured apart, again at every doubling: attention takes their keys in more blocks."""
@@ -65,19 +63,11 @@ class Trace(Backend):
 class _Traced(Capture):
     def __init__(self, function: Function, call: Call, form: Form) -> None:
         super().__init__()
-        out: Any = None
-
-        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal out
-            held, inputs = call.arguments(tensors)
-            results: list[Tensor] = []
-            out = flatten(function(held, *inputs), results)
-            return tuple(results)
-
+        flat = Flat(function, call)
         with TransposedLinear(form.transposed_rows) if form.transposed_rows else nullcontext():
             traced = trace(flat, call.leaves)
         self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
-        self.build = builder(out)
+        self.build = flat.build
 
     @property
     def packed(self) -> bool:
