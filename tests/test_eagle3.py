@@ -167,9 +167,12 @@ def test_rotation_is_the_same_in_bf16() -> None:
 
 def test_two_layers_start_as_the_backbones_last_two() -> None:
     on = backbone("llama")
-    drafter = fresh(on, layers=2)
+    drafter, features = fresh(on, layers=2), probe(on, (on.num_layers,))
+    assert features.taps is not None
+    shrink = size_of(features.hidden_BTD) / size_of(features.taps[on.num_layers])
     for layer, start in zip((drafter.midlayer, drafter.layers["1"]), on.layers[-2:], strict=True):
         assert torch.equal(layer.mlp.gate_proj.weight, start.mlp.gate_proj.weight)
+        torch.testing.assert_close(layer.mlp.down_proj.weight, start.mlp.down_proj.weight * shrink)
         assert torch.equal(layer.self_attn.v_proj.weight[:, -on.dim :], start.self_attn.v_proj.weight)
     assert torch.equal(drafter.norm.weight, on.base.norm.weight)
 
