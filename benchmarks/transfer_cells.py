@@ -22,6 +22,9 @@ BASE = (
     "train.lr=8e-3", "train.max_grad_norm=1.0", "train.warmup_ratio=0.03", "objective.terms={kl: 1.0}", "objective.depth_weights=expected",
     "train.readout_lr_ratio=1", "drafter.norm_output=false",
 )  # fmt: skip
+RATES = (0.0025, 0.003, 0.004, 0.0045, 0.005, 0.006, 0.007, 0.008, 0.01, 0.012, 0.014, 0.016, 0.02, 0.028, 0.04)
+
+
 @dataclass(frozen=True)
 class Backbone:
     """A model with its data, and how its folder is assembled."""
@@ -58,7 +61,8 @@ BASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Overrides by name: none, the learning rate by width, the defaults of a recipe with steps of one text, speculators' own."""
 CHANGES: dict[str, tuple[str, ...]] = {
-    **{f"lr{rate:g}": (f"train.lr={rate:g}",) for rate in (0.0025, 0.004, 0.005, 0.01, 0.016, 0.02)},
+    **{f"lr{rate:g}": (f"train.lr={rate:g}",) for rate in RATES},
+    "muon": ("train.optimizer=muon",),
     "half": ("train.lr={half}",),
     "double": ("train.lr={double}",),
     **{f"batch{size}": (f"train.batch_size={size}",) for size in (1, 2, 4, 8)},

@@ -16,7 +16,7 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample
-from headstart.training.loop import train
+from headstart.training.loop import micro_batch_seed, train
 from headstart.training.recipe.recipe import Train, load_recipe
 from headstart.training.run.schedule import learning_rate
 from headstart.training.setup import prepare
@@ -157,6 +157,16 @@ def test_ten_consecutive_skips_end_it(tmp_path: Path, monkeypatch: pytest.Monkey
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: the loss is nan") and "at step 12, the last of 10 such steps in a row" in message
     assert "step-00000011" in message
+
+
+def test_late_steps_have_seeds(tmp_path: Path) -> None:
+    """A step's seed grows with its number, and NumPy takes 32 bits of it."""
+    trained = prepare(load_recipe(make_recipe(tmp_path), ["train.steps=1000000", f"seed={2**32 - 1}"]))
+    trained.done = 999_999
+    assert train(trained) == 0 and trained.done == 1_000_000
+    trained.log.close()
+    seeds = [micro_batch_seed(2**32 - 1, step, number, 1) for step in (1, 4_294, 4_295, 10**9) for number in (0, 1)]
+    assert len({*seeds}) == 8 and all(0 <= seed < 2**32 for seed in seeds)
 
 
 def test_wandb_is_asked_for_before_anything_is_loaded(

@@ -96,10 +96,15 @@ def _accumulate_gradients(run: Run, step: int, batches: list[Batch], scale: Tens
     totals: list[Sums] = []
     for i, batch in enumerate(batches):
         inputs = batch if run.backbone.trainable else run.source.read(batch)
-        seed = run.recipe.seed + 1_000_003 * step + 8_191 * i + run.accelerator.process_index   # so that no random state is saved
+        seed = micro_batch_seed(run.recipe.seed, step, i, run.accelerator.process_index)
         sums = [trainer.backward(inputs, scale, seed, last=i + 1 == len(batches)) for trainer in run.trainers]
         totals = [Sums(*(a + b for a, b in zip(*pair, strict=True))) for pair in zip(totals, sums, strict=True)] if totals else sums
     return totals
+
+
+def micro_batch_seed(seed: int, step: int, number: int, process: int) -> int:
+    """Seed of a micro-batch's random numbers, in 32 bits as NumPy takes it. They follow from it, so that no random state is saved."""
+    return (seed + 1_000_003 * step + 8_191 * number + process) % 2**32
 
 
 def _sum_over_processes(
