@@ -59,6 +59,22 @@ def test_a_compiled_function_gives_the_same_at_other_sizes_and_strides() -> None
     assert torch.allclose(turned[:, :3], layer(x), atol=1e-5)
 
 
+@needs_a_compiler
+@torch.no_grad()
+def test_fused_operations_in_bf16_round_as_single_ones() -> None:
+    """Plain steps and trees are fused otherwise, and have to give the same bits."""
+    torch.manual_seed(0)
+    gain = torch.randn(64).bfloat16()
+
+    def step(held: Tensor, x: Tensor) -> tuple[Tensor]:
+        normed = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return (x + nn.functional.silu(normed.bfloat16() * gain) * (x * 0.3 + held),)
+
+    captured = Capturer("compile", CPU).capture(step, "step", nn.Identity())
+    held, x = torch.randn(1, 5, 64).bfloat16(), torch.randn(1, 5, 64).bfloat16()
+    assert torch.equal(captured(held, x)[0], step(held, x)[0]) and captured.fallback is None
+
+
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -53,6 +53,12 @@ def test_wider_drafters_and_longer_runs_take_smaller_steps_larger_batches_larger
     assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * middle, rel=0.1)
 
 
+def test_the_rule_is_as_documented() -> None:
+    """docs/defaults.md: the square root of the steps up to 1,000, the fourth root beyond."""
+    assert [learning_rate("muon", 128, 512, steps) for steps in (10, 75, 300, 1000, 16_000)] == [0.03, 0.02, 0.01, 0.0055, 0.0027]
+    assert learning_rate("muon", 384, 1018, 570) == 0.0029 and learning_rate("adamw", 4096, 16_000, 26_000) == 9e-5
+
+
 def test_the_plan_says_what_training_takes_and_records(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", str(small), "--no-calibration", "--json", str(tmp_path / "plan.json")]) == 0
     planned = json.loads((tmp_path / "plan.json").read_text())["chosen"][""]

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 CPU_OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,        # in 16 bits fused operations round as single ones do, so that every graph rounds alike
     "freezing": True,                       # weights are constants, packed for oneDNN
     "cpp_wrapper": True,                    # no Python between the kernels
     "cpp.enable_concat_linear": True,       # queries, keys and values as one product; gate and up too

@@ -1,7 +1,7 @@
 """What ``auto`` stands for in a recipe: values that depend on the drafter, the steps and the length of the run.
 
-The rule was fitted to sweeps over six backbones of width 64 to 256 (`benchmarks/transfer.py`, docs/defaults.md). Wider drafters follow the
-same exponents, which is an extrapolation.
+The rule was fitted to sweeps over backbones of width 64 to 384, in runs of 59 to 6,000 steps (`benchmarks/transfer.py`, docs/defaults.md).
+Wider drafters and longer runs follow the same exponents, which is an extrapolation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from headstart.training.recipe.recipe import Recipe, Train
 
 WIDTH, STEP_TOKENS, STEPS = 128, 512, 300
 """The size of run at which the learning rate is `PEAK`."""
-PEAK = {"muon": 8e-3, "adamw": 4e-3}
-WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT = -1.0, 0.25, -0.25
-HIGHEST = 2e-2
+LONG = 1000
+"""Steps from which on the rate falls more slowly."""
+PEAK = {"muon": 1e-2, "adamw": 5e-3}
+WIDTH_EXPONENT, TOKENS_EXPONENT, STEPS_EXPONENT, LONG_EXPONENT = -1.0, 0.25, -0.5, -0.25
+HIGHEST = 3e-2
 FEW_STEPS, ENOUGH_STEPS = 300, 600
 """A run of fewer steps than the first learns much more from the same text in as many as the second (measured with EAGLE-3)."""
 ADAPTED = 0.3
@@ -72,7 +74,8 @@ def autocast_name(precision: str, backbone: torch.dtype) -> str:
 def learning_rate(optimizer: str, width: int, step_tokens: float, steps: int, adapted: bool = False) -> float:
     """Return the peak learning rate with two significant digits."""
     rate = PEAK[optimizer] * (width / WIDTH) ** WIDTH_EXPONENT
-    rate *= (step_tokens / STEP_TOKENS) ** TOKENS_EXPONENT * (steps / STEPS) ** STEPS_EXPONENT
+    rate *= (step_tokens / STEP_TOKENS) ** TOKENS_EXPONENT
+    rate *= (min(steps, LONG) / STEPS) ** STEPS_EXPONENT * (max(steps, LONG) / LONG) ** LONG_EXPONENT
     return float(f"{min(rate, HIGHEST) * (ADAPTED if adapted else 1.0):.2g}")
 
 
