@@ -67,8 +67,7 @@ def test_fused_operations_in_bf16_round_as_single_ones() -> None:
     gain = torch.randn(64).bfloat16()
 
     def step(held: Tensor, x: Tensor) -> tuple[Tensor]:
-        normed = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        return (x + nn.functional.silu(normed.bfloat16() * gain) * (x * 0.3 + held),)
+        return (x + x * gain * (x * 0.3 + held),)
 
     captured = Capturer("compile", CPU).capture(step, "step", nn.Identity())
     held, x = torch.randn(1, 5, 64).bfloat16(), torch.randn(1, 5, 64).bfloat16()
