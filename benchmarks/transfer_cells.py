@@ -23,6 +23,7 @@ BASE = (
     "train.readout_lr_ratio=1", "drafter.norm_output=false",
 )  # fmt: skip
 RATES = (0.0025, 0.003, 0.004, 0.0045, 0.005, 0.006, 0.007, 0.008, 0.01, 0.012, 0.014, 0.016, 0.02, 0.028, 0.04)
+"""Learning rates by name, as in ``default+muon+lr0.01``: a rate without an optimizer is AdamW's."""
 
 
 @dataclass(frozen=True)
