@@ -8,6 +8,7 @@ from families import backbone, left_padded, prompts, random_drafter, say
 from test_capture import CPU, Counted
 from torch import Tensor, nn
 
+from headstart.inference.capture import compile
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.compile import Compile
 from headstart.inference.engine.tree import TreeShape
@@ -57,6 +58,14 @@ def test_a_compiled_function_gives_the_same_at_other_sizes_and_strides() -> None
     x = torch.randn(1, 3, 6)
     assert torch.allclose(captured(turned, x)[0], step(turned.clone(), x)[0], atol=1e-5)
     assert torch.allclose(turned[:, :3], layer(x), atol=1e-5)
+
+
+def test_only_the_positions_of_one_row_change_from_the_start() -> None:
+    """Tree passes of 8 rows with a symbol for their positions took inductor more than eight minutes."""
+    one, several, others = (torch.Size(sizes) for sizes in ((1, 5), (8, 5), (7, 5)))
+    assert [compile._changing(False, [shape]) for shape in (one, several)] == [[False, True], [False, False]]
+    assert compile._changing(False, [several, others]) == [True, False]
+    assert compile._changing(True, [torch.Size((8, 2, 64, 16))]) == [False, False, True, False]
 
 
 @needs_a_compiler

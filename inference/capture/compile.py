@@ -1,7 +1,8 @@
-"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 30 seconds.
+"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 30 seconds,
+and up to a minute for several rows.
 
-Sizes are constants of the compiled code except those that change between calls: the slots of caches and the number of positions from the
-start, any other from the second size on, when the function is compiled again.
+Sizes are constants of the compiled code except those that change between calls: the slots of caches and the number of positions of a single
+row from the start, any other from the second size on, when the function is compiled again.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ class Compile(Backend):
 
 
 def _changing(held: bool, shapes: Sequence[torch.Size]) -> list[bool]:
-    """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., S, C]``, positions of ``[B, T, ...]``."""
+    """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., S, C]``, positions of ``[1, T, ...]``.
+
+    Where there are more rows, indices of a symbol for the positions take inductor many minutes to simplify.
+    """
     changing = [len({*sizes}) > 1 for sizes in zip(*shapes, strict=True)]
     place = -2 if held else 1
-    if len(changing) > 1 and (shapes[-1][place] % STEP == 0 if held else shapes[-1][place] > 1):
+    if len(changing) > 1 and (shapes[-1][place] % STEP == 0 if held else shapes[-1][0] == 1 < shapes[-1][place]):
         changing[place] = True
     return changing
 
