@@ -58,6 +58,7 @@ class Capturer:
 
     def __init__(self, name: BackendName, device: torch.device) -> None:
         self.backend, self.reason = choose(name, device)
+        self.device = device
         self.patience = PATIENCE if name == "auto" else 0
         self.loads_kernels = device.type != "cpu"
         self.functions: list[Captured] = []
@@ -77,11 +78,13 @@ class Capturer:
         """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it.
 
         ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions. ``every_step``:
-        False for what is called once a text.
+        False for what is called once a text. What a slow backend would take too long for is traced on a CPU, and runs uncaptured elsewhere.
         """
         memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
-        worth_it = self.backend is not None and unless is None and not (self.backend.slow and (module is None or not every_step))
-        backend = self.backend(module, memory) if self.backend is not None and worth_it else None
+        kind = None if unless is not None else self.backend
+        if kind is not None and kind.slow and (module is None or not every_step):
+            kind = Trace if Trace.unavailable(self.device) is None else None
+        backend = kind(module, memory) if kind is not None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         captured.loads_kernels, captured.functions = self.loads_kernels, self.functions
         self.functions.append(captured)

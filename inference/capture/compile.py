@@ -1,8 +1,8 @@
-"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 30 seconds,
-and up to a minute for several rows.
+"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 40 seconds,
+and up to a minute and a half for several rows.
 
-Sizes are constants of the compiled code except those that change between calls: the slots of caches and the number of positions of a single
-row from the start, any other from the second size on, when the function is compiled again.
+Sizes are constants of the compiled code except those that change between calls: from the start the slots of caches, the number of rows if
+there are several, and the number of positions if there is one row; any other from the second size on, when the function is compiled again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.heads.backbone.tree_attention import FEW_ROWS
 from headstart.heads.layers.ragged import STEP
 from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
 
@@ -44,22 +45,33 @@ class Compile(Backend):
         return None if importlib.util.find_spec("triton") else "torch.compile needs Triton on this device; install triton"
 
     def variant(self, call: Call) -> Hashable:
-        return sizes_of_one(call.shapes), tuple([leaf.is_contiguous() for leaf in call.leaves[: call.held_leaves]])
+        rows = min(_rows(call), FEW_ROWS + 1)   # exact attention branches on it
+        return sizes_of_one(call.shapes), rows, tuple([leaf.is_contiguous() for leaf in call.leaves[: call.held_leaves]])
 
     def capture(self, function: Function, call: Call) -> Capture:
         seen = self.seen.setdefault((call.structure, self.variant(call)), [])
         seen.append(call.shapes)
-        return Compiled(function, call, [_changing(i < call.held_leaves, shapes) for i, shapes in enumerate(zip(*seen, strict=True))])
+        changing = [_changing(i < call.held_leaves, _rows(call), shapes) for i, shapes in enumerate(zip(*seen, strict=True))]
+        return Compiled(function, call, changing)
 
 
-def _changing(held: bool, shapes: Sequence[torch.Size]) -> list[bool]:
-    """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., S, C]``, positions of ``[1, T, ...]``.
+def _rows(call: Call) -> int:
+    """The first size of the first input."""
+    return next(iter(call.shapes[call.held_leaves]), 1)
 
-    Where there are more rows, indices of a symbol for the positions take inductor many minutes to simplify.
+
+def _changing(held: bool, rows: int, shapes: Sequence[torch.Size]) -> list[bool]:
+    """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., B, H, S, C]``, several rows, and
+    the positions ``[1, T, ...]`` of one.
+
+    Rows end one after another. Where there are several, indices of a symbol for the positions take inductor many minutes to simplify.
     """
-    changing = [len({*sizes}) > 1 for sizes in zip(*shapes, strict=True)]
+    changing, sizes = [len({*sizes}) > 1 for sizes in zip(*shapes, strict=True)], shapes[-1]
+    row = max(len(sizes) - 4, 0) if held else 0
+    if 1 < rows == (sizes[row] if sizes else 0):
+        changing[row] = True
     place = -2 if held else 1
-    if len(changing) > 1 and (shapes[-1][place] % STEP == 0 if held else shapes[-1][0] == 1 < shapes[-1][place]):
+    if len(changing) > 1 and (sizes[place] % STEP == 0 if held else sizes[0] == 1 < sizes[place]):
         changing[place] = True
     return changing
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from headstart.inference.capture.bf16_products import bf16_products
+
 CPU_OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,        # in 16 bits fused operations round as single ones do, so that every graph rounds alike
-    "freezing": True,                       # weights are constants, packed for oneDNN
+    "freezing": True,                       # weights are constants, packed for oneDNN or for bf16_products.py
     "cpp_wrapper": True,                    # no Python between the kernels
     "cpp.enable_concat_linear": True,       # queries, keys and values as one product; gate and up too
     "realize_opcount_threshold": 8,         # masks and rotations are computed once, not in every layer again
@@ -38,7 +41,7 @@ class CompiledGraph:
         fakes = [_fake(mode, i, *one) for i, one in enumerate(zip(tensors, changing, strict=True))]
         with mode:
             graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
-        with torch.no_grad(), config.patch(CPU_OPTIONS if tensors[-1].device.type == "cpu" else {}):
+        with torch.no_grad(), _options(graph, tensors[-1].device):
             self.run: Any = compile_fx(graph, list(fakes))
         self.guards = self.shapes.produce_guards_expression(fakes, ignore_static=False)
 
@@ -74,6 +77,18 @@ class Layout(NamedTuple):
     def storage_offset(self) -> int:
         """0: compiled code is given addresses."""
         return 0
+
+
+@contextmanager
+def _options(graph: Any, device: torch.device) -> Iterator[None]:
+    """Inductor's options for the graph."""
+    if device.type != "cpu":
+        yield
+        return
+    weights = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    in_bf16 = any(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in weights)
+    with config.patch(CPU_OPTIONS), bf16_products() if in_bf16 else nullcontext():
+        yield
 
 
 def _fake(mode: FakeTensorMode, number: int, tensor: Tensor, changing: Sequence[bool]) -> FakeTensor:
