@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -14,9 +15,11 @@ from tqdm import tqdm
 
 from headstart.cli.train import main
 
+SECONDS, GRACE = 100, 10   # how long a run may take, and how long the others may once one has failed
+
 
 class Forked:
-    """``count`` processes of one group, each running the command with these arguments; their output goes to ``said``."""
+    """``count`` processes of one group, each running the command with these arguments; their output goes to ``log``."""
 
     def __init__(self, count: int, arguments: list[str], log: Path, **environment: str) -> None:
         with socket.socket() as probe:
@@ -25,25 +28,28 @@ class Forked:
         shared = {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
         ranked = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)} if count > 1 else {}
         self.running: list[int] = []
+        self.log = log
         for rank in range(count):
             pid = os.fork()
             if not pid:
                 _become(arguments, log, {**shared, **ranked, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})})
             self.running.append(pid)
 
-    def wait(self, seconds: float = 100) -> int:
-        """The first non-zero exit status (minus the signal); kills the others after a failure or a timeout."""
-        end, worst = time.monotonic() + seconds, 0
-        while self.running:
-            pid, status = os.waitpid(self.running[0], os.WNOHANG)
-            if pid:
-                worst = worst or os.waitstatus_to_exitcode(status)
-                self.running.pop(0)
-            elif time.monotonic() > end or worst:
-                self.kill()
-                raise AssertionError(f"ended after {seconds} s, or since another one failed with {worst}")
-            else:
-                time.sleep(0.01)
+    def wait(self) -> int:
+        """The first non-zero exit status (minus the signal); kills those that do not end after a failure or in time."""
+        end, worst = time.monotonic() + SECONDS, 0
+        while self.running and time.monotonic() < end:
+            for pid in list(self.running):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.running.remove(pid)
+                if ended and status and not worst:
+                    worst, end = os.waitstatus_to_exitcode(status), min(end, time.monotonic() + GRACE)
+            time.sleep(0.01)
+        if self.running:
+            why = f"another one failed with {worst}" if worst else f"it took more than {SECONDS} s"
+            self.kill()
+            raise AssertionError(f"killed, since {why}:\n{self.log.read_text()[-10_000:]}")
         return worst
 
     def kill(self) -> bool:
@@ -65,6 +71,7 @@ def _become(arguments: list[str], log: Path, environment: dict[str, str]) -> Non
 
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
         os.environ.update(environment)
+        faulthandler.dump_traceback_later(SECONDS - 5, file=sys.stderr)   # where a run hangs is in its log when it is killed
         AcceleratorState._reset_state(True)
         tqdm.set_lock(threading.RLock())   # the inherited one is shared: a process that is killed while it holds it would stop all others
         status = main(arguments)

@@ -57,7 +57,7 @@ def test_batches_give_every_row_what_it_gets_alone(heads):
                                       " prompts. In fp32 this is a fault; please report it.")
 
 
-def test_a_system_warms_up_until_nothing_is_captured_any_more(heads):
+def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch):
     class Capturing(TransformersSystem):
         rounds, captures = 0, 4
 
@@ -76,6 +76,9 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads):
     restless = Capturing("never done", heads.backbone)
     restless.captures = 1000
     assert rounds(restless, 20) == LONGEST_WARM_UP // 30
+    slow = Capturing("takes long", heads.backbone)
+    monkeypatch.setattr(Capturing, "captures_take_long", True)
+    assert rounds(slow, 20) == 20
 
 
 def test_a_cold_function_is_timed_once_it_is_captured():

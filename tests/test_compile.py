@@ -67,6 +67,8 @@ def test_the_positions_of_one_row_and_the_number_of_several_change_from_the_star
     """Tree passes of 8 rows with a symbol for their positions took inductor more than eight minutes; rows end while a batch is decoded."""
     one, several, other = (torch.Size(sizes) for sizes in ((1, 5), (8, 5), (8, 6)))
     assert compile._changing(False, 1, [one]) == [False, True]
+    assert compile._changing(False, 1, [torch.Size((1, 5, 5))]) == [False, True, True], "a tree mask"
+    assert compile._changing(False, 1, [torch.Size((1, 5, 384))]) == [False, True, False]
     assert compile._changing(False, 8, [several]) == [True, False]
     assert compile._changing(False, 8, [several, other]) == [True, True]
     assert compile._changing(True, 8, [torch.Size((8, 2, 64, 16))]) == [True, False, True, False]

@@ -152,9 +152,14 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue measured prompts, each at most once, until it no longer captures functions."""
+        """Let every system continue prompts, each at most once, until it captures nothing more; all of them if captures take long."""
         for one in self.results:
-            warm_up(self._warm_up_rounds(one.system, asked))
+            rounds = self._warm_up_rounds(one.system, asked)
+            if one.system.captures_take_long:
+                for work in rounds:
+                    work()
+            else:
+                warm_up(rounds)
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.bench.timing import synchronize
-from headstart.inference.capture.capture import CaptureReport
+from headstart.inference.capture.capture import Capturer, CaptureReport
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -51,6 +51,11 @@ class System(ABC):
         """How forward passes are captured; None for systems without capture."""
         return None
 
+    @property
+    def captures_take_long(self) -> bool:
+        """True if a capture takes so long that one among the timed texts would be all that is seen."""
+        return False
+
     @abstractmethod
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         """Continue prompts as one batch. The caller measures the wall time."""
@@ -74,7 +79,15 @@ class HeadstartSystem(System):
 
     @property
     def capture(self) -> CaptureReport:
-        return self.heads.engine(bool(self.sources)).capturer.report()
+        return self._capturer.report()
+
+    @property
+    def captures_take_long(self) -> bool:
+        return self._capturer.backend is not None and self._capturer.backend.slow
+
+    @property
+    def _capturer(self) -> Capturer:
+        return self.heads.engine(bool(self.sources)).capturer
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int], timed: bool = False) -> Continuations:
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)

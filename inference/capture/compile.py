@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.tree_attention import FEW_ROWS
 from headstart.heads.layers.ragged import STEP
 from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
 
@@ -45,8 +44,7 @@ class Compile(Backend):
         return None if importlib.util.find_spec("triton") else "torch.compile needs Triton on this device; install triton"
 
     def variant(self, call: Call) -> Hashable:
-        rows = min(_rows(call), FEW_ROWS + 1)   # exact attention branches on it
-        return sizes_of_one(call.shapes), rows, tuple([leaf.is_contiguous() for leaf in call.leaves[: call.held_leaves]])
+        return sizes_of_one(call.shapes), tuple([leaf.is_contiguous() for leaf in call.leaves[: call.held_leaves]])
 
     def capture(self, function: Function, call: Call) -> Capture:
         seen = self.seen.setdefault((call.structure, self.variant(call)), [])
@@ -62,7 +60,7 @@ def _rows(call: Call) -> int:
 
 def _changing(held: bool, rows: int, shapes: Sequence[torch.Size]) -> list[bool]:
     """Which sizes of a tensor change between calls: those that have, the slots of a cache ``[..., B, H, S, C]``, several rows, and
-    the positions ``[1, T, ...]`` of one.
+    the positions ``[1, T, ...]`` of one, in a tree mask ``[1, T, T]`` twice.
 
     Rows end one after another. Where there are several, indices of a symbol for the positions take inductor many minutes to simplify.
     """
@@ -73,6 +71,8 @@ def _changing(held: bool, rows: int, shapes: Sequence[torch.Size]) -> list[bool]
     place = -2 if held else 1
     if len(changing) > 1 and (sizes[place] % STEP == 0 if held else sizes[0] == 1 < sizes[place]):
         changing[place] = True
+        if not held and sizes[1:] == (sizes[1], sizes[1]):
+            changing[2] = True
     return changing
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from headstart.inference.capture import attention_kernel  # noqa: F401  (registers itself)
 from headstart.inference.capture.bf16_products import bf16_products
 
 CPU_OPTIONS: dict[str, Any] = {
