@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import backbone, left_padded, prompts, random_drafter, say
 from test_compile import needs_a_compiler
 from torch import Tensor, nn
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from headstart.heads.backbone import tree_attention
-from headstart.heads.backbone.tree_attention import attend, attend_exactly
+from headstart.heads.backbone.tree_attention import attend, attend_exactly, attention_as_one_operation
+from headstart.heads.layers import decoder_layer
 from headstart.inference.capture.capture import Captured, Capturer
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -73,3 +81,34 @@ def test_a_query_has_the_same_bits_alone_and_among_others_wherever_its_keys_lie(
     alone = [captured(None, query[:, :, [i]], keys, values, mask[:, :, [i]]) for i in range(7)]
     assert torch.equal(torch.cat(alone, 2), together)
     assert captured.fallback is None
+
+
+@needs_a_compiler
+def test_threads_share_the_queries() -> None:
+    """In a process of its own: one that has had several threads must not be forked."""
+    test = test_a_query_has_the_same_bits_alone_and_among_others_wherever_its_keys_lie.__name__
+    code = f"import torch, {__name__} as tests; torch.set_num_threads(2); tests.{test}()"
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_layer_of_backbones_and_heads_is_compiled_with_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `few_queries`, run here as it is; gpt2 has as many key heads as query heads."""
+    model = backbone(family)
+    heads, rows = SpeculativeModel(model, random_drafter("eagle3", model), capture="off"), left_padded(prompts([6]))
+    operations, of_heads, layers = [], [], model.config.num_hidden_layers
+    operation, attend_in_heads = tree_attention.few_queries, decoder_layer.attend
+    monkeypatch.setattr(tree_attention, "few_queries", lambda *inputs: operations.append(inputs) or operation(*inputs))
+    monkeypatch.setattr(decoder_layer, "attend", lambda *inputs: of_heads.append(inputs) or attend_in_heads(*inputs))
+    for options in ({"speculate": False}, {"tree": TreeShape(3, 1, 2)}):
+        expected = say(heads, rows, max_new_tokens=5, **options)
+        assert not operations
+        of_heads.clear()
+        with attention_as_one_operation():
+            assert torch.equal(say(heads, rows, max_new_tokens=5, **options), expected)
+        assert bool(of_heads) == ("tree" in options)
+        in_layers = len(operations) - len(of_heads)
+        assert in_layers and in_layers % layers == 0
+        operations.clear()

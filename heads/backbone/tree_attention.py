@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -35,16 +34,16 @@ BLOCK = 512
 FEW_ROWS = 2
 """Up to so many rows of at most `BLOCK` keys, torch's kernel is the fastest in fp64."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
+_one_operation: ContextVar[bool] = ContextVar("attention as one operation", default=False)
 
 
 def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """Return the attention output ``[B, H, N, C]``; ``mask_B1NS`` is boolean or additive, ``scale`` defaults to that of SDPA.
 
-    Compiled for a CPU, it is one operation with a kernel of its own. Otherwise torch's kernel there groups the heads; for a single query
-    in bf16 it takes two to four times as long as in fp32 (LOG.md). On an accelerator its fast kernels do not group them, beside a mask,
-    so the query heads of one key head become further queries.
+    On a CPU torch's kernel groups the heads; for a single query in bf16 it takes two to four times as long as in fp32 (LOG.md). On an
+    accelerator its fast kernels do not group them, beside a mask, so the query heads of one key head become further queries.
     """
-    if _compiling(query_BHNC):
+    if _is_one_operation(query_BHNC):
         return _few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     if query_BHNC.device.type == "cpu" and query_BHNC.dtype == torch.bfloat16 and query_BHNC.shape[2] == 1:
         return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
@@ -82,7 +81,7 @@ def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, m
 
 @torch.library.custom_op("headstart::few_queries", mutates_args=(), device_types="cpu")
 def few_queries(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention as one operation, for `headstart.inference.capture.attention_kernel`; returns ``[B, N, H, C]``."""
+    """The same as one operation, which a compiler may have a kernel for; returns ``[B, N, H, C]``."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     return attend_exactly(query, keys, values, mask, scale).transpose(1, 2).contiguous()
@@ -94,16 +93,24 @@ def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -
     return query.new_empty(B, N, H, values.shape[-1])
 
 
-def _compiling(query_BHNC: Tensor) -> bool:
-    """True if decoding is traced for a compiler on a CPU, and the queries are few; training is traced to plan memory."""
-    on_cpu = isinstance(query_BHNC, FakeTensor) and query_BHNC.device.type == "cpu"
-    return on_cpu and not torch.is_grad_enabled() and query_BHNC.dtype != torch.float64 and bool(query_BHNC.shape[2] <= MAX_EXACT)
-
-
 def _few_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None) -> Tensor:
     scale = query_BHNC.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     return output.transpose(1, 2)
+
+
+def _is_one_operation(query_BHNC: Tensor) -> bool:
+    return _one_operation.get() and query_BHNC.dtype != torch.float64 and bool(query_BHNC.shape[2] <= MAX_EXACT)
+
+
+@contextmanager
+def attention_as_one_operation() -> Iterator[None]:
+    """Within this context, of this thread alone, attention of few queries is `few_queries`: for what is traced for a compiler on a CPU."""
+    token = _one_operation.set(True)
+    try:
+        yield
+    finally:
+        _one_operation.reset(token)
 
 
 def _attend_in_blocks(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, blocks: int) -> Tensor:
@@ -150,10 +157,10 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
     exactly = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= MAX_EXACT
-    compiling = _compiling(query)
-    if not (_active.get() and plain and fits and (compiling or exactly or query.shape[1] != key.shape[1])):
+    as_operation = _is_one_operation(query)
+    if not (_active.get() and plain and fits and (as_operation or exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
     assert attention_mask is not None
-    compute = attend_exactly if exactly and not compiling else attend
+    compute = attend_exactly if exactly and not as_operation else attend
     return compute(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2).contiguous(), None

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from headstart.heads.backbone.tree_attention import attention_as_one_operation
 from headstart.inference.capture import attention_kernel  # noqa: F401  (registers itself)
 from headstart.inference.capture.bf16_products import bf16_products
 
@@ -40,9 +41,10 @@ class CompiledGraph:
         self.shapes = ShapeEnv(duck_shape=False)   # equal sizes are not taken for the same
         mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         fakes = [_fake(mode, i, *one) for i, one in enumerate(zip(tensors, changing, strict=True))]
-        with mode:
+        on_cpu = tensors[-1].device.type == "cpu"
+        with mode, attention_as_one_operation() if on_cpu else nullcontext():
             graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
-        with torch.no_grad(), _options(graph, tensors[-1].device):
+        with torch.no_grad(), _options(graph) if on_cpu else nullcontext():
             self.run: Any = compile_fx(graph, list(fakes))
         self.guards = self.shapes.produce_guards_expression(fakes, ignore_static=False)
 
@@ -81,11 +83,8 @@ class Layout(NamedTuple):
 
 
 @contextmanager
-def _options(graph: Any, device: torch.device) -> Iterator[None]:
-    """Inductor's options for the graph."""
-    if device.type != "cpu":
-        yield
-        return
+def _options(graph: Any) -> Iterator[None]:
+    """Inductor's options for a graph on a CPU."""
     weights = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     in_bf16 = any(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in weights)
     with config.patch(CPU_OPTIONS), bf16_products() if in_bf16 else nullcontext():
