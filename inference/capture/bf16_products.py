@@ -1,7 +1,7 @@
 """Products with bf16 weights in compiled functions: a kernel for few rows that inductor fills into its template.
 
-Without it inductor calls oneDNN, which on the embedded backbone takes 1.8 times as long for one row and 1.2 times for twelve (LOG.md): a
-call costs some 10 microseconds before it reads a weight. Inductor's own kernel for bf16 without AMX multiplies in fp32, so that a row
+Without it inductor calls oneDNN, with which a pass of the embedded backbone over one to five nodes takes 1.4 to 1.7 times as long (LOG.md):
+a call costs some 10 microseconds before it reads a weight. Inductor's own kernel for bf16 without AMX multiplies in fp32, so that a row
 costs more. Every sum adds pairs of products in the order of the inputs, whatever the number of rows, so a row has the same bits alone and
 among others. With AMX oneDNN's products are kept.
 

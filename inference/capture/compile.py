@@ -1,5 +1,4 @@
-"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 40 seconds,
-and up to a minute and a half for several rows.
+"""Backend ``compile``: functions compiled by inductor, which fuses what lies between the products. A compilation takes 10 to 45 seconds.
 
 Sizes are constants of the compiled code except those that change between calls: from the start the slots of caches, the number of rows if
 there are several, and the number of positions if there is one row; any other from the second size on, when the function is compiled again.
