@@ -36,7 +36,7 @@ demo: $(INSTALLED)
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=160 save.dir=out/demo/eagle3
 	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml train.steps=60 save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl --limit 32 \
-	  --propose suffix recycling --also-fixed-tree --nodes 12 --width 4 \
+	  --propose suffix recycling --also-alone \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 \
 	  --json out/demo/report.json --html out/demo/report.html
 

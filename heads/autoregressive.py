@@ -110,7 +110,9 @@ class AutoregressiveDrafter(Drafter):
         offsets_BT = self.cached.kept_offsets(caches, tokens_BT.shape[1], new_B)
         states_BTD = self.states(features, torch.cat([offsets_BT - shift, last_B[:, None]], 1).clamp(min=0))
         before_BTD, last_BD = states_BTD[:, :-1], states_BTD[:, -1]
-        if state is not None:
+        if state is None:
+            last_BD = last_BD.contiguous()   # as later ones are: captures depend on strides
+        else:
             before_BTD = torch.where((offsets_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
             last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)
         streams = self.streams(self.backbone.embed(tokens_BT.gather(1, offsets_BT)), before_BTD)

@@ -36,7 +36,8 @@ class DrafterConfig(StrictModel):
     depth: Depth
     """Tokens beyond the root that it is trained to draft."""
     draft_depth: Depth | None = None
-    """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for)."""
+    """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for; adaptive trees up to twice as many, where
+    the method can)."""
 
 
 class Drafter(nn.Module, ABC):
@@ -101,11 +102,20 @@ class Drafter(nn.Module, ABC):
         """Maximum number of tokens drafted beyond the root; None: unlimited."""
         return None
 
+    @property
+    def default_depth(self) -> int:
+        """Number of tokens drafted beyond the root unless another is set."""
+        return self.trained_depth
+
     def set_depth(self, depth: int | None) -> None:
-        """Set the number of tokens drafted beyond the root; None: the trained depth. Raises UserError above `max_depth`."""
-        depth = self.trained_depth if depth is None else depth
-        self.require_depth(depth)
-        self.depth = depth
+        """Set the number of tokens drafted beyond the root; None: the default. Raises UserError above `max_depth`.
+
+        With None, adaptive trees go on to twice as many where the drafter can and they are accepted: to the depth `deepest`.
+        """
+        chosen = self.default_depth if depth is None else depth
+        self.require_depth(chosen)
+        further = depth is None and self.max_depth is None and not self.all_depths_at_once
+        self.depth, self.deepest = chosen, min(2 * chosen, MAX_DEPTH) if further else chosen
 
     def require_depth(self, depth: int) -> None:
         """Raise UserError unless ``depth`` tokens can be drafted."""

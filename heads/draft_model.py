@@ -48,7 +48,7 @@ class DraftModel(Drafter):
         depth: Depth = 1
         """Depths in the loss. Depths share their hidden states, so 1 is enough but for parallel drafts and objective.on_policy."""
         draft_depth: Depth | None = None
-        """Tokens beyond the root that it drafts when decoding (null: 6, or depth where that is more or drafts are parallel)."""
+        """Tokens beyond the root that it drafts when decoding (null: depth, at least 6; adaptive trees twice as many; parallel: depth)."""
         path: str | None = None
         """Folder or hub id of the model to start from (null: the backbone, pruned)."""
         layers: Layers | None = None
@@ -87,8 +87,6 @@ class DraftModel(Drafter):
         if not layers:
             config = config.model_copy(update={"architecture": smaller.stated_config(whole.config)})
         super().__init__(backbone, config)
-        if config.draft_depth is None and not config.parallel:
-            self.set_depth(max(config.depth, DRAFT_DEPTH))
         self.layers = layers
         """Numbers of the backbone's layers that a pruned model keeps."""
         self.model, self.width = whole, whole.config.get_text_config().hidden_size
@@ -107,16 +105,16 @@ class DraftModel(Drafter):
         cls,
         backbone: Backbone,
         model: PreTrainedModel | Backbone,
-        *,
-        depth: int = DRAFT_DEPTH,
-        tokenizers: smaller.Tokenizers | None = None,
+        *, depth: int | None = None, tokenizers: smaller.Tokenizers | None = None,
     ) -> Self:
         """Return a drafter that is ``model`` as it is: any causal model that can be a backbone, on the backbone's device.
 
+        ``depth``: the number of tokens drafted; None: `DRAFT_DEPTH`, and in adaptive trees up to twice as many.
         ``tokenizers``: the backbone's and the model's, to compare the tokens of equal ids; the model's embedding is then given the size of
         the backbone's vocabulary, in place. Without them both must have it. Raises UserError if the vocabularies differ.
         """
-        require_count("depth", depth, of="draft model")
+        if depth is not None:
+            require_count("depth", depth, of="draft model")
         small = model if isinstance(model, Backbone) else Backbone(model)
         smaller.require_fitting(backbone, small, tokenizers)
         resized = small.vocab != backbone.vocab
@@ -144,6 +142,10 @@ class DraftModel(Drafter):
             smaller.copy_model(source.model, self.model)
         else:
             self.model.init_weights()
+
+    @property
+    def default_depth(self) -> int:
+        return self.trained_depth if self.config.parallel else max(self.trained_depth, DRAFT_DEPTH)
 
     @property
     def max_depth(self) -> int | None:
@@ -254,7 +256,7 @@ def load_draft_model(
     backbone: Backbone,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    depth: int = DRAFT_DEPTH,
+    depth: int | None = None,
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     trust_remote_code: bool = False,
 ) -> DraftModel:

@@ -39,7 +39,7 @@ class Eagle(AutoregressiveDrafter):
         depth: Depth = 1
         """Passes of training, each on the states of the one before: 1 as in the paper, more as in HASS (2408.15766)."""
         draft_depth: Depth | None = 5
-        """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for)."""
+        """Tokens beyond the root that it drafts when decoding (null: as many as it is trained for; adaptive trees up to twice as many)."""
         intermediate_size: Size | None = None
         """Width of the feed-forward part (null: the backbone's)."""
         feature_noise: Annotated[float, Ge(0)] = 0.0

@@ -129,7 +129,7 @@ class SpeculativeModel(Decoding):
         """The `Engine`, which holds captures and statistics; rebuilt after weights were changed or moved or a drafter's depth was set."""
         parameters = [weight for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
         weights = [number for weight in parameters for number in (weight.data_ptr(), version(weight))]
-        weights += [drafter.depth for drafter in self.drafters]
+        weights += [depth for drafter in self.drafters for depth in (drafter.depth, drafter.deepest)]
         if weights != self._weights:
             self._engines, self._weights = {}, weights
         if speculate not in self._engines:
@@ -198,7 +198,7 @@ class Engine:
         self.capturer = Capturer(heads.capture, heads.backbone.device)
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources)
+        self.speculation = Speculation(sources, few_sizes=self.capturer.slow)
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()
             for source in sources:
@@ -220,7 +220,8 @@ def load(
 ) -> SpeculativeModel:
     """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only ``proposers`` or autoregressive decoding.
 
-    ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it (None: as in its recipe).
+    ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
+    adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
     Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
     on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)

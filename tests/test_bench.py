@@ -7,6 +7,7 @@ from families import DRAFTERS, backbone, build, prompts, random_drafter, tiny
 from talker import talker
 from transformers import GenerationConfig
 
+from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.bench import Plan, Race, compare
@@ -14,12 +15,13 @@ from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.results import repeated_ngrams
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at, verdict
-from headstart.inference.bench.timing import LONGEST_WARM_UP, median_seconds
+from headstart.inference.bench.timing import LONGEST_WARM_UP, TURNS, median_seconds
 from headstart.inference.capture.capture import PATIENCE, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch, void_running
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)
@@ -57,6 +59,21 @@ def test_batches_give_every_row_what_it_gets_alone(heads):
                                       " prompts. In fp32 this is a fault; please report it.")
 
 
+def test_heads_are_measured_alone_and_in_fixed_trees_beside_their_proposers(heads):
+    of = SpeculativeModel(heads.backbone, heads.drafter, proposers=[SuffixProposer()], capture="off")
+    report = compare([("m", of)], asked(5, 9), Plan(8, also_alone=True, fixed_trees=(TREE, TREE)))
+    measured = {row["head"]: (row["kind"], row["nodes"]) for row in report["results"]}
+    kind = measured["m, alone"][0]
+    assert measured == {"m": (f"{kind}+suffix", None), "m, alone": (kind, None), "m, fixed trees": (kind, TREE.nodes)}
+
+
+@pytest.mark.parametrize("given", [["--heads", "embedded"], ["--propose", "suffix"]])
+def test_heads_alone_take_heads_and_something_to_leave_out(given, capsys):
+    assert main(["bench", *given, "--prompts", "quickstart:prompts.jsonl", "--also-alone"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --also-alone measures heads without what --propose, --draft-model or --early-exit adds; give")
+
+
 def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch):
     class Capturing(TransformersSystem):
         rounds, captures = 0, 4
@@ -78,7 +95,9 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
     assert rounds(restless, 20) == LONGEST_WARM_UP // 30
     slow = Capturing("takes long", heads.backbone)
     monkeypatch.setattr(Capturing, "captures_take_long", True)
-    assert rounds(slow, 20) == 20
+    assert rounds(slow, 20) == 40, "all prompts again, since something was captured"
+    slow.rounds, slow.captures = 0, 1000
+    assert rounds(slow, 20) == 20 * TURNS
 
 
 def test_a_cold_function_is_timed_once_it_is_captured():

@@ -123,7 +123,7 @@ def test_depth_drafted_is_not_depth_trained(kind: str, arguments: dict[str, Any]
     deep = chain(drafter, drafter.begin(features), tokens_BK)
     assert len(deep) == drafter.depth == trained + 2 and all(bool(one.isfinite().all()) for one in deep)
     drafter.set_depth(None)
-    assert drafter.depth == trained == len(drafter(features))
+    assert drafter.depth == drafter.default_depth >= trained == len(drafter(features)) and drafter.deepest == 2 * drafter.depth
 
 
 def test_trees_deeper_than_trained() -> None:

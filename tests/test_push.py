@@ -61,7 +61,7 @@ def bench_report(head: str, **changes: Any) -> dict[str, Any]:
     report = {
         "versions": {"headstart": "0.1.0"}, "backbone": f"{SECRET}/tiny-llama", "dtype": "fp32", "device": "cpu (x86_64)", "threads": 2,
         "prompts": 9, "max_new_tokens": 64, "seed": 0, "tasks": {"math": 4, "code": 5},
-        "results": [row | {"tasks": {"math": one, "code": one | {"tau": 3.0}}}, fixed],
+        "results": [row | {"tasks": {"math": one, "code": one | {"tau": 3.0}}}, fixed, fixed | {"head": f"{head}, alone"}],
     }  # fmt: skip
     return report | changes
 

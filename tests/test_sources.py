@@ -20,6 +20,7 @@ from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.source_stats import TRIAL_STEPS
 from headstart.inference.sources.suffix import SuffixProposer
 from headstart.inference.speculation.speculation import Speculation
 
@@ -56,8 +57,7 @@ def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypat
     monkeypatch.setattr(costs, "add", lambda *args: None)   # ignore timings of this machine
     source.learned.acceptance[:] = [0.01, 0.2, 0.2]
     source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
-    source.width = 8
-    source.prepare(6, source.width, None)
+    source.prepare(6, source.width(1), None)
 
     def depths() -> int:
         draft = Draft([Pool(3)], [9], costs=costs, rate=200.0)
@@ -113,6 +113,11 @@ def test_the_last_positions_of_rows_are_split_off_and_joined_again() -> None:
     whole = Features(tokens_BT, tokens_BT[..., None].float(), document_BT=torch.tensor([[0, 0, 0, -1, -1], [0, 0, 0, 0, 0]]))
     first, last = whole.split(2)
     assert first.lengths_B.tolist() == [1, 3] and last.tokens_BT.tolist() == [[1, 2], [8, 9]] == last.hidden_BTD[..., 0].tolist()
+    _, last_three = whole.split(3)
+    assert last_three.tokens_BT[1].tolist() == [7, 8, 9] and last_three.lengths_B.tolist() == [3, 3]
+    before, last_four = whole.split(4)
+    assert before.lengths_B.tolist() == [0, 1] and last_four.lengths_B.tolist() == [3, 4]
+    assert last_four.tokens_BT[0, :3].tolist() == [0, 1, 2]
     again = join_features([first, last])
     assert again.lengths_B.tolist() == [3, 5]
     assert again.tokens_BT[0, :3].tolist() == [0, 1, 2] and again.tokens_BT[1].tolist() == [*range(5, 10)]
@@ -154,6 +159,68 @@ def test_depths_are_drafted_by_what_further_ones_cost(first: float, further: flo
         costs.add(source.part(depths), 1, first + depths * further)
     source.learned.acceptance[:], source.learned.masses[:] = [0.9, 0.6, 0.3], [0.9, 0.5, 0.1]
     assert len(source.depths(Draft([Pool(3)], [9], costs=costs, rate=200.0))) == drafted
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "given", "drafted"),
+    [([0.9, 0.9], None, [2, 3, 3, 4]), ([0.9, 0.2], None, [1, 1, 1, 1]), ([0.9, 0.9], 2, [2, 2, 2, 2]), ([0.9, 0.9], 3, [3, 3, 3, 3])],
+)
+def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(
+    acceptance: list[float], given: int | None, drafted: list[int]
+) -> None:
+    """Up to twice as deep, unless a depth is given; further depths are expected to be accepted as the last one is."""
+    drafter = random_drafter("eagle3", backbone("llama"), depth=2)
+    drafter.set_depth(given)
+    source, costs = source_of(drafter), Costs()
+    costs.add_pass(1, 1, 5e-3)
+    costs.add(source.part(drafter.depth), 1, drafter.depth * 1e-3)   # a fifth of a token each
+    source.learned.acceptance[:] = acceptance + acceptance[1:] * (drafter.depth - 2)
+    source.learned.masses[:] = [0.9, 0.9 * acceptance[1], 0.7][: drafter.depth]
+
+    def depths(remaining: int) -> int:
+        count, masses = len(source.depths(Draft([Pool(3)], [remaining], costs=costs, rate=200.0))), source.learned.masses
+        masses += [masses[-1] * acceptance[-1] for _ in range(count - len(masses))]   # as if they had been drafted
+        return count
+
+    assert [depths(20), depths(20)] == drafted[:1] * 2, "nothing has been gained yet"
+    source.learned.stats[0].note(2 * TRIAL_STEPS)
+    assert [depths(20) for _ in drafted] == drafted
+    assert source.noise_depths(None) == max(drafter.depth, *drafted) and depths(1) == 1
+    source.start(sampled=True)
+    assert source.noise_depths(None) == drafter.depth, "which is learned for sampling apart"
+
+
+@pytest.mark.parametrize(("rows", "left"), [(1, [2, 4, 2, 9]), (2, [4, 4, 4, 4])])
+def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_one_of_positions(
+    rows: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens each row accepted; the rest extends the state before. A single row has any number of them."""
+    monkeypatch.setattr(Capturer, "slow", True)
+    on = backbone("llama")
+    source = source_of(random_drafter("eagle3", on, depth=3))
+    assert source.choice.counts == [1, 2, 3] and source_of(random_drafter("eagle3", on, depth=5)).choice.counts == [1, 2, 4, 5]
+    reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
+    tokens_BT = torch.arange(1, 1 + 7 * rows).view(rows, 7)
+    features, cache = reader.prompts(tokens_BT, torch.tensor([7, 6][:rows]))
+    source.join([*range(rows)], [[*range(1 + length)] for length in (7, 6)[:rows]], features)
+    positions, drafted = [], source._drafted
+
+    def noted(*args: Any) -> Any:
+        positions.append(source._joined().tokens_BT.shape[1])
+        return drafted(*args)
+
+    monkeypatch.setattr(source, "_drafted", noted)
+    further = on.read(torch.ones(rows, 9, dtype=torch.int64), taps=source.drafter.taps)
+    for accepted in (0, 2, 4, 1, 9):
+        if accepted:
+            counts_B = torch.tensor([accepted, 1][:rows])
+            place_BT = torch.arange(accepted).expand(rows, accepted)
+            source.append(further.gather(place_BT, place_BT < counts_B[:, None]))
+            cache.lengths_B = cache.lengths_B + counts_B
+        source.draft(Draft([Pool(3) for _ in range(rows)], [9] * rows, cache=cache))
+        assert source.state.caches[0].lengths_B.tolist() == (cache.lengths_B - 1).tolist(), "all but the last are paired with a token"
+        assert source.state.pending_BD.is_contiguous(), "captures depend on strides"
+    assert positions[1:] == left
 
 
 class AllAtOnce(Drafter):

@@ -154,6 +154,15 @@ def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]], remaining: l
     return speculation.choose(Draft(draft_pools, remaining or [9] * len(draft_pools), queued=queued)).size
 
 
+def test_batches_have_few_sizes_where_each_takes_long_to_capture() -> None:
+    free, many = [(1, 1.0), (64, 1.0)], (0.2, 0.18, 0.16, 0.14, 0.12, 0.1)
+    for rows, few_sizes, size in ((1, True, 7), (2, False, 7), (2, True, 4)):
+        speculation = Speculation(few_sizes=few_sizes)
+        speculation.costs = Costs({rows: free})
+        drafted = [pools(*many)[0] for _ in range(rows)]
+        assert speculation.choose(Draft(drafted, [9] * rows)).size == size
+
+
 def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:
     likely, unlikely = pools(0.6, 0.2, 0.1), pools(0.02, 0.01)
     dear, cheap = [(1, 1.0), (2, 2.0), (3, 3.0)], [(1, 1.0), (64, 1.05)]

@@ -52,11 +52,12 @@ class Features:
         return self.gather(place_BT.clamp(max=T - 1), place_BT < self.lengths_B[:, None])
 
     def split(self, last: int) -> tuple[Features, Features]:
-        """Each row's positions before its last ``last``, right-padded, and the last ones; no row is shorter than ``last``."""
+        """Each row's positions before its last ``last``, and the last ones, both right-padded; there are more than ``last`` positions."""
         (B, T), device = self.tokens_BT.shape, self.tokens_BT.device
-        before_B1, place_BT = self.lengths_B[:, None] - last, torch.arange(T - last, device=device).expand(B, -1)
+        lengths_B1, place_BT = self.lengths_B[:, None], torch.arange(T - last, device=device).expand(B, -1)
+        before_B1 = (lengths_B1 - last).clamp(min=0)
         place_BN = before_B1 + torch.arange(last, device=device)
-        return self.gather(place_BT, place_BT < before_B1), self.gather(place_BN, torch.ones_like(place_BN, dtype=torch.bool))
+        return self.gather(place_BT, place_BT < before_B1), self.gather(place_BN, place_BN < lengths_B1)
 
     @property
     def lengths_B(self) -> Tensor:

@@ -98,6 +98,7 @@ def add_measured(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
     beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
     parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
+    parser.add_argument("--also-alone", action="store_true", help="measure the heads also without --propose and the like")
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
     _add_style(parser)

@@ -77,6 +77,9 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
         raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
     trained = args.heads or []
+    if args.also_alone and not (trained and drafts_untrained(args)):
+        others = "--propose, --draft-model or --early-exit"
+        raise UserError(f"--also-alone measures heads without what {others} adds; give --heads and one of these, or leave it out")
     if not trained and not drafts_untrained(args):
         raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
     quiet()
@@ -100,6 +103,7 @@ def bench_plan(args: argparse.Namespace) -> Plan:
         tree="auto" if args.also_fixed_tree else tree,
         sampled="auto" if args.also_fixed_tree else sampled,
         fixed_trees=(_fixed(tree), _fixed(sampled)) if args.also_fixed_tree else None,
+        also_alone=args.also_alone,
         batches=tuple(dict.fromkeys(args.batch_size or [1])),
         skip_long=args.skip_long,
     )

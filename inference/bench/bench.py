@@ -28,8 +28,8 @@ from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
-from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import warm_up
+from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
+from headstart.inference.bench.timing import warm_up, warm_up_fully
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -53,6 +53,8 @@ class Plan:
     batches: tuple[int, ...] = (1,)
     fixed_trees: tuple[TreeShape, TreeShape] | None = None
     """Also measure the trained heads without proposers, in trees of these shapes (greedy, sampled)."""
+    also_alone: bool = False
+    """Also measure the trained heads without proposers, in the trees of the others."""
     skip_long: bool = False
     """Drop prompts that leave no room in the context, instead of refusing them."""
     replay: bool = False
@@ -106,15 +108,21 @@ def compare(
 
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:
-    """The heads as given and, if the plan has fixed trees, each trained drafter without proposers in those trees."""
+    """The heads as given and, if the plan says so, each trained drafter without proposers, in adaptive and in fixed trees."""
     systems = [HeadstartSystem(name, one) for name, one in heads]
+    trained = [(name, one) for name, one in heads if one.drafter is not None]
+    if plan.also_alone:
+        systems += [HeadstartSystem(f"{name}{ALONE}", _alone(one)) for name, one in trained]
     if plan.fixed_trees is not None:
-        systems += [
-            HeadstartSystem(f"{name}, fixed trees", SpeculativeModel(one.backbone, one.drafter, capture=one.capture), plan.fixed_trees)
-            for name, one in heads
-            if one.drafter is not None
-        ]
+        systems += [HeadstartSystem(f"{name}{FIXED}", _alone(one), plan.fixed_trees) for name, one in trained]
     return systems
+
+
+def _alone(heads: SpeculativeModel) -> SpeculativeModel:
+    """The trained drafter without proposers."""
+    alone = SpeculativeModel(heads.backbone, heads.drafter, capture=heads.capture)
+    alone.tuned = heads.tuned
+    return alone
 
 
 class Race:
@@ -152,14 +160,16 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, each at most once, until it captures nothing more; all of them if captures take long."""
+        """Let every system continue prompts, each at most once, until it captures nothing more.
+
+        If captures take long, all prompts are continued, and some times again.
+        """
         for one in self.results:
-            rounds = self._warm_up_rounds(one.system, asked)
+            rounds = partial(self._warm_up_rounds, one.system, asked)
             if one.system.captures_take_long:
-                for work in rounds:
-                    work()
+                warm_up_fully(rounds)
             else:
-                warm_up(rounds)
+                warm_up(rounds())
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:

@@ -25,6 +25,8 @@ from headstart.support.errors import UserError
 
 AR, AR_TRANSFORMERS, LOOKUP = "AR (headstart)", "AR (transformers)", "prompt lookup"
 """Autoregressive decoding by headstart's loop, the same by transformers' ``generate``, and transformers' prompt lookup decoding."""
+ALONE, FIXED = ", alone", ", fixed trees"
+"""Added to the names of heads that are measured without proposers, and in trees of a fixed size."""
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup drafts at a time: the value in transformers' documentation."""
 
@@ -83,7 +85,7 @@ class HeadstartSystem(System):
 
     @property
     def captures_take_long(self) -> bool:
-        return self._capturer.backend is not None and self._capturer.backend.slow
+        return self._capturer.slow
 
     @property
     def _capturer(self) -> Capturer:

@@ -12,6 +12,8 @@ from headstart.inference.capture.stopwatch import Stopwatch
 
 WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
+TURNS = 3
+"""The most times that `warm_up_fully` runs all rounds."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP) -> None:
@@ -21,6 +23,16 @@ def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_mos
         with Stopwatch() as watch:
             passes += work()
         if passes >= at_most or (passes >= at_least and watch.valid):
+            return
+
+
+def warm_up_fully(rounds: Callable[[], Iterable[Callable[[], int]]]) -> None:
+    """Run all rounds until nothing is captured, at most `TURNS` times: for captures that would take most of a measurement."""
+    for _ in range(TURNS):
+        with Stopwatch() as watch:
+            for work in rounds():
+                work()
+        if watch.valid:
             return
 
 

@@ -119,28 +119,29 @@ def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, rep
     few = features.gather(index_BT, index_BT >= 0)
     source.start(sampled=False)
     source.join([], [], features)
+    width = source.width(rows)
     with torch.no_grad():
-        source.prepare(longest + 3, source.width, None)
+        source.prepare(longest + 3, width, None)
         prompt = source.state
 
         def extend() -> None:
             source.state = prompt
             source.append(few)
-            source.prepare(longest + 3, source.width, None)
+            source.prepare(longest + 3, width, None)
 
         begin = median_seconds(extend, repeats, source.calls < WARM_UP, source.device)
-        source.prepare(longest + 3, source.width, cache)
+        source.prepare(longest + 3, width, cache)
         before, depths = source.roots([0] * rows), []
         for depth in range(source.depth):
             state = source.state
 
             def step(depth: int = depth, before: Level = before, state: Any = state) -> list[list[int]]:
                 source.state = state
-                return source.step(depth, before, source.width, DraftScoring()).tokens_BW.tolist()
+                return source.step(depth, before, width, DraftScoring()).tokens_BW.tolist()
 
             depths.append(median_seconds(step, repeats, source.calls < WARM_UP, source.device))
             source.state = state
-            before = source.step(depth, before, source.width, DraftScoring())
+            before = source.step(depth, before, width, DraftScoring())
     source.start(sampled=False)
     return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
 

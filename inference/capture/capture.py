@@ -90,6 +90,11 @@ class Capturer:
         self.functions.append(captured)
         return captured
 
+    @property
+    def slow(self) -> bool:
+        """True if a capture takes long (`Backend.slow`)."""
+        return self.backend is not None and self.backend.slow
+
     def report(self) -> CaptureReport:
         """The backends that capture the functions called so far, and the reasons for those not captured."""
         called = [one for one in self.functions if one.calls]

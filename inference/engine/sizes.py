@@ -4,12 +4,14 @@ from __future__ import annotations
 
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""
+FEW_TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""The same where each size takes long to capture."""
 TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tree sizes whose forward passes `headstart tune` measures."""
 CURVE_SIZES = tuple(size for size in TUNED_SIZES if size <= TREE_SIZES[-1])
 """Tree sizes of the cost curve in a benchmark report."""
 BEAM_WIDTH, CPU_BEAM_WIDTH = 8, 4
-"""Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width; fewer on a CPU, where each takes time."""
+"""Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width: in general, and for a single row on a CPU."""
 
 
 def padded_size(nodes: int) -> int:

@@ -9,9 +9,7 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,19 +20,17 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.cost_model import interpolated
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_BEAM_WIDTH
 from headstart.inference.engine.tree import TreeShape
+from headstart.inference.sources.depth_choice import DepthChoice, note_masses
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
-from headstart.inference.sources.source import EMA_WEIGHT, Accepted, Source
+from headstart.inference.sources.source import Accepted, Source
 
 MAX_PENDING = 8
 """Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
 LAST = 2
 """Minimum number of positions added in the call that drafts: a size of one would be captured apart."""
-RETRY_BONUS = 0.002
-"""Increase of a depth's acceptance rate towards 1 each time it is not drafted, so that it is retried after some hundred passes."""
 MIN_SCORE = -1e9
 """Nodes with a lower score, as from diverged heads, are dropped."""
 
@@ -51,10 +47,11 @@ class DrafterSource(Source):
         self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
-        self.width = CPU_BEAM_WIDTH if self.device.type == "cpu" else BEAM_WIDTH
-        """The beam width of adaptive trees."""
         self.in_one_call = self.device.type == "cpu" and not drafter.uses_backbone_cache
         """Extend the state in the call that drafts the first levels."""
+        self.few_sizes = capturer.slow
+        """Each size takes long to capture."""
+        self.choice = DepthChoice(self.depth, drafter.deepest, few=self.few_sizes)
         self._clear()
 
     @property
@@ -133,17 +130,20 @@ class DrafterSource(Source):
             self._pending = [(self._joined(), None)]
         self._rows = None
 
-    def _begin(self, length: int) -> None:
-        """Start the state from the prompts except their last two positions, which the call that drafts adds, as it does at later steps."""
-        self._select_rows()
-        if self._shortest > LAST:
-            first, last = self._joined().split(LAST)
-            self.state, self._pending = self._extended(None, first, length), [(last, None)]
+    def _leave(self, left: int, length: int) -> None:
+        """Extend the state by the pending features except their last ``left`` positions, which the call that drafts adds."""
+        if not self._pending or (self.state is None and self._shortest <= left):
+            return
+        last = self._joined(left)
+        if last.tokens_BT.shape[1] > left:
+            first, last = last.split(left)
+            self.state = self._extended(self.state, first, length)
+        self._pending = [(last, None)]
 
-    def _joined(self) -> Features:
-        """The pending features, of at least `LAST` positions."""
+    def _joined(self, least: int = LAST) -> Features:
+        """The pending features, of at least so many positions."""
         parts = [part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in self._pending]
-        return join_features(parts).padded(LAST)
+        return join_features(parts).padded(least)
 
     def _extended(self, state: Any, features: Features, length: int) -> Any:
         if state is None:
@@ -156,8 +156,12 @@ class DrafterSource(Source):
             return self.depth
         return min(shape.depth, max(self.depth, shape.nodes - 1))   # a tree has fewer levels below its root than nodes
 
+    def limit_of(self, shape: TreeShape | None) -> int:
+        """The same, where adaptive trees may have further depths than the drafter's."""
+        return self.learned.limit if shape is None else self.depth_of(shape)
+
     def noise_depths(self, shape: TreeShape | None) -> int:
-        return self.depth_of(shape)
+        return self.limit_of(shape)
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""
@@ -176,11 +180,14 @@ class DrafterSource(Source):
         if not depths:
             return
         with Stopwatch() as watch:
-            longest, depth = draft.cache.longest, self.depth_of(draft.shape)
-            if self.in_one_call and self.state is None:
-                self._begin(longest)
-            if self.in_one_call and self.state is not None:
+            longest, depth = draft.cache.longest, self.limit_of(draft.shape)
+            if self.in_one_call:
                 self._select_rows()
+                if self.few_sizes and len(draft.pools) > 1:
+                    self._leave(1 + self.depth_of(draft.shape), longest)
+                elif self.state is None:
+                    self._leave(LAST, longest)
+            if self.in_one_call and self.state is not None:
                 self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
             else:
                 self.prepare(longest, self._width(draft), draft.cache, depth)
@@ -189,8 +196,11 @@ class DrafterSource(Source):
 
     def depths(self, draft: Draft) -> range:
         """The depths to draft: those of the tree's shape or, with adaptive trees, those that make decoding faster."""
-        limit = min(self.depth_of(draft.shape), max([0, *draft.remaining]))
-        return range(limit if draft.shape is not None else self._worthwhile_depths(draft, limit))
+        limit = min(self.limit_of(draft.shape), max([0, *draft.remaining]))
+        if draft.shape is not None:
+            return range(limit)
+        rows = len(draft.pools)
+        return range(self.choice.best(draft, self.learned, limit, lambda depths: draft.costs.part(self.part(depths), rows)))
 
     def grow(self, draft: Draft, depths: range) -> None:
         """Draft these depths, from 0 on; the state is prepared."""
@@ -204,30 +214,16 @@ class DrafterSource(Source):
         if watch.valid:
             draft.costs.add(self.part(len(depths)), len(draft.pools), watch.seconds)
         if draft.shape is None:
-            for depth, mass in enumerate(_masses(draft, added[1:])):
-                self.learned.masses[depth] += EMA_WEIGHT * (mass - self.learned.masses[depth])
+            note_masses(self.learned, draft, added[1:])
 
     def _width(self, draft: Draft) -> int:
-        return self.width if draft.shape is None else draft.shape.width
+        return self.width(len(draft.pools)) if draft.shape is None else draft.shape.width
 
-    def _worthwhile_depths(self, draft: Draft, limit: int) -> int:
-        """The number of depths of an adaptive tree that make decoding faster; 0 only if other sources have drafted what will be accepted.
-
-        They are worth the tokens expected from them, at the recent rate, minus the time to draft them and to verify one node of each.
-        Tokens are expected where the parents are reached, by the path probabilities of recent steps, and no other draft is accepted.
-        """
-        if not draft.rate or not limit:
-            return limit
-        rows, acceptance = len(draft.pools), self.learned.acceptance
-        reached, missed = [1.0, *self.learned.masses], draft.missed(limit)
-        gains = [rows * reached[k] * acceptance[k] * missed[k] / draft.rate - draft.node_seconds for k in range(limit)]
-        known = ((k, draft.costs.part(self.part(k), rows)) for k in range(1, self.depth + 1))
-        curve = [(0, 0.0), *((k, seconds) for k, seconds in known if seconds)]
-        worth = [gain - interpolated(curve, k) for k, gain in enumerate(accumulate(gains, initial=0.0))]
-        depths = max(range(0 if min(missed) < 1 else 1, limit + 1), key=worth.__getitem__)
-        if 0 < depths < limit:
-            acceptance[depths] += RETRY_BONUS * (1 - acceptance[depths])
-        return depths
+    def width(self, rows: int) -> int:
+        """The beam width of adaptive trees. On a CPU every node takes time: a beam for one row, chains for several."""
+        if self.device.type != "cpu":
+            return BEAM_WIDTH
+        return CPU_BEAM_WIDTH if rows == 1 else 1
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""
@@ -274,13 +270,6 @@ class DrafterSource(Source):
 def _room(depth: int, width: int) -> int:
     """Positions to reserve for the nodes of a draft."""
     return (depth + 1) * (width + 1)
-
-
-def _masses(draft: Draft, levels: Sequence[list[list[int]]]) -> list[float]:
-    """For each level, the summed path probabilities of its nodes, a mean over rows."""
-    probs = [pool.path_probs() for pool in draft.pools]
-    rows = [zip(probs, level, strict=True) for level in levels]
-    return [sum(min(sum(of[node] for node in {*own} if node >= 0), 1.0) for of, own in row) / len(probs) for row in rows]
 
 
 def _not_capturable(drafter: Drafter) -> str | None:

@@ -22,6 +22,9 @@ from headstart.heads.layers.levels import Rows, read_level
 from headstart.heads.layers.ragged_cache import TreeCache
 from headstart.support.errors import UserError
 
+DEPTH = 4
+"""Tokens drafted beyond the root unless a depth is given."""
+
 
 class EarlyExit(Drafter):
     """``layers``: E, the number of backbone layers that draft. Raises UserError if the backbone does not allow exit after E layers."""
@@ -31,9 +34,11 @@ class EarlyExit(Drafter):
     uses_backbone_cache = True
     capturable = True
 
-    def __init__(self, backbone: Backbone, *, layers: int, depth: int = 4) -> None:
-        require_count("depth", depth, of="early exit")
-        super().__init__(backbone, DrafterConfig(depth=depth))
+    def __init__(self, backbone: Backbone, *, layers: int, depth: int | None = None) -> None:
+        """``depth``: the number of tokens drafted; None: `DEPTH`, and in adaptive trees up to twice as many."""
+        if depth is not None:
+            require_count("depth", depth, of="early exit")
+        super().__init__(backbone, DrafterConfig(depth=depth or DEPTH, draft_depth=depth))
         require_count("layers", layers, of="early exit")
         if layers > backbone.num_layers:
             raise UserError(f"early exit.layers is from 1 to {backbone.num_layers}, the layers that {backbone.name} has; got {layers}")

@@ -54,6 +54,8 @@ class Learned:
     """For each depth, a drafter's acceptance rate given that the parent was accepted."""
     masses: list[float]
     """For each depth, the probability that a row's accepted path reaches a node drafted there, as the drafter estimates it: recent mean."""
+    limit: int
+    """The maximum number of depths of the next adaptive tree."""
     stats: dict[int, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
     """By `octave` of the number of rows."""
 
@@ -66,7 +68,7 @@ class Source(ABC):
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
-        self.by_mode = {sampled: Learned(Calibration(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth) for sampled in (False, True)}
+        self.by_mode = {sampled: Learned(Calibration(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth, depth) for sampled in (False, True)}
         """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.learned = self.by_mode[False]
 
@@ -116,7 +118,7 @@ class Source(ABC):
         """Learn from a verified row. ``accepted``: the pick at each accepted node of the pool; ``depths``: how many depths were drafted."""
         hits = [False] * depths
         acceptance = self.learned.acceptance
-        acceptance += [FIRST_ACCEPTANCE] * (depths - len(acceptance))   # a tree may be deeper than the drafter's depth
+        acceptance += acceptance[-1:] * (depths - len(acceptance))   # a tree may be deeper than the drafter's depth
         for proposal in pool.proposals:
             if proposal.source is not self:
                 continue

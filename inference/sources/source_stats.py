@@ -88,6 +88,11 @@ class SourceStats:
             self.trial.add(gain)
 
     @property
+    def proved(self) -> bool:
+        """True if the source has gained as much as a trial may lose."""
+        return self.trial is None
+
+    @property
     def standing(self) -> float:
         """The balance, during a trial plus what it may have lost by chance; below 0, the source slows decoding down."""
         return self.balance + (self.trial.of_sum if self.trial is not None else 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.cost_model import CostModel
-from headstart.inference.engine.sizes import TREE_SIZES, octave
+from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, octave
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import EMA_WEIGHT, Source
@@ -27,10 +27,13 @@ Kind = TypeVar("Kind", bound=Source)
 
 
 class Speculation:
-    """The sources of a model with costs and statistics; without sources, autoregressive decoding."""
+    """The sources of a model with costs and statistics; without sources, autoregressive decoding.
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
-        self.sources = list(sources)
+    ``few_sizes``: trees of batches have few sizes, since each takes long to capture.
+    """
+
+    def __init__(self, sources: Sequence[Source] = (), few_sizes: bool = False) -> None:
+        self.sources, self.few_sizes = list(sources), few_sizes
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
         self.rates: dict[tuple[bool, int], float] = {}
@@ -84,7 +87,11 @@ class Speculation:
         expected = [list(accumulate((prob for prob, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # expected tokens by nodes
         drafting = sum(draft.seconds.values())
         best, least = 1, math.inf
-        for nodes in (*(size for size in TREE_SIZES if size < largest), largest):
+        if self.few_sizes and rows > 1:
+            sizes = [size for size in FEW_TREE_SIZES if size <= largest]
+        else:
+            sizes = [*(size for size in TREE_SIZES if size < largest), largest]
+        for nodes in sizes:
             tokens = [by_nodes[min(nodes, len(by_nodes)) - 1] for by_nodes in expected]
             seconds = (drafting + self.costs.of_pass(rows, nodes)) * draft.passes_left(tokens)
             if seconds < least:

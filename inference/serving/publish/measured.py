@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.checkpoint import recipe_section
+from headstart.inference.bench.systems import ALONE, FIXED
 from headstart.inference.serving.publish.heads import Heads
 from headstart.inference.serving.publish.scrub import last_part
 from headstart.support.errors import UserError
@@ -15,9 +16,6 @@ from headstart.support.json_text import log_lines, read_json
 
 SETTINGS = {"nodes", "width", "prompts", "temperature", "max_new_tokens"}
 """Keys of an evaluation's settings that are shown."""
-FIXED = ", fixed trees"
-"""What `headstart bench` adds to the name of heads measured in trees of a fixed size."""
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -93,7 +91,7 @@ def _last_evaluation(heads: Heads) -> dict[str, Any] | None:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return Path(str(row["head"]).removesuffix(FIXED)).name
+    return Path(str(row["head"]).removesuffix(FIXED).removesuffix(ALONE)).name
 
 
 def _figures(row: dict[str, Any], report: dict[str, Any]) -> list[Figure]:
