@@ -8,6 +8,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,17 @@ def test_a_fault_that_passes(ask: Callable[[str], int], tmp_path: Path, name: st
         assert ask(server.url) == 0
         assert server.asked == (6 if name == "slow" else 7)
     require_all(tmp_path)
+
+
+def test_an_answer_that_comes_together_with_a_fault_is_kept(ask: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def faults_first(futures: Any, return_when: str) -> Any:
+        return sorted(wait(futures).done, key=lambda future: future.exception() is None), set()
+
+    monkeypatch.setattr(endpoint, "wait", faults_first)   # two at a time: the third request is answered, the fourth meets the fault
+    with serving(lambda number: right if number < 3 else LASTING["html"]) as server:
+        assert ask(server.url) == 2
+        server.script = lambda number: right
+        assert ask(server.url) == 0 and server.asked == 4 + 3
 
 
 @pytest.mark.parametrize("name", [*(name for name in PASSING if name != "slow"), *LASTING])

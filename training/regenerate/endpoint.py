@@ -81,7 +81,8 @@ class Endpoint:
                 if not under_way:
                     return
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for item in (future.result() for future in done):
+                for future in sorted(done, key=_failed):   # what was answered is kept
+                    item = future.result()
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
                     if refused >= MAX_REFUSALS and not answered:
                         raise UserError(f"{self.url} refused the first {refused} rows, the last one with {item.detail}")
@@ -201,3 +202,7 @@ def _pause(attempt: int, after: float) -> float:
 def _seconds(header: str | None) -> float:
     """Parse a Retry-After header in seconds; 0 for a date or none."""
     return float(header) if header is not None and header.isdecimal() else 0.0
+
+
+def _failed(future: Future[Item]) -> bool:
+    return future.exception() is not None
