@@ -108,14 +108,19 @@ class Drafter(nn.Module, ABC):
         return self.trained_depth
 
     def set_depth(self, depth: int | None) -> None:
-        """Set the number of tokens drafted beyond the root; None: the default. Raises UserError above `max_depth`.
+        """Set the number of tokens drafted beyond the root; None: the default, beyond which adaptive trees may go (`deepest`).
 
-        With None, adaptive trees go on to twice as many where the drafter can and they are accepted: to the depth `deepest`.
+        Raises UserError above `max_depth`.
         """
         chosen = self.default_depth if depth is None else depth
         self.require_depth(chosen)
-        further = depth is None and self.max_depth is None and not self.all_depths_at_once
-        self.depth, self.deepest = chosen, min(2 * chosen, MAX_DEPTH) if further else chosen
+        self.depth, self.depth_is_set = chosen, depth is not None
+
+    @property
+    def deepest(self) -> int:
+        """Number of tokens that adaptive trees draft at most: twice `depth`, unless it is set or the drafter can draft no more."""
+        further = not (self.depth_is_set or self.all_depths_at_once) and self.max_depth is None
+        return min(2 * self.depth, MAX_DEPTH) if further else self.depth
 
     def require_depth(self, depth: int) -> None:
         """Raise UserError unless ``depth`` tokens can be drafted."""

@@ -98,7 +98,7 @@ def merged(drafter: Drafter) -> Drafter:
     copy.to(next(iter(drafter.lora.weights.values())).device)
     for name, layer in drafter.lora.layers.items():
         copy.get_parameter(f"{name}.weight").add_(layer.get_delta_weight(NAME.strip(".")))
-    copy.depth, copy.deepest = drafter.depth, drafter.deepest
+    copy.depth, copy.depth_is_set = drafter.depth, drafter.depth_is_set
     return copy.train(drafter.training)
 
 

@@ -190,6 +190,27 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(
     assert source.noise_depths(None) == drafter.depth, "which is learned for sampling apart"
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_state_may_be_extended_in_two_calls_of_which_one_has_nothing_of_a_row(kind: str) -> None:
+    on = backbone("llama")
+    drafter = random_drafter(kind, on)
+    features = on.read(torch.arange(1, 25).view(2, 12), taps=drafter.taps)
+    place_BT, roots_B1 = torch.arange(12).expand(2, 12), torch.tensor([[3], [4]])
+    prompt = features.gather(place_BT[:, :5], place_BT[:, :5] < 5)
+    more = features.gather(place_BT[:, 5:], place_BT[:, :7] < torch.tensor([[7], [2]]))
+
+    def drafted(*parts: Features) -> Tensor:
+        state = drafter.begin(prompt)
+        for part in parts:
+            state = drafter.begin(part, drafter.reserve(state, 40))
+        hidden, _ = drafter.step(drafter.reserve(state, 40), roots_B1, torch.zeros_like(roots_B1), 0)
+        return drafter.readout(hidden[:, :1], 0, roots_B1)
+
+    first, last = more.split(4)
+    assert first.lengths_B.tolist() == [3, 0] and last.lengths_B.tolist() == [4, 2]
+    torch.testing.assert_close(drafted(first, last), drafted(more))
+
+
 @pytest.mark.parametrize(("rows", "left"), [(1, [2, 4, 2, 9]), (2, [4, 4, 4, 4])])
 def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_one_of_positions(
     rows: int, left: list[int], monkeypatch: pytest.MonkeyPatch
@@ -226,10 +247,9 @@ def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_o
 class AllAtOnce(Drafter):
     """Reads the root and gives the hidden states of all depths in one step."""
 
-    all_depths_at_once = True
-
     def __init__(self, on: Backbone) -> None:
         super().__init__(on, DrafterConfig(depth=4))
+        self.all_depths_at_once = True   # as a head does for which it depends on an argument
         self.steps: list[list[int]] = []
 
     def begin(self, features: Features, state: Any = None) -> Tensor:
@@ -248,6 +268,7 @@ class AllAtOnce(Drafter):
 def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() -> None:
     on = backbone("llama")
     drafter = AllAtOnce(on)
+    assert drafter.deepest == 4, "it has no further states"
     source, features = source_of(drafter), on.read(torch.arange(1, 6)[None])
     source.join([0], [[]], features)
     source.prepare(6, 3, None)
