@@ -9,10 +9,12 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log
 from webpage import Reader
@@ -21,6 +23,8 @@ from headstart.cli.train import main
 from headstart.support.report.charts import around, ticks
 from headstart.training.log.evaluate import marked
 from headstart.training.log.report import MOST, page, write_report
+from headstart.training.log.trackers import start_trackers
+from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import parse_yaml
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
@@ -197,6 +201,18 @@ def test_tensorboard_has_the_same_numbers(ran: Path) -> None:
     assert {step for step, tag in texts if tag == "examples/text_summary"} == {4, 6, 8, 12}
     prompt = json.dumps(read_log(ran)[-1]["examples"][0]["prompt"])
     assert texts[12, "examples/text_summary"].startswith(f"    {prompt}\n")
+
+
+def test_starts_in_the_same_second_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorboardX.event_file_writer.time", SimpleNamespace(time=lambda: 1e9))
+    recipe = load_recipe(make_recipe(tmp_path), ["log.tensorboard=true"])
+    for done in (0, 6):
+        AcceleratorState._reset_state(True)
+        Accelerator(cpu=True)   # trackers ask it for the main process
+        (tracker,) = start_trackers(recipe, done)
+        tracker.finish()
+    steps = [event.step for event in events(tmp_path / "out" / "tensorboard") for value in event.summary.value]
+    assert steps == [0, 6]
 
 
 def records(path: Path) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def _start_wandb(recipe: Recipe) -> WandBTracker:
 
 
 def _start_tensorboard(recipe: Recipe, done: int) -> TensorBoardTracker:
-    # purge_step hides steps of an earlier start that will be repeated.
-    tracker = TensorBoardTracker(FOLDER, recipe.save.dir, purge_step=done + 1)
+    # purge_step hides steps of an earlier start that will be repeated. Files are named by the second: another start's would be overwritten.
+    tracker = TensorBoardTracker(FOLDER, recipe.save.dir, purge_step=done + 1, filename_suffix=f".{time.time_ns()}")
     try:
         tracker.start()
         tracker.log({"recipe": _as_code(to_yaml(recipe))}, step=done)
