@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +11,12 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
+from headstart.inference.capture import stopwatch
+from headstart.inference.engine import timing
 from headstart.inference.engine.cost_model import CostModel, Costs, RecentTimes
+from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.sizes import CURVE_SIZES, TREE_SIZES, TUNED_SIZES
-from headstart.inference.engine.tree import Pool, TreeShape
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.calibration import Calibration, Table
 from headstart.inference.sources.draft import Draft
@@ -188,12 +190,37 @@ def test_tokens_of_rows_that_have_more_to_write_are_worth_more() -> None:
     assert slow + fast == pytest.approx(2) and slow > 100 * fast
 
 
+class SimulatedClock:
+    """Time that passes only where a test says so, in place of the clocks of the decoding loop: what is chosen depends on no machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A forward pass takes 2 ms, and 2 % more for each further node."""
+        self.seconds = 0.0
+        for module in (stopwatch, timing):
+            monkeypatch.setattr(module, "time", self)
+        read = Reader.tree
+
+        def timed(reader: Reader, cache: Any, tree: CandidateTree) -> Any:
+            self.seconds += 2e-3 * (1 + 0.02 * (tree.size - 1))
+            return read(reader, cache, tree)
+
+        monkeypatch.setattr(Reader, "tree", timed)
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    return SimulatedClock(monkeypatch)
+
+
 class Parrot(Proposer):
     """Proposes the continuation it was given: always right, or always wrong."""
 
-    def __init__(self, truths: list[list[int]], right: bool, delay: float = 0.0) -> None:
-        """``delay``: seconds that it takes; a step of the small model takes about 2 ms."""
-        self.name, self.truths, self.right, self.delay = f"parrot {right}", truths, right, delay
+    def __init__(self, clock: SimulatedClock, truths: list[list[int]], right: bool, delay: float = 0.0) -> None:
+        """``delay``: simulated seconds that it takes."""
+        self.name, self.clock, self.truths, self.right, self.delay = f"parrot {right}", clock, truths, right, delay
         self.texts: dict[int, list[int]] = {}
         self.asked = 0
 
@@ -205,7 +232,7 @@ class Parrot(Proposer):
 
     def propose(self, row: int, depth: int, nodes: int) -> Candidates:
         self.asked += 1
-        time.sleep(self.delay)
+        self.clock.seconds += self.delay
         text = self.texts[row]
         truth = next(t for t in self.truths if t[: len(text)] == text)
         coming = truth[len(text) : len(text) + min(depth, 6)]
@@ -216,10 +243,10 @@ class Parrot(Proposer):
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
 
 
-def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off() -> None:
+def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    right, wrong = Parrot(truths, True), Parrot(truths, False, delay=5e-3)
+    right, wrong = Parrot(clock, truths, True), Parrot(clock, truths, False, delay=5e-3)
     for proposers in ([right], [wrong], [right, wrong]):
         of, passes = SpeculativeModel(on, proposers=proposers), 0
         right.asked = wrong.asked = 0
@@ -232,11 +259,11 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off() 
         assert wrong.asked <= 12, "it brings nothing: asked in trials of two or three passes, and not in all of 118"
 
 
-def test_of_two_sources_that_draft_the_same_one_backs_off() -> None:
+def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """Neither is credited while both draft, so both lose; the one that is left brings all the tokens."""
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    both = [Parrot(truths, True, delay=5e-3), Parrot(truths, True, delay=5e-3)]
+    both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
     of = SpeculativeModel(on, proposers=both)
     for _ in range(3):
         out = say(of, rows, **OPTIONS)
@@ -244,10 +271,10 @@ def test_of_two_sources_that_draft_the_same_one_backs_off() -> None:
     assert min(one.asked for one in both) < 6 and max(one.asked for one in both) > 20
 
 
-def test_a_source_that_backs_off_with_one_row_is_tried_with_eight() -> None:
+def test_a_source_that_backs_off_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    of = SpeculativeModel(on, proposers=[Parrot(truths, False, delay=5e-3)])
+    of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)
     speculation = of.engine(True).speculation
     for count in (2, 8):   # plain steps, which come first
@@ -258,13 +285,13 @@ def test_a_source_that_backs_off_with_one_row_is_tried_with_eight() -> None:
 
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("sample", [False, True])
-def test_many_sources_write_what_plain_decoding_writes(sample: bool) -> None:
+def test_many_sources_write_what_plain_decoding_writes(sample: bool, clock: SimulatedClock) -> None:
     on, rows = backbone("qwen3"), left_padded(prompts())
     options = OPTIONS | {"do_sample": sample, "seed": 4, "max_new_tokens": 30}
     truth = say(SpeculativeModel(on), rows, **options).sequences
     texts = unpadded(truth, rows)
     drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
-    parrots = [Parrot(texts, True), Parrot(texts, False)]
+    parrots = [Parrot(clock, texts, True), Parrot(clock, texts, False)]
     for tree in ("auto", TreeShape(14, 4)):
         for proposers in (drafters, parrots, [*drafters, *parrots]):
             out = say(SpeculativeModel(on, proposers=proposers), rows, tree=tree, **options)
