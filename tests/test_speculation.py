@@ -11,16 +11,12 @@ import pytest
 import torch
 from families import Scripted, backbone, left_padded, prompts, random_drafter, say, unpadded
 
-from headstart.inference.capture import stopwatch
-from headstart.inference.engine import timing
 from headstart.inference.engine.cost_model import CostModel, Costs, RecentTimes
-from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.sizes import CURVE_SIZES, TREE_SIZES, TUNED_SIZES
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape
+from headstart.inference.engine.tree import Pool
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.calibration import Calibration, Table
 from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.speculation.speculation import Speculation
 
 
@@ -188,115 +184,6 @@ def test_tokens_of_rows_that_have_more_to_write_are_worth_more() -> None:
     assert Draft(pair, [30, 30]).weights == Draft(pair, [90, 9], queued=True).weights == [1.0, 1.0]
     slow, fast = Draft(pair, [90, 9]).weights
     assert slow + fast == pytest.approx(2) and slow > 100 * fast
-
-
-class SimulatedClock:
-    """Time that passes only where a test says so, in place of the clocks of the decoding loop: what is chosen depends on no machine."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A forward pass takes 2 ms, and 2 % more for each further node."""
-        self.seconds = 0.0
-        for module in (stopwatch, timing):
-            monkeypatch.setattr(module, "time", self)
-        read = Reader.tree
-
-        def timed(reader: Reader, cache: Any, tree: CandidateTree) -> Any:
-            self.seconds += 2e-3 * (1 + 0.02 * (tree.size - 1))
-            return read(reader, cache, tree)
-
-        monkeypatch.setattr(Reader, "tree", timed)
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    return SimulatedClock(monkeypatch)
-
-
-class Parrot(Proposer):
-    """Proposes the continuation it was given: always right, or always wrong."""
-
-    def __init__(self, clock: SimulatedClock, truths: list[list[int]], right: bool, delay: float = 0.0) -> None:
-        """``delay``: simulated seconds that it takes."""
-        self.name, self.clock, self.truths, self.right, self.delay = f"parrot {right}", clock, truths, right, delay
-        self.texts: dict[int, list[int]] = {}
-        self.asked = 0
-
-    def open(self, row: int, tokens: list[int]) -> None:
-        self.texts[row] = list(tokens)
-
-    def extend(self, row: int, tokens: list[int]) -> None:
-        self.texts[row] += tokens
-
-    def propose(self, row: int, depth: int, nodes: int) -> Candidates:
-        self.asked += 1
-        self.clock.seconds += self.delay
-        text = self.texts[row]
-        truth = next(t for t in self.truths if t[: len(text)] == text)
-        coming = truth[len(text) : len(text) + min(depth, 6)]
-        tokens = coming if self.right else [(token + 1) % 61 for token in coming]
-        return Candidates(tokens, list(range(-1, len(tokens) - 1)), [-0.1] * len(tokens))
-
-
-OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
-
-
-def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(clock: SimulatedClock) -> None:
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    right, wrong = Parrot(clock, truths, True), Parrot(clock, truths, False, delay=5e-3)
-    for proposers in ([right], [wrong], [right, wrong]):
-        of, passes = SpeculativeModel(on, proposers=proposers), 0
-        right.asked = wrong.asked = 0
-        for _ in range(2):
-            out = say(of, rows, **OPTIONS)
-            assert out.sequences.tolist()[0] == truths[0][:69]
-            passes += out.passes
-        if right in proposers:
-            assert out.tau > 3 and right.asked >= passes - 2, "all but the first, plain, step"
-        assert wrong.asked <= 12, "it brings nothing: asked in trials of two or three passes, and not in all of 118"
-
-
-def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
-    """Neither is credited while both draft, so both lose; the one that is left brings all the tokens."""
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
-    of = SpeculativeModel(on, proposers=both)
-    for _ in range(3):
-        out = say(of, rows, **OPTIONS)
-        assert out.tau > 3
-    assert min(one.asked for one in both) < 6 and max(one.asked for one in both) > 20
-
-
-def test_a_source_that_backs_off_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
-    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
-    truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
-    of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
-    say(of, rows, **OPTIONS)
-    speculation = of.engine(True).speculation
-    for count in (2, 8):   # plain steps, which come first
-        speculation.costs.add_pass(count, 1, 1e-3)
-    assert [len(speculation.active(None, count)) for count in (1, 2, 8)] == [0, 1, 1]
-    assert speculation.rate(1) > 0 == speculation.rate(2), "neither are speeds mixed"
-
-
-@pytest.mark.matrix(cells=1)
-@pytest.mark.parametrize("sample", [False, True])
-def test_many_sources_write_what_plain_decoding_writes(sample: bool, clock: SimulatedClock) -> None:
-    on, rows = backbone("qwen3"), left_padded(prompts())
-    options = OPTIONS | {"do_sample": sample, "seed": 4, "max_new_tokens": 30}
-    truth = say(SpeculativeModel(on), rows, **options).sequences
-    texts = unpadded(truth, rows)
-    drafters = [random_drafter("eagle3", on), random_drafter("medusa", on), Scripted(on, texts, "nearly")]
-    parrots = [Parrot(clock, texts, True), Parrot(clock, texts, False)]
-    for tree in ("auto", TreeShape(14, 4)):
-        for proposers in (drafters, parrots, [*drafters, *parrots]):
-            out = say(SpeculativeModel(on, proposers=proposers), rows, tree=tree, **options)
-            assert torch.equal(out.sequences, truth)
-    assert out.tau > 2
 
 
 @pytest.mark.slow
