@@ -4,7 +4,7 @@ Position t takes the pair (embedding of ``x_{t+1}``, the backbone's state of t).
 of the backbone's state in the pair of the next depth. Training runs the ``depth`` passes at all positions at once (training-time test,
 2503.01840; HASS, 2408.15766): pass k attends to the keys of pass 0 up to t and to those of passes 1 to k at t.
 
-Shape suffixes: B batch, T positions, D width, N tree nodes, M drafted nodes so far.
+Shape suffixes: B batch, T positions, D width, N tree nodes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.cached_stack import CachedStack, Pass
 from headstart.heads.layers.causal_attention import Blocks, divide
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.node_slots import NodeSlots
 from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.tree_mask import extend_ancestors
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class State(RowState):
     pending_BD: Tensor
     hidden_BND: Tensor | None = drafted()
     """States that the nodes' children are paired with."""
-    ancestors_BNM: Tensor | None = drafted()
+    nodes: NodeSlots | None = drafted()
 
 
 class AutoregressiveDrafter(Drafter):
@@ -119,12 +119,12 @@ class AutoregressiveDrafter(Drafter):
         return State(self.cached.extend(caches, streams, offsets_BT, new_B), last_BD)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
+        nodes = self.cached.nodes_below(state.caches, state.nodes if depth else None, parents_BN, depth)
         if depth == 0:
             before_BND = state.pending_BD[:, None].expand(-1, tokens_BN.shape[1], -1)
         else:
             assert state.hidden_BND is not None
             before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
         streams = self.streams(self.backbone.embed(tokens_BN), before_BND)
-        hidden_BND, caches = self.cached.attend_nodes(state.caches, streams, ancestors_BNM, depth)
-        return hidden_BND, replace(state, caches=caches, hidden_BND=self.next_state(hidden_BND), ancestors_BNM=ancestors_BNM)
+        hidden_BND, caches = self.cached.attend_nodes(state.caches, streams, nodes, depth)
+        return hidden_BND, replace(state, caches=caches, hidden_BND=self.next_state(hidden_BND), nodes=nodes)

@@ -235,7 +235,7 @@ class Block(Drafter):
         N, device = self.elements, roots_B.device
         offsets_N, seen_BNN = torch.arange(N, device=device), seen_elements(N, self.config.causal, device).expand(roots_B.shape[0], -1, -1)
         for cached, cache in zip(self.cached, state.caches, strict=True):
-            block_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(block_BND), block_BND, seen_BNN, offsets_N)
+            block_BND, cache = cached.attend_block(cache, cached.layer.inputs(block_BND), block_BND, seen_BNN, offsets_N)
             caches.append(cache)
         return State(tuple(caches), self.norm(block_BND)[:, self.skipped :])
 

@@ -9,7 +9,7 @@ to t and to those of later passes at t. Otherwise each depth has a module with c
 exact: ordered by the token that it takes, module k continues its keys as soon as a token is known. It takes the token ``x_p`` with the
 output of module k - 1 at ``x_{p-1}``, and begins at p = k + 1. So a drafted node of depth i passes through the modules i and deeper.
 
-Shape suffixes: B batch, T positions, D width, K modules, N tree nodes, M drafted nodes so far.
+Shape suffixes: B batch, T positions, D width, K modules, N tree nodes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import engine_fields, llama_like
 from headstart.heads.layers.mtp_module import MtpModule
+from headstart.heads.layers.node_slots import NodeSlots
 from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.tree_mask import extend_ancestors
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
 
@@ -47,9 +47,8 @@ class State(RowState):
     lengths_B: Tensor
     hidden_BND: tuple[Tensor, ...] | None = drafted()
     """Outputs at the last drafted nodes, of the modules that they passed through."""
-    ancestors_BNM: Tensor | None = drafted()
-    depths_BM: Tensor | None = drafted()
-    """Depth of every drafted node."""
+    nodes: tuple[NodeSlots, ...] | None = drafted()
+    """These nodes, in the caches of these modules."""
 
 
 class Mtp(Drafter):
@@ -169,13 +168,9 @@ class Mtp(Drafter):
         return State(caches, hidden_BTD.new_zeros(B, len(self.mtps), D), torch.zeros_like(features.lengths_B))
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
-        depths_BM = torch.full_like(tokens_BN, depth)
-        if depth and state.depths_BM is not None:
-            depths_BM = torch.cat([state.depths_BM, depths_BM], 1)
         embedded_BND = self.backbone.embed(tokens_BN)
         zero_BN = (state.lengths_B == 1)[:, None].expand(tokens_BN.shape) if self.layout.zero_first and depth == 0 else None
-        caches, outputs = list(state.caches), []
+        caches, outputs, slots = list(state.caches), [], []
         for j, k in enumerate(range(1) if self.config.shared else range(depth, len(self.mtps))):
             module = self.mtps[k]
             if depth == 0:
@@ -184,11 +179,12 @@ class Mtp(Drafter):
                 assert state.hidden_BND is not None
                 before_BND = pick(state.hidden_BND[j], parents_BN)
             mixed_BND = module.mix(embedded_BND, before_BND, zero_BN if k == 0 else None)
-            seen_BNM = ancestors_BNM if k == 0 else _begun(ancestors_BNM, state.lengths_B[:, None] + depths_BM > k)
-            output_BND, caches[k] = module.cached.attend_nodes(state.caches[k], module.layer.inputs(mixed_BND), mixed_BND, seen_BNM, depth)
+            above = state.nodes[k - len(self.mtps)] if depth and state.nodes is not None else None
+            nodes = module.cached.nodes_below(state.caches[k], above, parents_BN, depth)
+            output_BND, caches[k] = module.cached.attend_nodes(state.caches[k], module.layer.inputs(mixed_BND), mixed_BND, nodes, depth)
+            slots.append(nodes if k == 0 else nodes.hidden(state.lengths_B + depth <= k))   # where the module has not begun
             outputs.append(module.norm(output_BND))
-        state = replace(state, caches=tuple(caches), hidden_BND=tuple(outputs), ancestors_BNM=ancestors_BNM, depths_BM=depths_BM)
-        return outputs[0], state
+        return outputs[0], replace(state, caches=tuple(caches), hidden_BND=tuple(outputs), nodes=tuple(slots))
 
     # On disk.
 
@@ -216,10 +212,3 @@ def _first_positions(features: Features) -> Tensor:
     if (document_BT := features.document_BT) is not None:
         first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
     return first_BT
-
-
-def _begun(ancestors_BNM: Tensor, begun_BM: Tensor) -> Tensor:
-    """The ancestors at which a module has begun; a node always attends to itself, so that none attends to nothing."""
-    N, M = ancestors_BNM.shape[1:]
-    eye_NN = torch.eye(N, dtype=torch.bool, device=ancestors_BNM.device)
-    return ancestors_BNM & (begun_BM[:, None] | torch.cat([eye_NN.new_zeros(N, M - N), eye_NN], 1))

@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 
 from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
+from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, NormedAttention, Rotary
 from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.gated_layer import GatedAttention
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4
@@ -103,17 +104,31 @@ def alone(cached: CachedLayer, state_TD: Tensor, kept: list[int]) -> Tensor:
     rotation = cos[kept][None, None], sin[kept][None, None]
     x_1TD = cached.layer.inputs(state_TD[None, kept])
     mask_1TT = torch.ones(1, len(kept), len(kept), dtype=torch.bool)
-    return cached.layer.attend(x_1TD, state_TD[None, kept], rotation, cached.layer.keys_values(x_1TD, rotation), mask_1TT)[0, -1]
+    query, *past = cached.layer.self_attn.project(x_1TD, rotation)
+    return cached.layer.attend(query, state_TD[None, kept], x_1TD, tuple(past), mask_1TT)[0, -1]
 
 
 def test_drafted_nodes_attend_to_the_sequence_and_their_ancestors(cached: CachedLayer) -> None:
     """Two children of the root, then a child of the second: each node's output is that of its own path appended to the row."""
     state_BTD, node_BND = states(), states(2)[:, :3]
     cache = filled(cached, state_BTD, (9,))
-    itself_BNM = torch.eye(2, dtype=torch.bool).expand(len(LENGTHS), 2, 2)
-    first_B2D, cache = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, :2]), node_BND[:, :2], itself_BNM, 0)
-    ancestors_B1M = torch.tensor([[False, True, True]]).expand(len(LENGTHS), 1, 3)
-    second_B1D, _ = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, 2:]), node_BND[:, 2:], ancestors_B1M, 1)
+    first = cached.nodes_below(cache, None, torch.tensor([[0, 0]]).expand(len(LENGTHS), 2), 0)
+    first_B2D, cache = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, :2]), node_BND[:, :2], first, 0)
+    second = cached.nodes_below(cache, first, torch.tensor([[1]]).expand(len(LENGTHS), 1), 1)
+    second_B1D, _ = cached.attend_nodes(cache, cached.layer.inputs(node_BND[:, 2:]), node_BND[:, 2:], second, 1)
     for b, length in enumerate(LENGTHS):
         for path, output_D in (([0], first_B2D[b, 0]), ([1], first_B2D[b, 1]), ([1, 2], second_B1D[b, 0])):
             torch.testing.assert_close(output_D, trained(cached, torch.cat([state_BTD[b, :length], node_BND[b, path]]))[-1])
+
+
+@pytest.mark.parametrize("attention", [Attention, NormedAttention, GatedAttention])
+@pytest.mark.parametrize("rotated", [4, 2])
+def test_queries_and_keys_are_rotated_together_as_apart(attention: type[Attention], rotated: int) -> None:
+    """Also where only a part of each head is rotated."""
+    torch.manual_seed(0)
+    layer, x_BTD = attention(CONFIG, CONFIG.hidden_size), states()
+    part = LlamaConfig.from_dict(CONFIG.to_dict() | {"head_dim": rotated})
+    rotation = Rotary(part)(3, x_BTD.shape[1], x_BTD.device)
+    together, apart = layer.project(x_BTD, rotation), (layer.queries(x_BTD, rotation), *layer.keys_values(x_BTD, rotation))
+    assert [part.shape[1] for part in together] == [4, 2, 2] and all(map(torch.equal, together, apart))
+    assert torch.equal(together[0][..., rotated:], layer.norm_queries(layer.split_queries(x_BTD))[..., rotated:])

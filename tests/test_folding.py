@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -54,3 +55,26 @@ def test_conversions_to_the_same_dtype_are_dropped_and_equal_operations_merged()
     for one, other in zip(results, expected, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert results[2].data_ptr() != x.data_ptr(), "a copy that was asked for"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norms_are_computed_as_layer_norms(dtype: torch.dtype) -> None:
+    """Those with constant weights over the last dimension; the results are those of the norm, contiguous as its own."""
+    torch.manual_seed(0)
+    weight_D, weight_TD = torch.rand(48, dtype=dtype) + 0.5, torch.ones(3, 48, dtype=dtype)
+
+    def norms(x: Tensor, scale_D: Tensor) -> tuple[Tensor, ...]:
+        return rms_norm(x, (48,), weight_D, 1e-6), rms_norm(x, (48,), scale_D, 1e-6), rms_norm(x, (3, 48), weight_TD, 1e-6)
+
+    x, scale_D = torch.randn(2, 3, 48).to(dtype), torch.rand(48, dtype=dtype)
+    folded = fold(trace(norms, (x, scale_D)))
+    kinds = [node.kind() for node in folded.graph.nodes()]
+    assert kinds.count("aten::layer_norm") == 1 and kinds.count("aten::rms_norm") == 2
+    for scale in (1.0, 1e-3, 1e4):
+        rows = torch.cat([x, x, x]) * scale + (torch.arange(48) == 5) * 300 * scale   # as outliers of hidden states
+        rows = rows.to(dtype)
+        first, *others = folded(rows, scale_D)
+        expected, *unchanged = norms(rows, scale_D)
+        assert first.is_contiguous()
+        torch.testing.assert_close(first, expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert all(map(torch.equal, others, unchanged))

@@ -20,11 +20,11 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.layers import cached_layer
+from headstart.heads.layers import node_slots
 from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
-from headstart.heads.layers.draft_cache import Ring
+from headstart.heads.layers.draft_cache import DraftCache, Ring
+from headstart.heads.layers.node_slots import past_mask
 from headstart.heads.layers.ragged import STEP
-from headstart.heads.layers.tree_mask import visible_slots
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource
@@ -45,12 +45,11 @@ def made(window: int | None = None, sink: int = 4, **arguments: Any) -> Eagle3:
 def masked(monkeypatch: pytest.MonkeyPatch, window: int, sink: int) -> Eagle3:
     """The reference: stores everything, and masks all positions outside the window."""
 
-    def see(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
-        place_S = torch.arange(slots)
-        old_BS = (place_S >= sink) & (place_S < lengths_B[:, None] - window)
-        return visible_slots(lengths_B, ancestors_BNM, slots) & ~old_BS[:, None]
+    def see(cache: DraftCache) -> Tensor:
+        place_S = torch.arange(cache.slots)
+        return past_mask(cache) & ((place_S < sink) | (place_S >= cache.lengths_B[:, None] - window))
 
-    monkeypatch.setattr(cached_layer, "visible_slots", see)
+    monkeypatch.setattr(node_slots, "past_mask", see)
     return made()
 
 

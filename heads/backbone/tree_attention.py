@@ -46,6 +46,7 @@ def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS
     if _is_one_operation(query_BHNC):
         return _few_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     if query_BHNC.device.type == "cpu" and query_BHNC.dtype == torch.bfloat16 and query_BHNC.shape[2] == 1:
+        mask_B1NS = mask_B1NS.float() if mask_B1NS.is_floating_point() else mask_B1NS
         return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
     shared = bool(query_BHNC.shape[1] != keys_BGSC.shape[1])
     if not shared or query_BHNC.device.type == "cpu":

@@ -3,7 +3,7 @@
 Accepted positions extend the cache; drafted nodes are stored after them and overwritten by the next accepted ones. A drafter has
 one `CachedLayer` per layer and keeps their `DraftCache`s in its state.
 
-Shape suffixes: B batch, T new positions, N nodes, M nodes drafted so far, S slots, D width, X width of the attention's input.
+Shape suffixes: B batch, T new positions, N nodes, S slots, D width, X width of the attention's input.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.draft_cache import DraftCache, Ring
+from headstart.heads.layers.node_slots import NodeSlots
 from headstart.heads.layers.ragged import put
-from headstart.heads.layers.tree_mask import visible_slots
 
 
 class CachedLayer:
@@ -57,7 +57,8 @@ class CachedLayer:
         offsets_BT = offsets_BT - counts_B[:, None]
         mask_BTS = cache.positions_BS[:, None] <= (cache.lengths_B[:, None] + offsets_BT)[..., None]
         mask_BTS[..., 0] = True   # a row without positions would have no key
-        return self.layer.attend(x_BTX, state_BTD, cache.rotation_at(offsets_BT), cache.past, mask_BTS)
+        query = self.layer.self_attn.queries(x_BTX, cache.rotation_at(offsets_BT))
+        return self.layer.attend(query, state_BTD, x_BTX, cache.past, mask_BTS)
 
     def extend_and_attend(
         self, cache: DraftCache, x_BTX: Tensor, state_BTD: Tensor, offsets_BT: Tensor, counts_B: Tensor
@@ -70,42 +71,45 @@ class CachedLayer:
             cache = self.extend(cache, x_BTX, offsets_BT, counts_B)
             return self.attend_new(cache, x_BTX, state_BTD, offsets_BT, counts_B), cache
         cache = cache.on_device()
-        rotation, lengths_B1 = cache.rotation_at(offsets_BT), cache.lengths_B[:, None]
-        new = self.layer.keys_values(x_BTX, rotation)   # the extended cache lacks what the first of them attend to
+        lengths_B1 = cache.lengths_B[:, None]
+        query, *new = self.layer.self_attn.project(x_BTX, cache.rotation_at(offsets_BT))
+        # The extended cache lacks what the first positions attend to.
         keys, values = (torch.cat(pair, 2) for pair in zip(cache.past, new, strict=True))
         position_BT = lengths_B1 + offsets_BT
         repeated_BT = torch.cat([torch.zeros_like(offsets_BT[:, :1]), offsets_BT.diff(dim=1) == 0], 1).bool()
         there_BX = torch.cat([cache.positions_BS < lengths_B1, ~repeated_BT], 1)
         distance_BTX = position_BT[..., None] - torch.cat([cache.positions_BS, position_BT], 1)[:, None]
         mask_BTX = there_BX[:, None] & (distance_BTX >= 0) & (distance_BTX < self.window)
-        output_BTD = self.layer.attend(x_BTX, state_BTD, rotation, (keys, values), mask_BTX)
-        return output_BTD, cache.extend(*new, offsets_BT, counts_B)
+        output_BTD = self.layer.attend(query, state_BTD, x_BTX, (keys, values), mask_BTX)
+        return output_BTD, cache.extend(new[0], new[1], offsets_BT, counts_B)
 
     def attend_last(self, cache: DraftCache, x_B1X: Tensor, state_B1D: Tensor) -> Tensor:
         """Return the layer's output ``[B, 1, D]`` at each row's last position, which is in the cache already."""
         cache = cache.on_device()
         slots_S = torch.arange(cache.slots, device=x_B1X.device)
         mask_B1S = (slots_S < cache.ends_B[:, None])[:, None]
-        return self.layer.attend(x_B1X, state_B1D, cache.rotation_at(-1), cache.past, mask_B1S)
+        query = self.layer.self_attn.queries(x_B1X, cache.rotation_at(-1))
+        return self.layer.attend(query, state_B1D, x_B1X, cache.past, mask_B1S)
+
+    def nodes_below(self, cache: DraftCache, above: NodeSlots | None, parents_BN: Tensor, offset: int) -> NodeSlots:
+        """Return the slots of the next level's nodes and what they attend to (`NodeSlots.below`)."""
+        return NodeSlots.below(cache, above, parents_BN, offset, self.window)
 
     def attend_nodes(
-        self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, ancestors_BNM: Tensor, offsets: Tensor | int
+        self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, nodes: NodeSlots, offsets: Tensor | int
     ) -> tuple[Tensor, DraftCache]:
-        """Return the layer's output ``[B, N, D]`` at the last N of M drafted nodes, and the cache with these nodes.
+        """Return the layer's output ``[B, N, D]`` at drafted nodes, and the cache with these nodes.
 
         ``offsets`` (``[N]``, or one for all): the nodes' positions, counted from the row's end.
         """
         cache = cache.on_device()
-        N, M = ancestors_BNM.shape[1:]
-        index_BN = cache.ends_B[:, None] + torch.arange(M - N, M, device=x_BNX.device)
-        rotation = cache.rotation_at(offsets)
-        for store, new in zip(cache.past, self.layer.keys_values(x_BNX, rotation), strict=True):
-            put(store, new, index_BN)
-        if self.window is not None:   # ancestors are one position apart
-            above_BNM = ancestors_BNM.sum(-1, keepdim=True) - ancestors_BNM.cumsum(-1)
-            ancestors_BNM = ancestors_BNM & (above_BNM < self.window)
-        mask_BNS = visible_slots(cache.ends_B, ancestors_BNM, cache.slots)
-        if self.window is not None:
-            position_BN = (cache.lengths_B[:, None] + offsets).expand(-1, N)
-            mask_BNS = mask_BNS & (cache.positions_BS[:, None] > position_BN[..., None] - self.window)
-        return self.layer.attend(x_BNX, state_BND, rotation, cache.past, mask_BNS), cache
+        query, *new = self.layer.self_attn.project(x_BNX, cache.rotation_at(offsets))
+        for store, entries in zip(cache.past, new, strict=True):
+            put(store, entries, nodes.slots_BN)
+        return self.layer.attend(query, state_BND, x_BNX, cache.past, nodes.mask_BNS), cache
+
+    def attend_block(
+        self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, seen_BNN: Tensor, offsets_N: Tensor
+    ) -> tuple[Tensor, DraftCache]:
+        """As `attend_nodes`, for nodes drafted at once, which attend to each other where ``seen_BNN`` is True."""
+        return self.attend_nodes(cache, x_BNX, state_BND, NodeSlots.block(cache, seen_BNN), offsets_N)

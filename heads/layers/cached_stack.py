@@ -1,6 +1,6 @@
 """Consecutive decoder layers, each with its own KV cache, as one: the first reads the streams of a head, the others its output.
 
-Shape suffixes: B batch, T positions, N nodes, M nodes drafted so far, D width.
+Shape suffixes: B batch, T positions, N nodes, D width.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headstart.heads.layers.cached_layer import CachedLayer
 from headstart.heads.layers.causal_attention import Blocks
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.draft_cache import DraftCache, Ring
+from headstart.heads.layers.node_slots import NodeSlots
 
 Caches = tuple[DraftCache, ...]
 """One per layer."""
@@ -70,13 +71,15 @@ class CachedStack:
         last = self.layers[-1]
         return (*extended, last.extend(caches[-1], last.layer.inputs(*streams), offsets_BT, counts_B))
 
-    def attend_nodes(
-        self, caches: Caches, streams: Sequence[Tensor], ancestors_BNM: Tensor, offsets: Tensor | int
-    ) -> tuple[Tensor, Caches]:
-        """Return the output ``[B, N, D]`` at the last N of M drafted nodes, and the caches with them (`CachedLayer.attend_nodes`)."""
+    def nodes_below(self, caches: Caches, above: NodeSlots | None, parents_BN: Tensor, offset: int) -> NodeSlots:
+        """Return the slots of the next level's nodes (`NodeSlots.below`), which are the same in all layers."""
+        return self.layers[0].nodes_below(caches[0], above, parents_BN, offset)
+
+    def attend_nodes(self, caches: Caches, streams: Sequence[Tensor], nodes: NodeSlots, offsets: Tensor | int) -> tuple[Tensor, Caches]:
+        """Return the output ``[B, N, D]`` at drafted nodes, and the caches with them (`CachedLayer.attend_nodes`)."""
         extended = []
         for cached, cache in zip(self.layers, caches, strict=True):
-            output_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(*streams), streams[-1], ancestors_BNM, offsets)
+            output_BND, cache = cached.attend_nodes(cache, cached.layer.inputs(*streams), streams[-1], nodes, offsets)
             extended.append(cache)
             streams = (output_BND,)
         return output_BND, tuple(extended)

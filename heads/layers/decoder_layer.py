@@ -20,7 +20,7 @@ from headstart.heads.layers.causal_attention import Blocks, attend_past, join
 OTHER_STREAM_SCALE = 0.1
 """Scale of the random columns for the embedding in a layer initialised from the backbone's, so that they perturb it little."""
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``."""
+"""Cosines and sines, ``[B, 1, T, C]``; as a table ``[positions, C]``. Sines are negated in the first half of C, as `rotate` takes them."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Frequencies:
     """Rotary frequencies, to compute the rotation of any position where a table would grow with the sequence."""
 
     per_C: Tensor
-    """Radians per position."""
+    """Radians per position, negated in the first half."""
     scale_1: Tensor
     """Factor applied to cosines and sines."""
 
@@ -43,12 +43,13 @@ class Rotary(nn.Module):
     def table(self, positions: int, device: torch.device) -> Rotation:
         """Return cosines and sines ``[positions, C]`` of positions 0 to ``positions - 1``."""
         positions_1T = torch.arange(positions)[None]
-        cos, sin = self.compute[0](positions_1T.float(), positions_1T)
-        return cos[0].to(device), sin[0].to(device)
+        cos, sin = (part[0] for part in self.compute[0](positions_1T.float(), positions_1T))
+        return cos.to(device), (sin * _signs(sin.shape[-1])).to(device)
 
     def frequencies(self, device: torch.device) -> Frequencies:
         """Return the frequencies for sequences within the original context length."""
         per_C = self.compute[0].original_inv_freq.float().repeat(2)
+        per_C = per_C * _signs(len(per_C))   # so that the sines are negated; cosines stay
         return Frequencies(per_C.to(device), torch.full((1,), float(self.compute[0].attention_scaling), device=device))
 
     def forward(self, first: int, count: int, device: torch.device) -> Rotation:
@@ -72,10 +73,17 @@ class Norm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+def _signs(width: int) -> Tensor:
+    return torch.ones(width).index_fill_(0, torch.arange(width // 2), -1.0)
+
+
 def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
-    cos, sin = rotation
-    low, high = x_BHTC.chunk(2, -1)
-    return (x_BHTC * cos + torch.cat([-high, low], -1) * sin).to(x_BHTC.dtype)
+    """Rotate the first dimensions of each head, as many as the rotation has."""
+    (cos, sin), rest = rotation, None
+    if cos.shape[-1] < x_BHTC.shape[-1]:
+        x_BHTC, rest = x_BHTC.split([cos.shape[-1], x_BHTC.shape[-1] - cos.shape[-1]], -1)
+    rotated = (x_BHTC * cos + x_BHTC.roll(x_BHTC.shape[-1] // 2, -1) * sin).to(x_BHTC.dtype)
+    return rotated if rest is None else torch.cat([rotated, rest], -1)
 
 
 class Attention(nn.Module):
@@ -93,11 +101,30 @@ class Attention(nn.Module):
     def split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
+    def split_queries(self, x: Tensor) -> Tensor:
+        """Return the queries before norm and rotation, ``[B, H, T, C]``."""
+        return self.split(self.q_proj(x), self.num_heads)
+
+    def norm_queries(self, query: Tensor) -> Tensor:
+        return query
+
+    def norm_keys(self, keys: Tensor) -> Tensor:
+        return keys
+
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        return rotate(self.split(self.q_proj(x), self.num_heads), rotation)
+        query = self.split_queries(x)
+        return rotate(self.norm_queries(query), rotation).to(query.dtype)   # under autocast a norm's dtype is wider
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return rotate(self.split(self.k_proj(x), self.num_kv), rotation), self.split(self.v_proj(x), self.num_kv)
+        keys, values = self.split(self.k_proj(x), self.num_kv), self.split(self.v_proj(x), self.num_kv)
+        return rotate(self.norm_keys(keys), rotation).to(keys.dtype), values
+
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the same positions, as `queries` and `keys_values` do; both are rotated at once."""
+        query, keys, values = self.split_queries(x), self.split(self.k_proj(x), self.num_kv), self.split(self.v_proj(x), self.num_kv)
+        both = rotate(torch.cat([self.norm_queries(query), self.norm_keys(keys)], 1), rotation).to(query.dtype)
+        query, keys = both.split([self.num_heads, self.num_kv], 1)
+        return query, keys, values
 
     def output(self, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
         """Project the mixed values; ``x`` is the attention's input, for kinds that gate them by it."""
@@ -111,13 +138,13 @@ class NormedAttention(Attention):
         super().__init__(config, width)
         self.q_norm, self.k_norm = (Norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
 
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        query = self.split(self.q_proj(x), self.num_heads)
-        return rotate(self.q_norm(query), rotation).to(query.dtype)   # under autocast the norm's dtype is wider
+    def norm_queries(self, query: Tensor) -> Tensor:
+        normed: Tensor = self.q_norm(query)
+        return normed
 
-    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        key, value = self.split(self.k_proj(x), self.num_kv), self.split(self.v_proj(x), self.num_kv)
-        return rotate(self.k_norm(key), rotation).to(key.dtype), value
+    def norm_keys(self, keys: Tensor) -> Tensor:
+        normed: Tensor = self.k_norm(keys)
+        return normed
 
 
 class DecoderLayer(nn.Module):
@@ -174,9 +201,12 @@ class DecoderLayer(nn.Module):
         state = state + self.self_attn.output(mixed_BHTC, x)
         return state + self.mlp(self.post_attention_layernorm(state))
 
-    def attend(self, x: Tensor, state: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
-        """Return the output at N positions that attend to the keys and values ``past`` where the mask is True."""
-        return self.finish(state, attend(self.self_attn.queries(x, rotation), *past, mask_BNS[:, None]), x)
+    def attend(self, query: Tensor, state: Tensor, x: Tensor, past: tuple[Tensor, Tensor], mask_BNS: Tensor) -> Tensor:
+        """Return the output at N positions that attend to the keys and values ``past``; the mask is boolean or added to the scores.
+
+        ``x``: the attention's input, of which the queries are.
+        """
+        return self.finish(state, attend(query, *past, mask_BNS[:, None]), x)
 
     def forward_train(
         self, streams: Sequence[Tensor], passes: Sequence[tuple[Tensor, Tensor]], rotary: Rotary, blocks: Blocks

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, Norm, Rotary, Rotation, rotate
+from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, Norm, Rotary
 
 
 class ZeroCenteredNorm(Norm):
@@ -34,13 +33,16 @@ class GatedAttention(Attention):
         self.q_norm = ZeroCenteredNorm(C, eps=config.rms_norm_eps)
         self.k_norm = ZeroCenteredNorm(C, eps=config.rms_norm_eps)
 
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        query_BHTC, _ = self._queries_and_gate(x)
-        return _rotate_part(self.q_norm(query_BHTC), rotation)
+    def split_queries(self, x: Tensor) -> Tensor:
+        return self._queries_and_gate(x)[0]
 
-    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        keys_BHTC = self.k_norm(self.split(self.k_proj(x), self.num_kv))
-        return _rotate_part(keys_BHTC, rotation), self.split(self.v_proj(x), self.num_kv)
+    def norm_queries(self, query: Tensor) -> Tensor:
+        normed: Tensor = self.q_norm(query)
+        return normed
+
+    def norm_keys(self, keys: Tensor) -> Tensor:
+        normed: Tensor = self.k_norm(keys)
+        return normed
 
     def output(self, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
         return super().output(mixed_BHTC * self._queries_and_gate(x)[1].sigmoid(), x)
@@ -72,8 +74,3 @@ def partial_rotary(config: LlamaConfig) -> Rotary:
     part.head_dim = int(config.head_dim * share)
     return Rotary(part)
 
-
-def _rotate_part(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first dimensions of each head, as many as the rotation has."""
-    rotated = rotation[0].shape[-1]
-    return torch.cat([rotate(x_BHTC[..., :rotated], rotation), x_BHTC[..., rotated:]], -1)

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from headstart.inference.capture.norms import use_layer_norms
+
 PASSES = ("inline", "dce", "constant_pooling", "constant_propagation", "cse")
 TYPES = ("IntType", "ListType", "NumberType", "OptionalType", "TensorType")
 KEYS = ("DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard")
@@ -62,6 +64,7 @@ def fold(traced: Any, change: Callable[[Any], None] = lambda graph: None) -> Any
     change(graph)
     passes._jit_pass_dce(graph)
     passes._jit_pass_constant_propagation(graph)
+    use_layer_norms(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
     return passes._create_function_from_graph("pass", graph)

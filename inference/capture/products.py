@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.capture.folding import fold
+from headstart.inference.capture.graph_builder import GraphBuilder, constant_tensor
 from headstart.inference.capture.packed import KINDS, Kind, PackedWeight, pack
 
 
@@ -38,9 +39,9 @@ def linear_groups(graph: Any, kind: Kind) -> list[list[Any]]:
     """The graph's linear layers with constant weights on the CPU that the kind can multiply, grouped by the value they read."""
     groups: dict[str, list[Any]] = {}
     for node in graph.findAllNodes("aten::linear"):
-        weight = _constant(node.inputsAt(1))
+        weight = constant_tensor(node.inputsAt(1))
         if weight is not None and kind in KINDS.get(weight.dtype, ()) and weight.device.type == "cpu":
-            if node.inputsAt(2).node().mustBeNone() or _constant(node.inputsAt(2)) is not None:
+            if node.inputsAt(2).node().mustBeNone() or constant_tensor(node.inputsAt(2)) is not None:
                 groups.setdefault(node.inputsAt(0).debugName(), []).append(node)
     return list(groups.values())
 
@@ -54,13 +55,13 @@ def use_packed(graph: Any, kind: Kind) -> list[PackedWeight]:
     graph.prependNode(unpacking)
     for group, packed in zip(groups, list(unpacking.outputs()), strict=True):
         packed.setType(torch._C.TensorType.get())
-        biases = [_constant(node.inputsAt(2)) for node in group]
-        weights.append(pack([cast(Tensor, _constant(node.inputsAt(1))) for node in group], biases, kind))
-        _replace(_Builder(graph, group[0]), group, packed, weights[-1], kind)
+        biases = [constant_tensor(node.inputsAt(2)) for node in group]
+        weights.append(pack([cast(Tensor, constant_tensor(node.inputsAt(1))) for node in group], biases, kind))
+        _replace(GraphBuilder(graph, group[0]), group, packed, weights[-1], kind)
     return weights
 
 
-def _replace(build: _Builder, group: Sequence[Any], packed: Any, weight: PackedWeight, kind: Kind) -> None:
+def _replace(build: GraphBuilder, group: Sequence[Any], packed: Any, weight: PackedWeight, kind: Kind) -> None:
     x, bias = group[0].inputsAt(0), build.constant(weight.bias_N)
     if kind == "onednn":
         scalars = build.node("prim::ListConstruct", [], torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
@@ -74,41 +75,3 @@ def _replace(build: _Builder, group: Sequence[Any], packed: Any, weight: PackedW
     for node, value in zip(group, outs, strict=True):
         node.output().replaceAllUsesWith(value)
         node.destroy()
-
-
-class _Builder:
-    """Inserts nodes before a node of a graph."""
-
-    def __init__(self, graph: Any, before: Any) -> None:
-        self.graph, self.before = graph, before
-
-    def node(self, kind: str, inputs: Sequence[Any], of_type: Any = None) -> Any:
-        """Insert a node and return its output: a tensor, unless another type is given."""
-        node = self.graph.create(kind, list(inputs), 1)
-        node.insertBefore(self.before)
-        node.output().setType(of_type or torch._C.TensorType.get())
-        return node.output()
-
-    def constant(self, value: Any) -> Any:
-        """Insert a constant and return it."""
-        with self.graph.insert_point_guard(self.before):
-            return self.graph.insertConstant(value)
-
-    def parts(self, value: Any, sizes: Sequence[int]) -> list[Any]:
-        """Insert views of the parts of the last dimension."""
-        tensors = torch._C.ListType(torch._C.TensorType.get())
-        split = self.node("aten::split_with_sizes", [value, self.constant(list(sizes)), self.constant(-1)], tensors)
-        node = self.graph.create("prim::ListUnpack", [split], len(sizes))
-        node.insertBefore(self.before)
-        outputs = list(node.outputs())
-        for output in outputs:
-            output.setType(torch._C.TensorType.get())
-        return outputs
-
-
-def _constant(value: Any) -> Tensor | None:
-    """The tensor if the value is a constant one."""
-    if value.node().kind() != "prim::Constant" or value.node().mustBeNone():
-        return None
-    held = value.toIValue()
-    return held if isinstance(held, Tensor) else None

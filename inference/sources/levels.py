@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -121,16 +122,20 @@ def largest(values_BM: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _packed(levels: Sequence[Level]) -> Tensor:
-    """Tokens, parents and scores of all levels as one float64 tensor ``[B, X]``, so that the host reads once."""
-    return torch.cat([part.double() for level in levels for part in (level.tokens_BW, level.parents_BW, level.scores_BW)], 1)
+    """Tokens and parents of each level, then the scores of all, as one float64 tensor ``[B, X]``, so that the host reads once."""
+    whole_BX = torch.cat([part for level in levels for part in (level.tokens_BW, level.parents_BW)], 1)
+    scores_BX = torch.cat([level.scores_BW for level in levels], 1)
+    return torch.cat([whole_BX.double(), scores_BX.double()], 1)
 
 
 def unpacked(packed_BX: Tensor, levels: Sequence[Level]) -> list[Nodes]:
     """Read the nodes of the levels, in one transfer."""
     numbers_BX, found, at = packed_BX.numpy(force=True), [], 0
+    whole_BX, scores_BX = np.split(numbers_BX, [numbers_BX.shape[1] // 3 * 2], 1)
+    whole_BX = whole_BX.astype(int)
     for level in levels:
         W = level.tokens_BW.shape[1]
-        tokens, parents, scores = (numbers_BX[:, at + i * W : at + (i + 1) * W] for i in range(3))
-        found.append(Nodes(tokens.astype(int).tolist(), parents.astype(int).tolist(), scores.tolist()))
-        at += 3 * W
+        tokens, parents = whole_BX[:, 2 * at : 2 * at + W], whole_BX[:, 2 * at + W : 2 * (at + W)]
+        found.append(Nodes(tokens.tolist(), parents.tolist(), scores_BX[:, at : at + W].tolist()))
+        at += W
     return found

@@ -77,14 +77,14 @@ class Block(Drafter):
         x_MKD = self.layer.inputs(block_MKD)
         positions_MK = at.position_M[:, None] + 1 + torch.arange(K, device=device)
         rotation = rotary_at(self.cached.rotary.table(T + K, device), positions_MK)
-        block_kv = self.layer.keys_values(x_MKD, rotation)
+        query, *block_kv = self.layer.self_attn.project(x_MKD, rotation)
         keys, values = (torch.cat([text[at.row_M], block], 2) for text, block in zip(keys_values, block_kv, strict=True))
         text_MT = torch.arange(T, device=device) <= at.position_M[:, None]
         if features.document_BT is not None:
             document_MT = features.document_BT[at.row_M]
             text_MT = text_MT & (document_MT == document_MT.gather(1, at.position_M[:, None]))
         mask_MS = torch.cat([text_MT, text_MT.new_ones(len(text_MT), K)], 1)
-        hidden_MKD = self.layer.attend(x_MKD, block_MKD, rotation, (keys, values), mask_MS[:, None].expand(-1, K, -1))
+        hidden_MKD = self.layer.attend(query, block_MKD, x_MKD, (keys, values), mask_MS[:, None].expand(-1, K, -1))
         return list(hidden_MKD.unbind(1))
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class Block(Drafter):
         block_BKD, K = self._block(tokens_BN[:, 0]), self.trained_depth
         everyone_BKK = torch.ones(len(tokens_BN), K, K, dtype=torch.bool, device=tokens_BN.device)
         offsets_K = torch.arange(K, device=tokens_BN.device)
-        hidden_BKD, cache = self.cached.attend_nodes(state.cache, self.layer.inputs(block_BKD), block_BKD, everyone_BKK, offsets_K)
+        hidden_BKD, cache = self.cached.attend_block(state.cache, self.layer.inputs(block_BKD), block_BKD, everyone_BKK, offsets_K)
         return hidden_BKD, replace(state, cache=cache)
 
     def engine_config(self) -> dict[str, Any]:

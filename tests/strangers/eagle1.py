@@ -21,8 +21,8 @@ from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import llama_like
+from headstart.heads.layers.node_slots import NodeSlots
 from headstart.heads.layers.row_state import RowState, drafted
-from headstart.heads.layers.tree_mask import extend_ancestors
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class State(RowState):
     pending_BD: Tensor
     """The last hidden state, waiting for the token after it."""
     hidden_BND: Tensor | None = drafted()
-    ancestors_BNM: Tensor | None = drafted()
+    nodes: NodeSlots | None = drafted()
 
 
 class Eagle1(Drafter):
@@ -91,13 +91,13 @@ class Eagle1(Drafter):
         return State(self.cached.extend(cache, x_BTD, offsets_BT, new_B), last_BD)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        ancestors_BNM = extend_ancestors(state.ancestors_BNM if depth else None, parents_BN)
+        nodes = self.cached.nodes_below(state.cache, state.nodes if depth else None, parents_BN, depth)
         before_BND = state.pending_BD[:, None].expand(-1, tokens_BN.shape[1], -1)
         if depth and state.hidden_BND is not None:
             before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
         mixed_BND = self._mixed(tokens_BN, before_BND)
-        hidden_BND, cache = self.cached.attend_nodes(state.cache, self.layer.inputs(mixed_BND), mixed_BND, ancestors_BNM, depth)
-        return hidden_BND, replace(state, cache=cache, hidden_BND=hidden_BND, ancestors_BNM=ancestors_BNM)
+        hidden_BND, cache = self.cached.attend_nodes(state.cache, self.layer.inputs(mixed_BND), mixed_BND, nodes, depth)
+        return hidden_BND, replace(state, cache=cache, hidden_BND=hidden_BND, nodes=nodes)
 
     def engine_config(self) -> dict[str, Any]:
         return {"architectures": ["EagleModel"], "hidden_size": self.backbone.dim, "vocab_size": self.backbone.vocab}
