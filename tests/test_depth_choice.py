@@ -15,8 +15,10 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.cost_model import Costs
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool
+from headstart.inference.sources.depth_choice import note_masses
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.source import EMA_WEIGHT
 from headstart.inference.sources.source_stats import TRIAL_STEPS
 
 
@@ -105,3 +107,14 @@ def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_o
         assert source.state.caches[0].lengths_B.tolist() == (cache.lengths_B - 1).tolist(), "all but the last are paired with a token"
         assert source.state.pending_BD.is_contiguous(), "captures depend on strides"
     assert positions[1:] == left
+
+
+def test_the_first_draft_of_a_further_depth_says_little() -> None:
+    """Its nodes are expected to be reached as their parents and the last acceptance rate say; one unlikely draft changes that little."""
+    source = source_of(random_drafter("eagle3", backbone("llama"), depth=2))
+    source.learned.acceptance[:], source.learned.masses[:] = [0.9, 0.8], [0.9, 0.7]
+    pool = Pool(3)
+    nodes = [pool.add(source, max(depth - 1, 0), 5 + depth, -3.0, 0.01) for depth in range(3)]
+    note_masses(source.learned, Draft([pool], [9]), [[[node]] for node in nodes])
+    kept = 1 - EMA_WEIGHT   # of each mean, the parents' included
+    assert source.learned.masses == pytest.approx([kept * 0.9, kept * 0.7, kept**2 * 0.7 * 0.8], abs=2e-3)

@@ -49,6 +49,7 @@ def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest
 
 def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    source.start(sampled=True)   # with wider beams, which reach more parents
     costs = Costs()
     costs.add_pass(1, 1, 5e-3)
     for depths in range(1, 4):
@@ -233,3 +234,13 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
         assert drafted(alone, 1) == [tokens]
     both.select([])
     assert both.state is None
+
+
+def test_beams_on_a_cpu_are_narrow_and_wider_when_sampling() -> None:
+    """Sampled texts are less sure of the first candidates; of several rows every node takes time (LOG.md)."""
+    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    widths = {}
+    for sampled in (False, True):
+        source.start(sampled)
+        widths[sampled] = [source.width(rows) for rows in (1, 2, 8)]
+    assert widths == {False: [2, 1, 1], True: [4, 1, 1]}

@@ -96,10 +96,10 @@ class Costs:
         """Record the time of another part of a step."""
         self.parts.setdefault((part, rows), RecentTimes()).add(seconds)
 
-    def part(self, part: Hashable, rows: int) -> float:
-        """Seconds of a part of a step; 0 until it has been timed."""
+    def part(self, part: Hashable, rows: int, at_least: int = 1) -> float:
+        """Seconds of a part of a step; 0 until it has been timed ``at_least`` times."""
         known = self.parts.get((part, rows))
-        return known.median if known else 0.0
+        return known.median if known and len(known.times) >= at_least else 0.0
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""

@@ -34,40 +34,42 @@ class DepthChoice:
         counts = [count for count in self.counts if count <= limit]
         if not draft.rate or not counts:
             return max(counts, default=0)
-        rows, (reached, acceptance), missed = len(draft.pools), _expected(learned, limit), draft.missed(limit)
-        gains = [rows * reached[k] * acceptance[k] * missed[k] / draft.rate - draft.node_seconds for k in range(limit)]
-        known = ((k, seconds(k)) for k in range(1, limit + 1))
-        curve = [(0, 0.0), *((k, time) for k, time in known if time)]
-        worth = [gain - interpolated(curve, k) for k, gain in enumerate(accumulate(gains, initial=0.0))]
-        depths = max([0] * (min(missed) < 1) + counts, key=worth.__getitem__)
-        if depths:
-            self._plan_further(learned, depths, limit, rows)
-        return depths
-
-    def _plan_further(self, learned: Learned, depths: int, limit: int, rows: int) -> None:
-        """Before a draft of that many of ``limit`` depths: let the next one go further if all that was ever drafted pays.
-
-        Otherwise raise the acceptance rate of those that are not drafted a little, so that they are tried again.
-        """
-        known = len(learned.masses)
-        further = next((count for count in self.counts if count > depths), depths)
-        if depths < min(known, limit):
+        worth = _worth(draft, learned, limit, seconds)
+        depths = max([0] * (min(draft.missed(limit)) < 1) + counts, key=worth.__getitem__)
+        if not depths:
+            return 0
+        known, further = len(learned.masses), next((count for count in self.counts if count > depths), depths)
+        if depths < min(known, limit):   # those that are not drafted are to be tried again
             for k in range(depths, min(further, len(learned.acceptance))):
                 learned.acceptance[k] += RETRY_BONUS * (1 - learned.acceptance[k])
-        elif depths >= known and learned.stats[octave(rows)].proved:
-            learned.limit = further if depths == known else depths
+        elif depths >= known and learned.stats[octave(len(draft.pools))].proved:   # all that was ever drafted pays
+            worth = _worth(draft, learned, further, seconds)
+            learned.limit = further if depths == known and worth[further] > worth[depths] else depths
+        return depths
 
 
 def note_masses(learned: Learned, draft: Draft, levels: Sequence[list[list[int]]]) -> None:
-    """Record the summed path probabilities of each drafted level's nodes, by row, as a mean over rows."""
+    """Record the summed path probabilities of each drafted level's nodes, by row, as a mean over rows.
+
+    The mean of a depth that is drafted for the first time starts at what was expected, since a single draft says little.
+    """
     probs, masses = [pool.path_probs() for pool in draft.pools], learned.masses
     for depth, level in enumerate(levels):
         sums = [min(sum(of[node] for node in {*own} if node >= 0), 1.0) for of, own in zip(probs, level, strict=True)]
         mass = sum(sums) / len(sums)
-        if depth < len(masses):
-            masses[depth] += EMA_WEIGHT * (mass - masses[depth])
-        else:
-            masses.append(mass)
+        if depth == len(masses):
+            reached, acceptance = _expected(learned, depth + 1)
+            masses.append(reached[depth] * acceptance[depth])
+        masses[depth] += EMA_WEIGHT * (mass - masses[depth])
+
+
+def _worth(draft: Draft, learned: Learned, limit: int, seconds: Callable[[int], float]) -> list[float]:
+    """Seconds that drafting each number of depths, 0 to ``limit``, is expected to save."""
+    rows, (reached, acceptance), missed = len(draft.pools), _expected(learned, limit), draft.missed(limit)
+    gains = [rows * reached[k] * acceptance[k] * missed[k] / draft.rate - draft.node_seconds for k in range(limit)]
+    known = ((k, seconds(k)) for k in range(1, limit + 1))
+    curve = [(0, 0.0), *((k, time) for k, time in known if time)]
+    return [gain - interpolated(curve, k) for k, gain in enumerate(accumulate(gains, initial=0.0))]
 
 
 def _expected(learned: Learned, depths: int) -> tuple[list[float], list[float]]:

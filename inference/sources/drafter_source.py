@@ -20,7 +20,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_BEAM_WIDTH
+from headstart.inference.engine.cost_model import MIN_TIMES
+from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.depth_choice import DepthChoice, note_masses
 from headstart.inference.sources.draft import Draft, DraftScoring
@@ -199,8 +200,12 @@ class DrafterSource(Source):
         limit = min(self.limit_of(draft.shape), max([0, *draft.remaining]))
         if draft.shape is not None:
             return range(limit)
-        rows = len(draft.pools)
-        return range(self.choice.best(draft, self.learned, limit, lambda depths: draft.costs.part(self.part(depths), rows)))
+
+        def seconds(depths: int) -> float:
+            # One slow draft of a further depth would put it off for good.
+            return draft.costs.part(self.part(depths), len(draft.pools), 1 if depths <= self.depth else MIN_TIMES)
+
+        return range(self.choice.best(draft, self.learned, limit, seconds))
 
     def grow(self, draft: Draft, depths: range) -> None:
         """Draft these depths, from 0 on; the state is prepared."""
@@ -220,10 +225,12 @@ class DrafterSource(Source):
         return self.width(len(draft.pools)) if draft.shape is None else draft.shape.width
 
     def width(self, rows: int) -> int:
-        """The beam width of adaptive trees. On a CPU every node takes time: a beam for one row, chains for several."""
+        """The beam width of adaptive trees. On a CPU every node takes time: narrow beams for one row, chains for several."""
         if self.device.type != "cpu":
             return BEAM_WIDTH
-        return CPU_BEAM_WIDTH if rows == 1 else 1
+        if rows > 1:
+            return 1
+        return CPU_SAMPLED_WIDTH if self.sampled else CPU_GREEDY_WIDTH
 
     def roots(self, roots: list[int]) -> Level:
         """The roots as the level before depth 0."""

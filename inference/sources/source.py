@@ -70,7 +70,12 @@ class Source(ABC):
         self.name, self.depth = name, depth
         self.by_mode = {sampled: Learned(Calibration(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth, depth) for sampled in (False, True)}
         """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
-        self.learned = self.by_mode[False]
+        self.sampled = False
+
+    @property
+    def learned(self) -> Learned:
+        """The statistics of this kind of decoding."""
+        return self.by_mode[self.sampled]
 
     def noise_depths(self, shape: TreeShape | None) -> int:
         """The number of depths for which `draft` needs noise when sampling."""
@@ -80,7 +85,7 @@ class Source(ABC):
 
     def start(self, sampled: bool) -> None:
         """Start a call to generate, initially without rows."""
-        self.learned = self.by_mode[sampled]
+        self.sampled = sampled
 
     @abstractmethod
     def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
