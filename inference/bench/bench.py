@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import warm_up, warm_up_fully
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, warm_up, warm_up_fully
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -160,7 +161,7 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, each at most once, until it captures nothing more.
+        """Let every system continue prompts, each at most three times, until it captures nothing more.
 
         If captures take long, all prompts are continued, and some times again.
         """
@@ -169,7 +170,7 @@ class Race:
             if one.system.captures_take_long:
                 warm_up_fully(rounds)
             else:
-                warm_up(rounds())
+                warm_up(chain(rounds(), rounds(), rounds()), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET)
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:

@@ -12,17 +12,22 @@ from headstart.inference.capture.stopwatch import Stopwatch
 
 WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
+QUIET, LONGEST_RACE_WARM_UP = 400, 2000
+"""The same of a system that continues prompts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
 TURNS = 3
 """The most times that `warm_up_fully` runs all rounds."""
 
 
-def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP) -> None:
-    """Run rounds, each returning its forward passes, until a round captures nothing after ``at_least`` passes, or ``at_most`` are made."""
-    passes = 0
+def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
+    """Run rounds, each returning its forward passes, until ``at_most`` passes are made, or ``at_least`` and the last ``quiet`` of them
+    captured nothing.
+    """
+    passes = since = 0
     for work in rounds:
         with Stopwatch() as watch:
-            passes += work()
-        if passes >= at_most or (passes >= at_least and watch.valid):
+            made = work()
+        passes, since = passes + made, since + made if watch.valid else 0
+        if passes >= at_most or (passes >= at_least and since >= quiet):
             return
 
 
