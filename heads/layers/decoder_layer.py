@@ -134,9 +134,11 @@ class Attention(nn.Module):
 class NormedAttention(Attention):
     """Attention whose queries and keys are normed per head before they are rotated, as in Qwen3."""
 
+    norm: type[Norm] = Norm
+
     def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__(config, width)
-        self.q_norm, self.k_norm = (Norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
+        self.q_norm, self.k_norm = (self.norm(config.head_dim, eps=config.rms_norm_eps) for _ in range(2))
 
     def norm_queries(self, query: Tensor) -> Tensor:
         normed: Tensor = self.q_norm(query)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, Norm, Rotary
+from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedAttention, Rotary
 
 
 class ZeroCenteredNorm(Norm):
@@ -23,26 +23,17 @@ class ZeroCenteredNorm(Norm):
         return nn.functional.rms_norm(x.to(self.weight.dtype), self.normalized_shape, 1 + self.weight, self.eps)
 
 
-class GatedAttention(Attention):
+class GatedAttention(NormedAttention):
     """Attention whose query projection also gives a gate for each entry of the output."""
+
+    norm = ZeroCenteredNorm
 
     def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__(config, width)
-        C = config.head_dim
-        self.q_proj = nn.Linear(width, 2 * self.num_heads * C, bias=False)
-        self.q_norm = ZeroCenteredNorm(C, eps=config.rms_norm_eps)
-        self.k_norm = ZeroCenteredNorm(C, eps=config.rms_norm_eps)
+        self.q_proj = nn.Linear(width, 2 * self.num_heads * config.head_dim, bias=False)
 
     def split_queries(self, x: Tensor) -> Tensor:
         return self._queries_and_gate(x)[0]
-
-    def norm_queries(self, query: Tensor) -> Tensor:
-        normed: Tensor = self.q_norm(query)
-        return normed
-
-    def norm_keys(self, keys: Tensor) -> Tensor:
-        normed: Tensor = self.k_norm(keys)
-        return normed
 
     def output(self, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
         return super().output(mixed_BHTC * self._queries_and_gate(x)[1].sigmoid(), x)
