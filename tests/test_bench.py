@@ -89,7 +89,7 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
         return system.rounds
 
     assert rounds(Capturing("captures four times", heads.backbone), 9) == 4 + -(-QUIET // 30), "and some more, since shapes return late"
-    assert rounds(Capturing("few prompts", heads.backbone), 3) == 9, "each three times"
+    assert rounds(Capturing("few prompts", heads.backbone), 3) == 3 * TURNS
     restless = Capturing("never done", heads.backbone)
     restless.captures = 1000
     assert rounds(restless, 40) == -(-LONGEST_RACE_WARM_UP // 30)

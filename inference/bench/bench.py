@@ -30,7 +30,7 @@ from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, warm_up, warm_up_fully
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, TURNS, warm_up, warm_up_fully
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -161,16 +161,16 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, each at most three times, until it captures nothing more.
+        """Let every system continue prompts, each at most `TURNS` times, until it captures nothing more.
 
-        If captures take long, all prompts are continued, and some times again.
+        If captures take long, all prompts are continued, until a whole turn captures nothing.
         """
         for one in self.results:
             rounds = partial(self._warm_up_rounds, one.system, asked)
             if one.system.captures_take_long:
                 warm_up_fully(rounds)
             else:
-                warm_up(chain(rounds(), rounds(), rounds()), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET)
+                warm_up(chain.from_iterable(rounds() for _ in range(TURNS)), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET)
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:

@@ -15,7 +15,7 @@ WARM_UP, LONGEST_WARM_UP = 40, 240
 QUIET, LONGEST_RACE_WARM_UP = 400, 2000
 """The same of a system that continues prompts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
 TURNS = 3
-"""The most times that `warm_up_fully` runs all rounds."""
+"""The most times that all rounds are run to warm up a system."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
