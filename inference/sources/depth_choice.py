@@ -34,18 +34,21 @@ class DepthChoice:
         counts = [count for count in self.counts if count <= limit]
         if not draft.rate or not counts:
             return max(counts, default=0)
-        worth = _worth(draft, learned, limit, seconds)
+        worth = _worth(draft, learned, self._next(limit), seconds)
         depths = max([0] * (min(draft.missed(limit)) < 1) + counts, key=worth.__getitem__)
         if not depths:
             return 0
-        known, further = len(learned.masses), next((count for count in self.counts if count > depths), depths)
+        known, further = len(learned.masses), self._next(depths)
         if depths < min(known, limit):   # those that are not drafted are to be tried again
             for k in range(depths, min(further, len(learned.acceptance))):
                 learned.acceptance[k] += RETRY_BONUS * (1 - learned.acceptance[k])
         elif depths >= known and learned.stats[octave(len(draft.pools))].proved:   # all that was ever drafted pays
-            worth = _worth(draft, learned, further, seconds)
             learned.limit = further if depths == known and worth[further] > worth[depths] else depths
         return depths
+
+    def _next(self, depths: int) -> int:
+        """The next larger number to choose from; the same if there is none."""
+        return next((count for count in self.counts if count > depths), depths)
 
 
 def note_masses(learned: Learned, draft: Draft, levels: Sequence[list[list[int]]]) -> None:
