@@ -244,3 +244,6 @@ def test_beams_on_a_cpu_are_narrow_and_wider_when_sampling() -> None:
         source.start(sampled)
         widths[sampled] = [source.width(rows) for rows in (1, 2, 8)]
     assert widths == {False: [2, 1, 1], True: [4, 1, 1]}
+    keys = {source.part(3)}
+    source.start(sampled=False)
+    assert source.part(3) not in keys, "their costs are kept apart"

@@ -254,9 +254,9 @@ class DrafterSource(Source):
         self._pending = []
         return levels, packed_BX
 
-    def part(self, depths: int) -> tuple[str, int, bool]:
-        """The key of the costs of drafting that many depths in the cost model."""
-        return self.name, depths, self.captured
+    def part(self, depths: int) -> tuple[str, int, bool, bool]:
+        """The key of the costs of drafting that many depths in the cost model; sampling has noise to add and wider beams."""
+        return self.name, depths, self.captured, self.sampled
 
     def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
