@@ -20,6 +20,8 @@ class Weights(Form):
 class Contract(Form):
     weights: list[FiniteFloat] | None = None
     """Fingerprint of the backbone's weights."""
+    fingerprint: int | None = None
+    """Version of the fingerprint."""
     adapter: str | None = None
 
 

@@ -26,6 +26,8 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve_heads
+from headstart.heads.backbone.fingerprint import VERSION
+from headstart.heads.backbone.fingerprint import same_weights as same_weights
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
@@ -90,7 +92,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "kind": type(drafter).__module__.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
-            "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
+            "contract": backbone.contract() | {"fingerprint": VERSION, "taps": list(drafter.taps), "adapter": backbone.adapter_digest},
             "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
@@ -193,8 +195,8 @@ def require_adapter(path: str | Path, backbone: Backbone, allow_finetuned: bool 
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
     """Raise UserError, naming both backbones, if the heads were trained on another one."""
-    trained, found = dict(card["contract"]), backbone.contract()
-    weights, own_weights = trained.pop("weights", None), found.pop("weights")
+    trained, found = card["contract"], backbone.contract()
+    found.pop("weights")
     on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
     for key, value in found.items():
         if trained.get(key) != value:
@@ -202,16 +204,8 @@ def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_fi
                 f"{path} was trained on {on} ({key} {trained.get(key)}); this backbone is {here} ({key} {value}): "
                 "load the backbone it was trained on"
             )
-    if not allow_finetuned and not same_weights(weights, own_weights):
+    if not allow_finetuned and backbone.match(trained) == "other":
         raise UserError(
             f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "
             "or, if this is a fine-tune of it, pass allow_finetuned=True (--allow-finetuned)"
         )
-
-
-def same_weights(ours: Any, theirs: Any) -> bool:
-    """Compare two fingerprints, allowing for rounding to different dtypes."""
-    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
-        return False
-    scale = max(map(abs, ours), default=0.0)
-    return all(abs(a - b) <= 0.01 * abs(a) + 1e-4 * scale for a, b in zip(ours, theirs, strict=True))

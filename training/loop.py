@@ -110,9 +110,10 @@ def micro_batch_seed(seed: int, step: int, number: int, process: int) -> int:
 def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """Sum the counts and each trainer's sums over all processes in one all-reduce."""
+    """Sum the counts and each trainer's sums over all processes in one all-reduce, in fp64, which counts beyond 2^24."""
     parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], each.lm_kl[None], *each.per_depth)]
-    reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
+    parts = [part.cpu() if part.device.type == "mps" else part for part in parts]   # which has no fp64, and one process
+    reduced = accelerator.reduce(torch.cat([part.double() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]
     return values[: len(counts)], [totals[i : i + 6] for i in range(0, len(totals), 6)]

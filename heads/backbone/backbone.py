@@ -5,7 +5,7 @@ All handling of model classes is here. Shape suffixes: B batch, T positions, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.hooks import recomputed, tapped
 from headstart.heads.backbone.masks import additive_mask, attention_windows
 from headstart.heads.backbone.probes import find_postprocessing, require_masks
@@ -48,6 +49,8 @@ class Backbone:
         self.recomputing = False
         """Recompute each layer's activations in the backward (gradient checkpointing), if trainable."""
         self._heads_without_adapter: str | None = None
+        self.stored: tuple[str, str] | None = None
+        """How the file that it was loaded from stores the embedding and the output layer, if in blocks with scales (GGUF)."""
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
@@ -187,13 +190,16 @@ class Backbone:
             yield
 
     def fingerprint(self) -> list[float]:
-        """Return 32 values each of the embedding and the output layer, in the current dtype; `checkpoint.same_weights` compares them."""
-        values: list[float] = []
-        for weight in (self.embed.weight, self.unembed.weight):
-            if weight.dtype.is_floating_point:
-                places = _equal_distances(weight.numel(), weight.device)
-                values += weight.detach()[places // weight.shape[1], places % weight.shape[1]].float().tolist()
-        return [float(f"{value:.6g}") for value in values]
+        """Return 32 values each of the embedding and the output layer, in the current dtype (fingerprint.py)."""
+        return fingerprint(self._matrices)
+
+    def match(self, contract: Mapping[str, Any]) -> Match:
+        """Compare the weights with those that a checkpoint's contract states."""
+        return match(self._matrices, self.stored, contract)
+
+    @property
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        return self.embed.weight, self.unembed.weight
 
     def contract(self) -> dict[str, Any]:
         """Return the properties that a drafter depends on; its checkpoint stores them, and loading compares them."""
@@ -282,13 +288,6 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
-
-
-def _equal_distances(count: int, device: torch.device) -> Tensor:
-    """Return 32 places (int64) in a tensor of ``count`` elements; exact where fp32 cannot tell one element from the next."""
-    if count <= 2**24:
-        return torch.linspace(0, count - 1, 32, device=device).long()
-    return torch.tensor([i * (count - 1) // 31 for i in range(32)], device=device)
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:

@@ -14,12 +14,13 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
 from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
+from headstart.support.spread import spread
 
 
 def probe(backbone: Backbone, taps: tuple[int, ...] = ()) -> Features:
     """Return the backbone's features of a few tokens spread over the vocabulary."""
     count = min(64, backbone.max_positions or 64)
-    return backbone.read(torch.linspace(0, backbone.vocab - 1, count, device=backbone.device).long()[None], taps=taps)
+    return backbone.read(torch.tensor([spread(0, backbone.vocab - 1, count)], device=backbone.device), taps=taps)
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
@@ -65,7 +66,7 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "roles": dict(splits.stats.roles),
         "label_share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
-        "percentiles": {str(q): int(lengths.quantile(q / 100, interpolation="nearest")) for q in PERCENTILES},
+        "percentiles": percentiles(lengths),
         "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
         "summary": str(splits.stats),
         "mix": None if splits.mix is None else str(splits.mix),
@@ -74,6 +75,12 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length, mix=splits.mix).rows
         statistics["packed"] = {"rows": rows, "fill": splits.stats.tokens / (rows * recipe.data.max_length)}
     return statistics
+
+
+def percentiles(lengths: Tensor) -> dict[str, int]:
+    """Return the `PERCENTILES` of any number of lengths; `torch.quantile` takes at most 2^24."""
+    found = np.percentile(lengths.numpy(), PERCENTILES, method="nearest")
+    return {str(q): int(value) for q, value in zip(PERCENTILES, found, strict=True)}
 
 
 def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts
 from headstart.support.errors import UserError
+from headstart.support.spread import spread
 
 PROMPTS, WRITTEN = 8, 24
 """Number of prompts, and how long those are that the backbone writes."""
@@ -34,7 +35,7 @@ def prompts_for(backbone: Backbone, file: str | None, trust_remote_code: bool = 
 def written(backbone: Backbone) -> list[Tensor]:
     """Return the beginnings of texts that the backbone samples from its first token, or from different tokens if it has none."""
     first = backbone.config.bos_token_id
-    starts = [first] * PROMPTS if isinstance(first, int) else torch.linspace(1, backbone.vocab - 1, PROMPTS).long().tolist()
+    starts = [first] * PROMPTS if isinstance(first, int) else spread(1, backbone.vocab - 1, PROMPTS)
     prompts = [torch.tensor([start]) for start in starts]
     output = continue_texts(
         SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
