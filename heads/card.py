@@ -22,6 +22,10 @@ class Contract(Form):
     """Fingerprint of the backbone's weights."""
     fingerprint: int | None = None
     """Version of the fingerprint."""
+    precision: str | None = None
+    """Dtype of the backbone, and how its weights are quantized."""
+    stored: list[str] | None = None
+    """How a GGUF file stores the embedding and the output layer, if in blocks."""
     adapter: str | None = None
 
 

@@ -40,6 +40,7 @@ from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
+from headstart.support.notice import notice
 from headstart.support.transaction import settle, transaction
 
 METADATA = "headstart.json"
@@ -71,6 +72,9 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
     backbone, weights = drafter.backbone, {"file": drafter.file_name}
+    trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
+    if backbone.gguf is not None:
+        trained_on["stored"], extra = backbone.gguf.stored, {**extra, "gguf": backbone.gguf.provenance}
     with transaction(folder) as new:
         for name, content in (files | carried_files()).items():
             (new / name).parent.mkdir(exist_ok=True)
@@ -92,7 +96,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "kind": type(drafter).__module__.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
-            "contract": backbone.contract() | {"fingerprint": VERSION, "taps": list(drafter.taps), "adapter": backbone.adapter_digest},
+            "contract": backbone.contract() | trained_on | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
             "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
@@ -141,6 +145,7 @@ def load_drafter(
     """
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
+    _say_precision(str(path), card, backbone)
     stored = card["provenance"].get("chat_template")
     if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
         found = template_hash(tokenizer)
@@ -156,6 +161,14 @@ def load_drafter(
         return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def _say_precision(path: str, card: dict[str, Any], backbone: Backbone) -> None:
+    """Say if the heads were trained on the backbone in another precision."""
+    contract = card["contract"]
+    trained = contract.get("precision") or ("another precision" if backbone.match(contract) == "rounded" else None)
+    if trained is not None and trained != backbone.precision:
+        notice(f"{path} was trained on {card['backbone']} in {trained}; here it is in {backbone.precision}: fewer drafts may be accepted")
 
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:

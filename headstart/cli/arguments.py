@@ -137,7 +137,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_new_recipe(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart new-recipe``."""
-    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a hub id, or 'embedded'")
+    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
     methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
     data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
@@ -242,7 +242,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     about = "PEFT adapter to put on the backbone: folder or hub id (default: the one that the heads were trained with, if any)"
     parser.add_argument("--adapter", metavar="DIR", help=about)
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
@@ -96,7 +97,9 @@ def plan(
     holds_gradients = rows < share or machine.processes > 1
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
+    gguf, dtype = find_gguf(recipe.backbone.path), models.backbone.dtype
     report: dict[str, Any] = {
+        "gguf": None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)},
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {

@@ -60,7 +60,9 @@ class Lora(StrictModel):
 
 class Backbone(StrictModel):
     path: str
-    """Causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
+    """Causal language model: hub id, folder, GGUF file, or ``embedded`` for the small one that ships with the project."""
+    gguf_file: Text | None = None
+    """A GGUF file in that folder or hub repository; it becomes part of ``path``. Its weights are dequantized."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """Dtype of its weights; ``auto``: as saved, on a CPU fp32 or the bf16 that it computes; ``int8``, ``int4``: linear layers quantized."""
     trust_remote_code: bool = False
@@ -74,6 +76,16 @@ class Backbone(StrictModel):
 
     lora: Lora | None = None
     """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join(cls, values: Any) -> Any:
+        """One name for a GGUF file, which heads store and commands take: its path."""
+        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("path", "gguf_file")):
+            return values
+        if not values["gguf_file"].lower().endswith(".gguf"):
+            raise RuleError("gguf_file", "ends in .gguf", values["gguf_file"])
+        return {**values, "path": f"{values['path'].rstrip('/')}/{values['gguf_file']}", "gguf_file": None}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import decoder_layers, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED
+from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.support.errors import UserError
 from headstart.training.plan.compute import active_parameters
@@ -44,7 +45,7 @@ class ModelFacts:
     @property
     def name(self) -> str:
         """The folder of its recipes: the last part of the path in lower case."""
-        return "embedded" if self.path == EMBEDDED else Path(self.path).name.lower()
+        return "embedded" if self.path == EMBEDDED else Path(self.path).name.lower().removesuffix(SUFFIX)
 
     @property
     def size(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from headstart import __version__
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.serving.engines import ENGINES, METHODS, readers, require_engine
 from headstart.inference.serving.export.adapter import BACKBONE, keep, merge, require_keepable
 from headstart.inference.serving.formats.format import Format, find_format, formats, layouts_of, require_sound
@@ -108,6 +109,8 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
     same = "the checkpoint's own layout: names, shapes, values and layer numbers checked"
     notes = layout.notes(trained) or [same + (", nothing changed" if request.quantize is None else "")]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
+    if find_gguf(trained.backbone) is not None:
+        notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
     if request.quantize is not None:
         reading = {name: entry for name, entry in reading.items() if (name, trained.method) in READ}
         notes += quantize_notes(request.quantize, trained.method)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.support.errors import UserError
 
 
@@ -93,10 +93,5 @@ class Target:
 
 
 def load_target(path: str) -> Target:
-    """Load the backbone in fp32 from a folder or hub id. Raises UserError."""
-    try:
-        return Target(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True))
-    except UserError:
-        raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load backbone {path!r}: {' '.join(str(error).split())[:300]}; give a folder or a hub id") from None
+    """Load the backbone in fp32, as `load_backbone` does. Raises UserError."""
+    return Target(load_backbone(path, dtype="fp32", device="cpu").model)
