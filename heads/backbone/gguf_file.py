@@ -45,6 +45,8 @@ class GgufFile:
     """A GGUF file that is there and whole."""
 
     path: Path
+    size: int
+    """Its bytes."""
     header: GgufHeader
 
     @property
@@ -93,7 +95,7 @@ class GgufFile:
         return sum(one.elements for one in self.header.tensors.values()) * dtype.itemsize
 
     def described(self, dtype: torch.dtype) -> str:
-        size, memory = (gigabytes(count) for count in (self.header.end, self.memory(dtype)))
+        size, memory = (gigabytes(count) for count in (self.size, self.memory(dtype)))
         return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
 
     @contextmanager
@@ -112,7 +114,7 @@ class GgufFile:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        return {"file": self.path.name, "bytes": self.header.end, "architecture": self.architecture, "types": self.types}
+        return {"file": self.path.name, "bytes": self.size, "architecture": self.architecture, "types": self.types}
 
 
 def find_gguf(path: str) -> GgufFile | None:
@@ -163,12 +165,12 @@ def _read(file: Path, size: int, changed: int) -> GgufFile:
         raise UserError(f"{file} is a piece of a split file; join the pieces first: llama-gguf-split --merge FIRST_PIECE WHOLE.gguf")
     if size < header.end:
         raise UserError(f"{file} is cut short: it has {size:,} bytes of the {header.end:,} that its header states; fetch it again")
-    return GgufFile(file, header)
+    return GgufFile(file, size, header)
 
 
 def read_gguf_config(file: GgufFile) -> PretrainedConfig:
     """Return the configuration that the header states. Raises UserError if transformers reads no such model from GGUF."""
-    return copy.deepcopy(_config(file.path, file.header.end, file.path.stat().st_mtime_ns))
+    return copy.deepcopy(_config(file.path, file.size, file.path.stat().st_mtime_ns))
 
 
 @lru_cache(maxsize=8)
