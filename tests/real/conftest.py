@@ -33,7 +33,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         pytest.skip(f"{PACKAGE} is not there: make test-real fetches it")
     folder = Folder(tmp_path_factory.mktemp("real"))
     (folder.path / FILE.name).symlink_to(FILE)
-    write_rows(folder.path / "chats.jsonl", conversations(40))
+    write_rows(folder.path / "chats.jsonl", conversations(24))
     prompts = ["What is the capital of France?", "Write a function that adds two numbers in Python.", "Why is the sky blue?"]
     (folder.path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     recipe = {
