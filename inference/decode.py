@@ -8,7 +8,6 @@ Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Decoder:
         self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
         self.sequences = [DecodedSequence(request, row) for row in range(len(request.ids_BT))]
-        self.noise = None if seeds_B is None else NoiseBuffer(partial(reader.noise, None), reader.backbone.vocab, seeds_B)
+        self.noise = None if seeds_B is None else NoiseBuffer(reader.noise, reader.backbone.vocab, seeds_B)
         self.waiting = list(range(len(self.sequences)))
         self.rows: list[int] = []
         """The number of each row's sequence."""

@@ -33,6 +33,7 @@ from headstart.inference.engine.sequence import output_ids
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import TreeShape, TreeSize, VerifiedTree
 from headstart.inference.engine.turn import turn
+from headstart.inference.self_check.check import self_check
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
@@ -179,6 +180,9 @@ class SpeculativeModel(Decoding):
         require_memory(self.backbone, rows, input_ids.shape[1], shape.nodes if shape is not None else 1)
         with turn(model):
             engine = self.engine(speculate and bool(self.drafters or self.proposers))
+            if engine.capturer.unchecked:
+                engine.reader.start(request.limit)
+                self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
             decoder: Decoder | BeamDecoder
             if request.beams is not None:
                 decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
@@ -198,7 +202,7 @@ class Engine:
         self.capturer = Capturer(heads.capture, heads.backbone.device)
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources, few_sizes=self.capturer.slow)
+        self.speculation = Speculation(sources, self.capturer.slow, self.capturer.fixed)
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()
             for source in sources:

@@ -12,6 +12,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.sizes import TREE_SIZES
 
 
 class Prompts:
@@ -24,6 +25,7 @@ class Prompts:
         index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
         self.tokens_BT, self.lengths_B = request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
         self.lengths: list[int] = self.lengths_B.tolist()
+        reader.start(min(request.limit, reader.backbone.max_positions or request.limit) + TREE_SIZES[-1])
 
     def tokens(self, number: int) -> list[int]:
         """The tokens of one prompt."""
