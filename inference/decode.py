@@ -7,7 +7,7 @@ Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,8 @@ class Decoder:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
         numbers = accepted.sequences
         written = dict(zip(numbers, map(len, accepted.tokens), strict=True))
-        kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))   # without the root
+        # Without the root.
+        kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))
         trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
         return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees)
 

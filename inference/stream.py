@@ -10,7 +10,7 @@ Tokens are those of `SpeculativeModel.generate` with the same settings and seeds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -78,7 +78,7 @@ class Queue:
 
 
 @torch.no_grad()
-def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Iterator[Step]:
+def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Generator[Step]:
     """Continue prompts until there are no more, ``batch_size`` at a time.
 
     ``take`` returns the next prompt, or None if there is none for the time being: it is called again after each step, so a prompt may
