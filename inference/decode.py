@@ -30,6 +30,9 @@ from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted
 from headstart.inference.speculation.speculation import Speculation
 
+PREFILL_POSITIONS = 16_384
+"""Positions of a prefill of several prompts, padding included: more take memory and bring no speed."""
+
 
 class Decoder:
     """Decodes the sequences of one call. Sequences being decoded are rows; each has a root: its last token, not yet read by the backbone.
@@ -174,10 +177,12 @@ class Decoder:
         """Start waiting sequences in the places of those that have ended and in free rows; remove the other rows that have ended."""
         while True:
             self._remove(self.over[len(self.waiting) :])
-            count = len(self.over) or self.batch - len(self.rows)
-            numbers, self.waiting = self.waiting[:count], self.waiting[count:]
+            numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
+            while len(numbers) > 1 and len(numbers) * max(map(self.prompts.length, numbers)) > PREFILL_POSITIONS:
+                numbers = numbers[: len(numbers) // 2]
             if not numbers:
                 return
+            self.waiting = self.waiting[len(numbers) :]
             self._start(numbers)
 
     def _remove(self, over: list[int]) -> None:
@@ -193,7 +198,7 @@ class Decoder:
             self.cache.select(going)
 
     def _start(self, numbers: list[int]) -> None:
-        """Prefill the prompts of these sequences and pick their first tokens: rows in the places of `over`, or after the others."""
+        """Prefill the prompts of these sequences and pick their first tokens: rows in places of `over`, or after the others."""
         features, cache, logits_B1V = self.prompts.prefill(numbers)
         scores_B1V = self.request.processing(logits_B1V, self._histories(numbers), None)
         noise_B1V = None
@@ -207,27 +212,28 @@ class Decoder:
         self._place(numbers, roots, cache, features)
 
     def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:
-        """Put the rows of new sequences in the places of `over`, which are as many, or after the others if there are none."""
-        going = [b for b in range(len(self.rows)) if b not in {*self.over}]
+        """Put the rows of new sequences in the places of the first of `over`, or after the others if there are none."""
+        replaced = self.over[: len(numbers)]
+        going = [b for b in range(len(self.rows)) if b not in {*replaced}]
+        places = replaced or [*range(len(going), len(going) + len(numbers))]
         if not going:
             self.cache = cache
-        elif self.over:
-            self.cache.replace(self.over, cache)
+        elif replaced:
+            self.cache.replace(replaced, cache)
         else:
             self.cache.join(cache)
-        joined = [self.rows[b] for b in going] + numbers
-        rows = {**dict(enumerate(self.rows)), **dict(zip(self.over or range(len(self.rows), len(joined)), numbers, strict=True))}
-        first = dict(zip(numbers, roots, strict=True))
-        self.roots = [first[number] if number in first else self.roots[b] for b, number in rows.items()]
-        self.rows = [*rows.values()]
-        tokens = [[*self.prompts.tokens(number), root] for number, root in first.items()]
+        tokens = [[*self.prompts.tokens(number), root] for number, root in zip(numbers, roots, strict=True)]
+        order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)   # of the rows that go on, then the new ones
         for source in self.speculation.sources:
-            if self.over:
+            if replaced:
                 source.select(going)
             source.join(numbers, tokens, features)
-            if self.rows != joined:
-                source.select([joined.index(number) for number in self.rows])
-        self.over = [b for b, number in enumerate(self.rows) if self.sequences[number].ended]
+            if order != sorted(order):
+                source.select(order)
+        rows, picked = [self.rows[b] for b in going] + numbers, [self.roots[b] for b in going] + roots
+        self.rows, self.roots = [rows[i] for i in order], [picked[i] for i in order]
+        ended = [place for place, number in zip(places, numbers, strict=True) if self.sequences[number].ended]
+        self.over = sorted(self.over[len(replaced) :] + ended)
 
     def _histories(self, numbers: list[int]) -> list[History]:
         processing = self.request.processing

@@ -195,7 +195,8 @@ def test_start_values_are_fitted_once_for_all_processes_from_the_cache(
     from headstart.training.setup import prepare
 
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": 1})
-    fresh, cached = prepare(load_recipe(recipe, [f"save.dir={tmp_path}/live"])).drafter, [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
+    fresh = prepare(load_recipe(recipe, [f"save.dir={tmp_path}/live"])).drafter
+    cached = [f"cache.dir={tmp_path}/cache", "cache.dtype=exact"]
     assert isinstance(fresh, Eagle3) and "fitting start values" in capsys.readouterr().err
     live = fresh.fc.weight.clone()
     assert headstart(["cache", str(recipe), *cached]) == 0
