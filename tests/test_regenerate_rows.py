@@ -105,7 +105,7 @@ def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, caps
             assert answer.startswith(last["content"]) and less.get(row, []) == before[: len(less.get(row, []))]
     assert 0 < cut <= report["truncated"], "one that lacks nothing but its end is whole"
     assert ask(rows, *short, "regenerate.unfinished=cut", out="x.jsonl") == 2
-    assert "regenerate.unfinished is 'drop' or 'keep'; got 'cut'" in capsys.readouterr().err
+    assert "regenerate.unfinished is one of 'drop', 'keep'; got 'cut'" in capsys.readouterr().err
 
 
 def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: Path) -> None:   # noqa: F811
