@@ -35,13 +35,13 @@ from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.errors import UserError
-from headstart.support.files import discard, file_hash, value_hash
+from headstart.support.files import atomic, discard, file_hash, value_hash
 from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
 from headstart.support.notice import notice
-from headstart.support.transaction import settle, transaction
+from headstart.support.transaction import flush, settle, transaction
 
 METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"
@@ -103,6 +103,23 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
         (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
     if drafter.lora is None:
         discard(folder / DRAFTER_ADAPTER)   # of an earlier save
+
+
+def add_provenance(folder: Path, added: dict[str, Any]) -> None:
+    """Add to the provenance of a saved checkpoint, or replace entries of it, atomically; no other file is touched."""
+    settle(folder)
+    card = read_json(folder / METADATA, AGAIN)
+    card["provenance"] |= added
+    with atomic(folder / METADATA) as temporary:
+        temporary.write_text(json.dumps(card, indent=2) + "\n")
+        flush(temporary)
+
+
+def require_savable(drafter: Drafter) -> None:
+    """Make what `save_drafter` writes beside the weights, so that what it would raise is raised before a training."""
+    drafter.engine_config()
+    drafter.engine_files()
+    drafter.backbone.contract()
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:

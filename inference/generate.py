@@ -238,14 +238,17 @@ def load(
 
 
 def _sequences(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
-    return decoder.sequences() if isinstance(decoder, BeamDecoder) else output_ids(decoder.sequences, request)
+    return decoder.sequences() if isinstance(decoder, BeamDecoder) else output_ids([*decoder.sequences.values()], request)
 
 
 def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
-    lengths = [written for one in passes for written in one.written if written]
+    own: list[list[tuple[int, Pass]]] = [[] for _ in request.ids_BT]
+    for one in passes:
+        for number, written in one.written.items():
+            own[number] += [(written, one)] if written else []
+    lengths = [written for row in own for written, _ in row]
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
     beams = decoder if isinstance(decoder, BeamDecoder) else None
-    own = [[one for one in passes if one.written[row]] for row in range(len(request.ids_BT))]
     return GenerateOutput(
         sequences=_sequences(decoder, request),
         scores=_by_step(decoder.scores) if request.scores else None,
@@ -254,12 +257,12 @@ def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        accept_lengths=[[one.written[row] for one in its] for row, its in enumerate(own)],
-        kept=None if beams else [[one.kept[row] for one in its] for row, its in enumerate(own)],
-        drafted=None if beams else [[one.drafted[row] for one in its] for row, its in enumerate(own)],
+        accept_lengths=[[written for written, _ in its] for its in own],
+        kept=None if beams else [[one.kept[row] for _, one in its] for row, its in enumerate(own)],
+        drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
         pass_seconds=[one.seconds for one in passes],
-        trees=None if beams else [[one.trees[row] for one in its] for row, its in enumerate(own)],
+        trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
     )

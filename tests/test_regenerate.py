@@ -191,8 +191,8 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
     half = tmp_path / "new.jsonl.partial"
     assert len(half.read_bytes().split(b"\n")) == 7 and not (tmp_path / "new.jsonl").exists()
     answered: list[int] = []
-    finish = InProcess.respond
-    monkeypatch.setattr(InProcess, "respond", lambda self, asked: (answered.extend(one.row for one in asked), finish(self, asked))[1])
+    go = InProcess.respond
+    monkeypatch.setattr(InProcess, "respond", lambda my, items, wrote: (answered.extend(one.row for one in items), go(my, items, wrote))[1])
     assert ask(None, *options, "regenerate.batch_size=4") == 0
     assert len(answered) == 4 and result(tmp_path)["rows_resumed"] == 5
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

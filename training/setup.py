@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import require_savable
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
@@ -67,6 +68,12 @@ class Run:
     """Optimiser steps so far."""
     tokens: int = 0
     """Tokens trained on so far, padding excluded."""
+    saved: int = 0
+    """Optimiser steps at the last save."""
+    pending: bool = False
+    """True if the evaluation that is due after these steps has not been made."""
+    control: Any = None
+    """The processes' group for what they agree on apart from their passes; None: the run's own."""
 
     @property
     def drafter(self) -> Drafter:
@@ -92,8 +99,9 @@ def prepare(recipe: Recipe) -> Run:
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
-    started += fit_starts(drafters, starts, splits.train) if state is None else []
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
+    fresh = [drafter for name, drafter in drafters.items() if state is None and name not in starts]
+    started += fit_starts(fresh, splits.train, source, accelerator)
     source = with_cache(recipe, source)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
@@ -199,6 +207,7 @@ def _trainer(
         chosen = Chosen(**state.progress["heads"][name]["chosen"])
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
         unpack_adapter(drafter.backbone.trainable, state.tensors)
+    require_savable(drafter)
     trainer = build_trainer(name, chosen.put_into(recipe), _accelerator(recipe), drafter, source)
     trainer.chosen = chosen
     return trainer
@@ -217,7 +226,8 @@ def _resume(run: Run, state: State) -> None:
             f"{state.folder} was trained with adapter {adapter}; {run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}: "
             "restore it, or choose another save.dir"
         )
-    run.done, run.tokens = state.step, state.progress["tokens"]
+    run.done = run.saved = state.step
+    run.tokens, run.pending = state.progress["tokens"], bool(run.prompts) and not state.progress.get("evaluated", True)
     for trainer in run.trainers:
         trainer.restore(state.tensors, state.progress["heads"][trainer.name])
     run.log.say(f"resuming from {state.folder}")

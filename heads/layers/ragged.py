@@ -114,6 +114,15 @@ def join_rows(one: Tensor, other: Tensor) -> Tensor:
     return _pinned_as(one, torch.cat([sized(one, slots), sized(other, slots)], -4))
 
 
+def replace_rows(store: Tensor, rows: list[int], other: Tensor) -> Tensor:
+    """Return the store with the rows of ``other`` in the places of ``rows``; in place, unless that needs more slots."""
+    slots = other.shape[-2]
+    store = grown(store, slots)
+    for row, new in zip(rows, other.unbind(-4), strict=True):
+        store.select(-4, row)[..., :slots, :] = new
+    return store
+
+
 def _pinned_as(like: Tensor, store: Tensor) -> Tensor:
     """Pin ``store`` if ``like`` is pinned, for fast copies to an accelerator."""
     return store.pin_memory() if like.is_pinned() else store

@@ -27,6 +27,7 @@ from headstart.heads.layers.ragged import (
     padded_rows,
     put,
     put_layer,
+    replace_rows,
     rounded_up,
     select_rows,
     sized,
@@ -127,6 +128,17 @@ class RaggedCache:
         self.states = map_tensors(lambda mine: torch.cat([self._rows(mine), other._rows(next(states))], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
         self._lengths = self._lengths + other._lengths
+
+    def replace(self, rows: list[int], other: RaggedCache) -> None:
+        """Put the rows of another cache of the same layers in the places of ``rows``, which is less to move than `select` and `join`."""
+        rows_B = torch.tensor(rows, device=self.lengths_B.device)
+        self.keys = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.keys, other.keys, strict=True))
+        self.values = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.values, other.values, strict=True))
+        theirs = iter(list_tensors(other.states))   # a new cache is not padded yet
+        self.states = map_tensors(lambda mine: mine.index_copy(1, rows_B, next(theirs)), self.states)
+        self.lengths_B = self.lengths_B.index_copy(0, rows_B, other.lengths_B)
+        for row, length in zip(rows, other._lengths, strict=True):
+            self._lengths[row] = length
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""

@@ -13,11 +13,13 @@ from headstart.inference.engine.request import Request
 
 
 class DecodedSequence:
-    """The tokens of one row; ids and lengths include padding, as transformers passes them to stopping criteria."""
+    """The tokens of one row; ids and lengths include padding, as transformers passes them to stopping criteria.
 
-    def __init__(self, request: Request, row: int) -> None:
-        self.request = request
-        self.prompt_T, self.pads = request.ids_BT[row], request.pads_B[row]
+    ``limit``: the length at which it ends.
+    """
+
+    def __init__(self, request: Request, prompt_T: Tensor, pads: int, limit: int) -> None:
+        self.request, self.prompt_T, self.pads, self.limit = request, prompt_T, pads, limit
         self.written: list[int] = []
         self.ended = False
 
@@ -43,7 +45,7 @@ class DecodedSequence:
 
     def _ends(self, token: int) -> bool:
         request = self.request
-        if token in request.eos or len(self.prompt_T) + len(self.written) >= request.limit:
+        if token in request.eos or len(self.prompt_T) + len(self.written) >= self.limit:
             return True
         return bool(request.criteria) and bool(request.criteria(self.ids_T[None], None).any())
 

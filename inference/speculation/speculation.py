@@ -69,7 +69,7 @@ class Speculation:
             return self.sources
         if not self.sources or self.costs.plain_due(rows, self.rate(rows)):
             return []
-        return [source for source in self.sources if source.learned.stats[octave(rows)].active()]
+        return [source for source in self.sources if rows <= source.most_rows and source.learned.stats[octave(rows)].active()]
 
     def choose(self, draft: Draft) -> CandidateTree:
         """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""

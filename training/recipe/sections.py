@@ -253,7 +253,9 @@ class Regenerate(StrictModel):
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Sample from the most probable tokens that reach this probability together (nucleus sampling)."""
     max_new_tokens: PositiveInt = 1024
-    """Most tokens of an answer; one that does not end within them is dropped, plain text is continued by at most as many."""
+    """Most tokens of an answer; plain text is continued by at most as many."""
+    unfinished: Literal["drop", "keep"] = "drop"
+    """What becomes of an answer that does not end within them: dropped, or kept cut off, as the last one of its conversation."""
     prompt_tokens: PositiveInt = 64
     """Tokens of a plain text that are kept and continued (half of a shorter one)."""
     batch_size: Annotated[int, Ge(1), Le(MAX_BATCH)] = 8

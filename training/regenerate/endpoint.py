@@ -10,7 +10,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any
@@ -64,8 +64,8 @@ class Endpoint:
         """Return the dependencies of responses besides the common settings: the model, but not the address."""
         return {"responses": "from an endpoint", "regenerate.model": self.model, "regenerate.prompt_tokens": self.settings.prompt_tokens}
 
-    def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Yield each item when it is no longer pending. If the server does not answer, raise UserError and cancel pending requests."""
+    def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
+        """See `Responder`. If the server does not answer, raise UserError and cancel pending requests."""
         if any(isinstance(item, Completion) for item in items):   # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
@@ -83,6 +83,7 @@ class Endpoint:
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in sorted(done, key=_failed):   # what was answered is kept
                     item = future.result()
+                    wrote(item.tokens)
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
                     if refused >= MAX_REFUSALS and not answered:
                         raise UserError(f"{self.url} refused the first {refused} rows, the last one with {item.detail}")
@@ -102,7 +103,7 @@ class Endpoint:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)
             except Refused as refusal:
                 response = failure("too_long" if TOO_LONG.search(str(refusal)) else "refused", str(refusal))
-            item.add_response(response)
+            item.add_response(response, self.settings.unfinished)
         return item
 
     def _message(self, item: Item) -> Response:

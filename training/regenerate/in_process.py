@@ -1,14 +1,14 @@
 """Responses decoded in this process, with trained heads, if any, and with proposers that need no training.
 
-Many rows are decoded together, and new ones join as others end. In fp32 the responses do not depend on batching.
+Many rows are decoded together, and the next one starts when one has ended. In fp32 the responses do not depend on batching.
 Shape suffix: T positions.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.checkpoint import template_hash
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.measure import Settings, Tally, continue_texts
+from headstart.inference.measure import Settings, Tally
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.chat import ASSISTANT, prompt_length
 from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
@@ -29,8 +30,6 @@ from headstart.training.features.backbone import open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 
-CALL_PROMPTS = 8
-"""Prompts per call and batch row: a longer queue keeps all rows busy, but a kill loses the whole call."""
 PROBE = "answer"
 
 
@@ -62,32 +61,47 @@ class InProcess:
             "regenerate.prompt_tokens": self.settings.prompt_tokens,
         }
 
-    def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Yield each item when it is no longer pending."""
-        queue = deque(items)
-        while queue:
-            taken = [queue.popleft() for _ in range(min(CALL_PROMPTS * self.settings.batch_size, len(queue)))]
-            self._respond([item for item in taken if item.pending])
-            queue.extendleft(item for item in reversed(taken) if item.pending)   # started conversations go first
-            yield from (item for item in taken if not item.pending)
+    def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
+        """See `Responder`. Conversations that have started go first."""
+        for temperature in dict.fromkeys(self.settings.temperatures):
+            waiting = deque(item for item in items if item.temperature(self.settings, self.seed) == temperature)
+            yield from self._respond(waiting, temperature, wrote)
 
     def report(self) -> dict[str, Any]:
         """Return the mean acceptance length (tau) and the acceptance rate per depth."""
         return {"tau": self.tally.tau, "acceptance_per_depth": self.tally.acceptance_per_depth}
 
-    def _respond(self, items: list[Item]) -> None:
-        """Add one response to each item."""
-        prompts = [self._prompt(item) for item in items]
-        for item, prompt in zip(items, prompts, strict=True):
-            if isinstance(prompt, Response):
+    def _respond(self, waiting: deque[Item], temperature: float, wrote: Callable[[int], None]) -> Generator[Item]:
+        """Yield each item of one temperature when it is no longer pending."""
+        settings, failed = self.settings, list[Item]()
+
+        def take() -> Prompt | None:
+            while waiting:
+                item = waiting.popleft()
+                if isinstance(prompt := self._prompt(item), Tensor):
+                    return Prompt(prompt, item.seed(self.seed), item)
                 item.add_response(prompt)
-        prompted = [(item, prompt) for item, prompt in zip(items, prompts, strict=True) if isinstance(prompt, Tensor)]
-        for temperature in dict.fromkeys(self.settings.temperatures):
-            taken = [(item, prompt_T) for item, prompt_T in prompted if item.temperature(self.settings, self.seed) == temperature]
-            if taken:
-                written = self._continue([prompt_T for _, prompt_T in taken], [item.seed(self.seed) for item, _ in taken], temperature)
-                for (item, prompt_T), tokens in zip(taken, written, strict=True):
-                    item.add_response(self._response(item, prompt_T, tokens))
+                failed.append(item)
+            return None
+
+        ahead = [take()]   # the tokens that end an answer are known after the first prompt is made
+        how = Settings(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
+        queue = Queue(how, settings.batch_size, frozenset(self.ends))
+        with contextlib.closing(stream(self.heads, lambda: ahead.pop() if ahead else take(), queue)) as steps:
+            for step in steps:
+                if step.forward is not None:
+                    self.tally.add_pass(step.forward)
+                wrote(sum(tokens for _, tokens in step.written))
+                for ended in step.ended:
+                    item = ended.prompt.key
+                    item.add_response(self._response(item, ended.prompt.ids_T, ended.tokens), settings.unfinished)
+                    if item.pending:
+                        waiting.appendleft(item)
+                    else:
+                        yield item
+                while failed:
+                    yield failed.pop()
+        yield from failed
 
     def _prompt(self, item: Item) -> Tensor | Response:
         """Return the prompt, int64 [T], or an error."""
@@ -107,20 +121,6 @@ class InProcess:
         if context is not None and len(ids) + self.settings.max_new_tokens > context:
             return failure("too_long")
         return torch.tensor(ids, dtype=torch.int64)
-
-    def _continue(self, prompts: list[Tensor], seeds: list[int], temperature: float) -> list[list[int]]:
-        """Return the tokens generated after each prompt."""
-        settings = self.settings
-        how = Settings(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
-        start = time.perf_counter()
-        own = {"batch_size": settings.batch_size} | ({"eos_token_id": eos} if (eos := sorted(self.ends)) else {})
-        output = continue_texts(self.heads, prompts, how, seeds, **own)
-        self.tally.wall += time.perf_counter() - start
-        self.tally.add(output)
-        assert output.accept_lengths is not None
-        width = max(map(len, prompts))
-        rows = output.sequences[:, width:].tolist()
-        return [row[: 1 + sum(lengths)] for row, lengths in zip(rows, output.accept_lengths, strict=True)]
 
     def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:
         ended = tokens[-1] in self.ends

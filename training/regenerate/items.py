@@ -69,15 +69,17 @@ class Item(ABC):
         """Return one of ``regenerate.temperature``, the same for all turns; it depends on the recipe's seed and the row's content."""
         return settings.temperatures[_hashed(seed, self.key, "temperature") % len(settings.temperatures)]
 
-    def add_response(self, response: Response) -> None:
-        """Add the next response; an error ends the item."""
+    def add_response(self, response: Response, unfinished: str = "drop") -> None:
+        """Add the next response; an error ends the item. ``unfinished``: drop or keep an answer that is cut off, as the item's last."""
         self.tokens += response.tokens
         self.error, self.detail = response.error, response.detail
-        if response.error:
+        cut = response.error == "truncated" and unfinished == "keep" and bool(response.message.get("content"))
+        if response.error and not cut:
             self.pending = False
             return
         self.turns += 1
         self._add(response.message)
+        self.pending = self.pending and not cut
 
     @abstractmethod
     def _add(self, message: Message) -> None:

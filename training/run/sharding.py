@@ -132,9 +132,3 @@ def gather_like(shard: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     ).full_tensor()
-
-
-def all_finite(tensors: dict[str, Tensor], prefix: str) -> bool:
-    """Return True if all floating-point tensors whose names begin with ``prefix`` are finite."""
-    checked = [tensor for name, tensor in tensors.items() if name.startswith(prefix) and tensor.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in checked)
