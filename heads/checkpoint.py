@@ -32,8 +32,9 @@ from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
+from headstart.support.chat.settings import ChatSettings, template_hash
 from headstart.support.errors import UserError
-from headstart.support.files import discard, file_hash, value_hash
+from headstart.support.files import discard, file_hash
 from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
@@ -46,12 +47,6 @@ FORMAT = 1
 ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Hash the chat template; None if the tokenizer has none."""
-    template = tokenizer.chat_template
-    return value_hash(template) if template else None
-
-
 def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section of the recipe that heads were trained by; empty if they were not trained by a recipe."""
     recipe = provenance.get("recipe")
@@ -59,10 +54,13 @@ def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def recipe_template(card: dict[str, Any]) -> str | None:
-    """Return the chat template set in the checkpoint's recipe, if any."""
-    template = recipe_section(card["provenance"], "data").get("chat_template")
-    return template if isinstance(template, str) else None
+def chat_settings(card: dict[str, Any]) -> ChatSettings:
+    """Return how the conversations that the heads were trained on became tokens; heads of earlier versions keep their recipe's template."""
+    provenance = card["provenance"]
+    if provenance.get("chat") is None:
+        template = recipe_section(provenance, "data").get("chat_template")
+        return ChatSettings(template if isinstance(template, str) else None)
+    return ChatSettings.from_card(provenance["chat"])
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
@@ -139,10 +137,8 @@ def load_drafter(
     """
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
-    stored = card["provenance"].get("chat_template")
-    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
-        found = template_hash(tokenizer)
-        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
+    if tokenizer is not None and not allow_finetuned:
+        _require_template(str(path), card, tokenizer)
     try:
         drafter = read_drafter(str(path), folder, card, backbone)
         replaced = read_metadata(path)[1] != card
@@ -154,6 +150,16 @@ def load_drafter(
         return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the heads' chat template is neither kept with them nor the tokenizer's."""
+    stored, settings = card["provenance"].get("chat_template"), chat_settings(card)
+    found = template_hash(settings.template_of(tokenizer))
+    if stored and stored != found:
+        raise UserError(
+            f"{path} was trained with the chat template {stored}, which it does not keep; this tokenizer's is {found}: use the same one"
+        )
 
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:

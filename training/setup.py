@@ -16,12 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import dtype_in_training, open_backbone, read_config
 from headstart.training.features.cached import open_source
@@ -103,7 +105,7 @@ def prepare(recipe: Recipe) -> Run:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    origin = provenance(recipe, tokenizer)
+    origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
@@ -181,7 +183,8 @@ def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
     with accelerator.main_process_first():   # the main process downloads a dataset, others use its cache
-        splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
+        context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
+        splits = load_data(recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
@@ -79,7 +80,8 @@ def _plan(recipe: Recipe) -> PlannedCache:
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize)
+    ends = end_tokens(backbone.model.generation_config)
+    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends)
     require_vocabulary(splits, backbone.vocab)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
     manifest = read_manifest(folder)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.chat import ASSISTANT, prompt_length
+from headstart.support.chat.messages import ASSISTANT, prompt_length
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
 from headstart.training.recipe.recipe import Recipe

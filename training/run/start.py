@@ -9,7 +9,7 @@ import torch
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
-from headstart.training.data.data import Sample
+from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
