@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,10 @@ from headstart.support.chat.messages import prompt_length, read_messages
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
+from headstart.training.data.check import Check, Conversation, compare
 from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
-from headstart.training.data.sample import Sample, read_tokens, whole
+from headstart.training.data.sample import MASK, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Data, Eval
 
 TEXTS = ("messages", "conversations", "text")
@@ -86,6 +88,8 @@ class Splits:
     """Counts for the training rows."""
     mix: Mix | None = None
     """How an epoch draws from several datasets; None: each sample once."""
+    check: Check | None = None
+    """Whether the tokens are those of decoding; None without conversations."""
 
 
 def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
@@ -114,7 +118,31 @@ def load_data(
         uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
     stats = sum((part_stats for _, part_stats in parts), Stats())
-    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, _mix(data, [len(part) for part, _ in parts]))
+    check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
+    check.require()
+    mix = _mix(data, [len(part) for part, _ in parts])
+    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, mix, check if check.answers else None)
+
+
+def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
+    """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
+    column, settings = data_column(rows[0], data, data.name), chat_settings(data, ends)
+    exact = column == "input_ids" or data.format == "tokens"
+    text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column
+    if text is None or isinstance(rows[0][text], str) or data.loss_on == "all" or not settings.template_of(tokenizer):
+        return Check(0, 0, stored=True)
+    chat = Chat(tokenizer, settings)
+
+    def conversation(number: int) -> Conversation | None:
+        row, where = rows[number], f"{data.name}, row {number + 1}"
+        if row.get(text) is None:
+            return None
+        messages, tools = read_messages(row[text], where, "auto" if exact else data.format), row.get("tools")
+        stored = read_tokens(row, "input_ids", where, False) if row.get("input_ids") is not None and row.get(MASK) is not None else []
+        samples = stored if exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
+        return Conversation(where, messages, tools, samples, stored, exact)
+
+    return compare([partial(conversation, i) for i in range(len(rows))], chat)
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:

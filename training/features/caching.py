@@ -18,11 +18,13 @@ from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import require_taps_only
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import (
     Manifest,
+    cached_time,
     contents_of,
     format_of,
     format_on_disk,
@@ -80,6 +82,8 @@ def _plan(recipe: Recipe) -> PlannedCache:
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
+    if prints_date(recipe, tokenizer):
+        recipe = begun_at(recipe, [cached_time(folder)], now())
     ends = end_tokens(backbone.model.generation_config)
     splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends)
     require_vocabulary(splits, backbone.vocab)

@@ -137,6 +137,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete {folder} and write the cache again") from None
 
 
+def cached_time(folder: Path) -> str | None:
+    """Return the instant that a cache's chat template printed, if there is a cache and the template prints dates."""
+    manifest = read_manifest(folder)
+    return None if manifest is None else manifest.contents["data"].get("data.template_time")
+
+
 def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> tuple[tuple[int, int], ...]:
     """Divide the samples into shards; each ends with the sample that reaches ``shard_mb``."""
     shards, first, size = [], 0, 0

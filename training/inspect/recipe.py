@@ -71,6 +71,7 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
         "summary": str(splits.stats),
         "mix": None if splits.mix is None else str(splits.mix),
+        "check": None if splits.check is None else splits.check.report(),
     }
     if recipe.data.packing:
         rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length, mix=splits.mix).rows
@@ -135,6 +136,8 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
         ]),
         _histogram(data["histogram"]),
         labelled([
+            *([("answers", data["check"]["said"])] if data["check"] else []),
+            *([("warning", data["check"]["warning"])] if data["check"] and data["check"]["warning"] else []),
             *([("mix", data["mix"])] if data["mix"] else []),
             *packed,
             ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),

@@ -76,18 +76,22 @@ class Template:
         sources = [self.templates] if isinstance(self.templates, str) else self.templates.values()
         return any(CLOCK in source for source in sources)
 
+    def arguments(self, tools: Any = None) -> dict[str, Any]:
+        """Return the arguments of ``apply_chat_template`` that the settings decide."""
+        source = self.source(tools)
+        if self.time is None or CLOCK not in source:
+            return {"chat_template": source, **self.variables}
+        return {"chat_template": STOPPED + source, **self.variables, "headstart_clock": clock(self.time)}
+
     def render(self, messages: Sequence[Message], tools: Any = None, ask: bool = False) -> Rendered:
         """Render a conversation, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
-        tools = self.tools if tools is None else tools
-        source, more, marks = self.source(tools), {}, self.marks(tools)
-        if self.time is not None and CLOCK in source:
-            source, more = STOPPED + source, {"headstart_clock": clock(self.time)}
+        tools, marks = self.tools if tools is None else tools, self.marks(tools)
         try:
             if not messages:
                 raise ValueError("the conversation is empty")
             texts, blocks = render_jinja_template(
-                conversations=[[_plain(message) for message in messages]], tools=tools, chat_template=source,
-                return_assistant_tokens_mask=marks, add_generation_prompt=ask, **self.variables, **more,
+                conversations=[[plain_message(message) for message in messages]], tools=tools, add_generation_prompt=ask,
+                return_assistant_tokens_mask=marks, **self.arguments(tools),
             )  # fmt: skip
         except Exception as error:   # a template is a program that comes with a model, and may raise anything
             raise TemplateRefusal(cause(error)) from None
@@ -100,7 +104,7 @@ def clock(time: str) -> list[tuple[str, str]]:
     return [("%%", "\0"), *((one, instant.strftime(one)) for one in DIRECTIVES), ("\0", "%")]
 
 
-def _plain(message: Message) -> Message:
+def plain_message(message: Message) -> Message:
     """Return the message as templates expect it: no nulls, which transformers drops too, and arguments of calls as mappings."""
     plain = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := plain.get("tool_calls"), list):
