@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve_heads
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
+from headstart.support.chat.conversation import Chat
 from headstart.support.chat.settings import ChatSettings, template_hash
 from headstart.support.errors import UserError
 from headstart.support.files import discard, file_hash
@@ -61,6 +65,19 @@ def chat_settings(card: dict[str, Any]) -> ChatSettings:
         template = recipe_section(provenance, "data").get("chat_template")
         return ChatSettings(template if isinstance(template, str) else None)
     return ChatSettings.from_card(provenance["chat"])
+
+
+def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone) -> Chat | None:
+    """Return what makes prompts as the heads' training did, on this backbone; None without a tokenizer or chat template."""
+    if tokenizer is None:
+        return None
+    settings = ChatSettings() if path is None else chat_settings(read_metadata(path)[1])
+    if not settings.template_of(tokenizer):
+        return None
+    if tokenizer.chat_template not in (None, settings.template_of(tokenizer)):
+        advice = "make prompts with the chat attribute of the loaded heads: heads.chat.prompt(messages)"
+        warnings.warn(f"{path} was trained with another chat template than this tokenizer's; {advice}", stacklevel=3)
+    return Chat(tokenizer, replace(settings, ends=end_tokens(backbone.model.generation_config)))
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:

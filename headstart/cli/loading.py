@@ -58,7 +58,9 @@ def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bo
     except UserError as error:
         hint = "" if args.backbone else "; the heads name it as what they were trained on, if it is elsewhere say so with --backbone"
         raise UserError(f"{error}{hint}") from None
-    return Prompter(tokenizer, style, prompt_tokens, chat_settings_of(heads, args.template_arg, ends))
+    settings = chat_settings_of(heads, args.template_arg, ends)
+    tokenizer.chat_template = settings.template_of(tokenizer)
+    return Prompter(tokenizer, style, prompt_tokens, settings)
 
 
 def chat_settings_of(heads: list[str], changes: list[str] | None, ends: tuple[int, ...]) -> ChatSettings:

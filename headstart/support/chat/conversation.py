@@ -7,7 +7,7 @@ tokenizer may merge across the border, where decoding cannot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,10 @@ class Chat:
         """Raises UserError if there is no template."""
         self.tokenizer, self.settings = tokenizer, settings or ChatSettings()
         self.template = Template(tokenizer, self.settings)
+
+    def with_variables(self, **variables: Any) -> Chat:
+        """Return the same with other variables of the chat template, as ``enable_thinking=False``."""
+        return Chat(self.tokenizer, replace(self.settings, variables={**self.settings.variables, **variables}))
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Return the tokens that decoding begins with. Raises TemplateRefusal."""
