@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve_heads
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.fingerprint import VERSION
 from headstart.heads.backbone.fingerprint import same_weights as same_weights
 from headstart.heads.base import Drafter
@@ -34,8 +37,10 @@ from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.settings import ChatSettings, template_hash
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, file_hash, value_hash
+from headstart.support.files import atomic, discard, file_hash
 from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
@@ -49,12 +54,6 @@ FORMAT = 1
 ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Hash the chat template; None if the tokenizer has none."""
-    template = tokenizer.chat_template
-    return value_hash(template) if template else None
-
-
 def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section of the recipe that heads were trained by; empty if they were not trained by a recipe."""
     recipe = provenance.get("recipe")
@@ -62,10 +61,26 @@ def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def recipe_template(card: dict[str, Any]) -> str | None:
-    """Return the chat template set in the checkpoint's recipe, if any."""
-    template = recipe_section(card["provenance"], "data").get("chat_template")
-    return template if isinstance(template, str) else None
+def chat_settings(card: dict[str, Any]) -> ChatSettings:
+    """Return how the conversations that the heads were trained on became tokens; heads of earlier versions keep their recipe's template."""
+    provenance = card["provenance"]
+    if provenance.get("chat") is None:
+        template = recipe_section(provenance, "data").get("chat_template")
+        return ChatSettings(template if isinstance(template, str) else None)
+    return ChatSettings.from_card(provenance["chat"])
+
+
+def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone) -> Chat | None:
+    """Return what makes prompts as the heads' training did, on this backbone; None without a tokenizer or chat template."""
+    if tokenizer is None:
+        return None
+    settings = ChatSettings() if path is None else chat_settings(read_metadata(path)[1])
+    if not settings.template_of(tokenizer):
+        return None
+    if tokenizer.chat_template not in (None, settings.template_of(tokenizer)):
+        advice = "make prompts with the chat attribute of the loaded heads: heads.chat.prompt(messages)"
+        warnings.warn(f"{path} was trained with another chat template than this tokenizer's; {advice}", stacklevel=3)
+    return Chat(tokenizer, replace(settings, ends=end_tokens(backbone.model.generation_config)))
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
@@ -163,10 +178,8 @@ def load_drafter(
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
     _say_precision(str(path), card, backbone)
-    stored = card["provenance"].get("chat_template")
-    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
-        found = template_hash(tokenizer)
-        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
+    if tokenizer is not None and not allow_finetuned:
+        _require_template(str(path), card, tokenizer)
     try:
         drafter = read_drafter(str(path), folder, card, backbone)
         replaced = read_metadata(path)[1] != card
@@ -186,6 +199,16 @@ def _say_precision(path: str, card: dict[str, Any], backbone: Backbone) -> None:
     trained = contract.get("precision") or ("another precision" if backbone.match(contract) == "rounded" else None)
     if trained is not None and trained != backbone.precision:
         notice(f"{path} was trained on {card['backbone']} in {trained}; here it is in {backbone.precision}: fewer drafts may be accepted")
+
+
+def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the heads' chat template is neither kept with them nor the tokenizer's."""
+    stored, settings = card["provenance"].get("chat_template"), chat_settings(card)
+    found = template_hash(settings.template_of(tokenizer))
+    if stored and stored != found:
+        raise UserError(
+            f"{path} was trained with the chat template {stored}, which it does not keep; this tokenizer's is {found}: use the same one"
+        )
 
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter, require_count
-from headstart.heads.checkpoint import load_drafter
+from headstart.heads.checkpoint import chat_of, load_drafter
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.packed import version
@@ -40,6 +40,7 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
+from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 
 
@@ -105,6 +106,7 @@ class SpeculativeModel(Decoding):
         """Results of `headstart tune` on this machine, if any."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
+        self.chat: Chat | None = None   # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""
         self._engines: dict[bool, Engine] = {}
@@ -223,10 +225,11 @@ def load(
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
     """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only ``proposers`` or autoregressive decoding.
+    ``tokenizer``: the backbone's; ``heads.chat`` then makes prompts with the chat template that the heads were trained with.
 
     ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
-    Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
+    Raises UserError if the checkpoint is missing, damaged, or of another backbone (see `load_drafter`).
     """
     on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
     drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
@@ -234,6 +237,7 @@ def load(
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=proposers, capture=capture)
     heads.tuned = read_tuned(path, on)
+    heads.chat = chat_of(path, tokenizer, on)
     return heads
 
 

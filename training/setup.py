@@ -16,16 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import require_savable
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.sample import Sample
+from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import dtype_in_training, open_backbone, read_config
 from headstart.training.features.cached import open_source
+from headstart.training.features.manifest import cached_time
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
 from headstart.training.log.log import Log
@@ -92,6 +96,7 @@ def prepare(recipe: Recipe) -> Run:
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
     backbone, tokenizer = _load_backbone(recipe, accelerator)
+    recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None)
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
@@ -111,7 +116,7 @@ def prepare(recipe: Recipe) -> Run:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    origin = provenance(recipe, tokenizer)
+    origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
@@ -178,6 +183,15 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
     return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
 
 
+def _with_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, state: State | None) -> Recipe:
+    """Return the recipe with the instant that the run, or its feature cache, has begun with, if the chat template prints dates."""
+    if not prints_date(recipe, tokenizer):
+        return recipe
+    cached = cached_time(Path(recipe.cache.dir)) if recipe.cache.dir is not None else None
+    kept = None if state is None else state.progress["recipe"]["data"].get("template_time")
+    return begun_at(recipe, [kept, cached], broadcast_object_list([now()])[0])
+
+
 def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
     """Build the drafters by name: initialised if ``fresh``, else without weights, which the saved state has."""
     drafters = {name: build(one, backbone, fresh) for name, one in recipe.per_drafter().items()}
@@ -189,7 +203,8 @@ def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
     with accelerator.main_process_first():   # the main process downloads a dataset, others use its cache
-        splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
+        context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
+        splits = load_data(recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
@@ -247,6 +262,8 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
+        *([] if splits.check is None else [f"answers   {splits.check}"]),
+        *([f"warning   {splits.check.warning}"] if splits.check is not None and splits.check.warning else []),
         *([] if splits.mix is None else [f"mix       {splits.mix}"]),
         *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "

@@ -69,6 +69,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart chat``; the chat template is always used."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_template_arguments(parser)
     _add_one_text(parser)
     _add_shared(parser)
 
@@ -180,6 +181,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the sample, complete in itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 
@@ -214,6 +216,13 @@ def _add_style(parser: argparse.ArgumentParser) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_const", const=True, help="use the chat template (default if there is one)")
     style.add_argument("--raw", dest="chat", action="store_const", const=False, help="continue the prompt as it is")
+    add_template_arguments(parser)
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    """The argument of every command that makes prompts from conversations."""
+    about = "set a variable of the chat template, as enable_thinking=false; may be repeated (default: those of the heads' recipe)"
+    parser.add_argument("--template-arg", action="append", metavar="KEY=VALUE", help=about)
 
 
 def _add_proposers(parser: argparse.ArgumentParser) -> None:

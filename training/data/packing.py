@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample
+from headstart.training.data.sample import Sample
 
 FORWARD_TOKENS = 8192
 """Positions of a forward pass over the batches of `batches_by_length`, padding included."""

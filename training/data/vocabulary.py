@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample, Splits
+from headstart.training.data.data import Splits
+from headstart.training.data.sample import Sample
 
 
 class LabelCounts(NamedTuple):

@@ -26,8 +26,8 @@ from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, locked
 from headstart.support.units import gigabytes
-from headstart.training.data.data import Sample
 from headstart.training.data.packing import batches_by_length, collate
+from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CHUNK, CacheFormat, Record, TopKTeacher, concatenate, label_positions, single_row
 from headstart.training.features.manifest import Manifest, open_shard, record_size
 from headstart.training.features.source import LiveFeatures, Teacher

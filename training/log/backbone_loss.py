@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.progress import progress
-from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
+from headstart.training.data.sample import Sample
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.lm_loss import lm_loss
 from headstart.training.objective.loss_rows import count_label_tokens

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.limits import MAX_MEMORY_GB
@@ -137,7 +138,8 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
     except UserError as error:
         return str(error)
     try:
-        splits = load_data(data, tokenizer, context, progress=sys.stderr.isatty())
+        ends = read_end_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
+        splits = load_data(data, tokenizer, context, ends=ends, progress=sys.stderr.isatty())
     except UserError as error:
         if all(one.path.startswith(SHIPPED) or one.path.endswith(ENDINGS) or Path(one.path).expanduser().exists() for one in data.train):
             raise

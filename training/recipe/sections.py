@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -111,7 +112,7 @@ class Dataset(StrictModel):
     """Split of a named dataset."""
     subset: str | None = None
     """Configuration of a named dataset."""
-    format: Literal["auto", "messages", "conversations", "text"] | None = None
+    format: Literal["auto", "tokens", "messages", "conversations", "text"] | None = None
     """How its rows hold text."""
     column: str | None = None
     """Column that holds it."""
@@ -136,6 +137,14 @@ def _or_name(schema: dict[str, Any]) -> None:
 Datasets = Annotated[list[Dataset], BeforeValidator(_datasets), Field(json_schema_extra=_or_name)]
 
 
+def _instant(text: str) -> str:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("is an instant in ISO 8601, as '2026-11-26T09:00:00', or null") from None
+    return text
+
+
 class Data(StrictModel):
     train: Datasets
     """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset; or a list of
@@ -150,12 +159,17 @@ class Data(StrictModel):
     """Split of ``eval``, where that is a named dataset."""
     eval_rows: NonNegativeInt = 64
     """Rows to hold out, or the most to read from ``eval``; 0 trains on every row and evaluates nothing."""
-    format: Literal["auto", "messages", "conversations", "text"] = "auto"
-    """Turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto`` looks at the rows."""
+    format: Literal["auto", "tokens", "messages", "conversations", "text"] = "auto"
+    """Token ids (``input_ids`` with ``loss_mask``), turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto``
+    looks at the rows."""
     column: str | None = None
     """Column that holds it, if not one named like the format."""
     chat_template: str | None = None
-    """A Jinja chat template for a tokenizer that has none, or instead of its own."""
+    """A Jinja chat template for a tokenizer that has none, or instead of its own; saved with the heads."""
+    template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, as ``enable_thinking: false``; ``tools`` for rows without a column ``tools``."""
+    template_time: Annotated[str, AfterValidator(_instant)] | None = None
+    """The instant whose date a chat template prints, in ISO 8601; null: when the run, the cache or the file of answers was begun."""
     max_length: Annotated[int, Ge(4)] = 2048
     """Most tokens of a sample, and of a packed row."""
     packing: bool = False

@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.checkpoint import template_hash
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.sources.recycling import RecyclingProposer
 from headstart.inference.sources.suffix import SuffixProposer
 from headstart.inference.stream import Prompt, Queue, stream
-from headstart.support.chat import ASSISTANT, prompt_length
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import prompt_length
+from headstart.support.chat.settings import template_hash
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
-from headstart.training.data.conversation import Chat, TemplateRefusal
+from headstart.training.data.data import chat_settings
 from headstart.training.features.backbone import open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
-
-PROBE = "answer"
 
 
 class InProcess:
@@ -40,13 +41,11 @@ class InProcess:
         """Loads the backbone and heads. Raises UserError if one cannot be loaded."""
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-        if recipe.data.chat_template is not None:
-            self.tokenizer.chat_template = recipe.data.chat_template
         self.backbone = open_backbone(where)
         proposers = (SuffixProposer(), RecyclingProposer())
         self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
+        self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))
         self.tally = Tally()
-        self._chat: Chat | None = None
 
     def dependencies(self) -> dict[str, Any]:
         """Return the dependencies of responses besides the common settings."""
@@ -57,7 +56,7 @@ class InProcess:
             "backbone weights": value_hash(contract),
             "backbone.adapter": self.backbone.adapter_digest,
             "backbone.dtype": dtype_name(self.backbone.dtype),
-            "chat template": template_hash(self.tokenizer),
+            "chat template": template_hash(self.chat_settings.template_of(self.tokenizer)),
             "regenerate.prompt_tokens": self.settings.prompt_tokens,
         }
 
@@ -111,10 +110,9 @@ class InProcess:
         else:
             assert isinstance(item, Conversation)
             try:
-                text = self.chat.render(item.messages, item.tools, ask=True)
+                ids = self.chat.prompt(item.messages, item.tools)
             except TemplateRefusal as refusal:
                 return failure("refused", str(refusal))
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             return failure("empty")
         context = self.backbone.max_positions
@@ -123,42 +121,23 @@ class InProcess:
         return torch.tensor(ids, dtype=torch.int64)
 
     def _response(self, item: Item, prompt_T: Tensor, tokens: list[int]) -> Response:
-        ended = tokens[-1] in self.ends
-        text = tokens[:-1] if ended else tokens
+        prompt = prompt_T.tolist()
         if isinstance(item, Completion):
-            return Response({"content": self._text([*prompt_T.tolist(), *text])}, len(tokens))
-        return Response({"role": ASSISTANT, "content": self._text(text)}, len(tokens), "" if ended else "truncated")
-
-    def _text(self, tokens: list[int]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-    @property
-    def chat(self) -> Chat:
-        """The chat template, required only for conversations. Raises UserError if the tokenizer has none."""
-        self._chat = self._chat or Chat(self.tokenizer)
-        return self._chat
+            whole = [*prompt, *(tokens[:-1] if tokens[-1] in self.ends else tokens)]
+            text = self.tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return Response({"content": text}, len(tokens), prompt=prompt, answer=tokens)
+        assert isinstance(item, Conversation)
+        error = "" if tokens[-1] in self.ends else "truncated"
+        return Response(self.chat.message(item.messages, tokens, item.tools), len(tokens), error, prompt=prompt, answer=tokens)
 
     @cached_property
-    def ends(self) -> set[int]:
-        """Tokens that end an answer: the model's and tokenizer's EOS tokens and, in conversations, the template's closing token.
+    def chat(self) -> Chat:
+        """Prompts and answers, needed for conversations only. Raises UserError if there is no chat template."""
+        return Chat(self.tokenizer, self.chat_settings)
 
-        First used after the first prompts are made, when it is known whether there are conversations.
-        """
-        own = self.backbone.model.generation_config.eos_token_id
-        found = {own} if isinstance(own, int) else set(own or [])
-        found |= {self.tokenizer.eos_token_id} - {None}
-        return found if self._chat is None else found | closing(self._chat)
-
-
-def closing(chat: Chat) -> set[int]:
-    """Return the special token that the template adds after an answer, if any."""
-    messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": PROBE}]
-    try:
-        text = chat.render(messages)
-    except TemplateRefusal:
-        return set()
-    match = chat.special.search(text, text.rfind(PROBE) + len(PROBE))
-    token = chat.tokenizer.convert_tokens_to_ids(match.group()) if match is not None and match.group() else None
-    return set() if token is None else {token}
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer. First used after the first prompts are made, when it is known whether there are conversations."""
+        if "chat" in self.__dict__:
+            return self.chat.ending.ends
+        return frozenset(self.chat_settings.ends) or frozenset({self.tokenizer.eos_token_id} - {None})

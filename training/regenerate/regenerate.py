@@ -14,14 +14,15 @@ from typing import Any, Protocol
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.training.data.rows import read_rows
+from headstart.training.data.template_time import begun_at, now
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import ERRORS, Item, read_items
-from headstart.training.regenerate.partial import PartialFile
+from headstart.training.regenerate.partial import PartialFile, begun_with
 from headstart.training.regenerate.progress import Progress
 
-DATA = ("train", "split", "subset", "format", "column")
+DATA = ("train", "split", "subset", "format", "column", "template_kwargs", "template_time")
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
@@ -49,6 +50,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     require_writable("regenerate.out", out)
     if out.exists():   # before the backbone is loaded
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
+    recipe = begun_at(recipe, [begun_with(out).get("data.template_time")], now())
     data = _one_dataset(recipe)
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
@@ -115,6 +117,16 @@ def _kept(error: str, recipe: Recipe) -> str:
     return ", which is kept cut off" if error == "truncated" and recipe.regenerate.unfinished == "keep" else ""
 
 
+def _said_of_tokens(report: dict[str, Any]) -> list[str]:
+    """Say what is trained on where a server has answered: the tokens that were written, or those of the text."""
+    with_ids, compared, other = (report.get(f"answers_{name}", 0) for name in ("with_token_ids", "compared", "tokenised_otherwise"))
+    if "answers_with_token_ids" not in report:
+        return []
+    source = f"{with_ids:,} answers came with token ids" + ("" if with_ids else ", so training tokenises the text")
+    found = f"{other:,} of {compared:,} compared are tokenised otherwise than they were written" if compared else "none could be compared"
+    return [f"tokens    {source}; {found}"]
+
+
 def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
     again = {"data.format": recipe.data.format != "auto", "data.column": recipe.data.column is not None}
     reset = "".join(f" {key}={'auto' if key == 'data.format' else 'null'}" for key, needed in again.items() if needed)
@@ -127,6 +139,7 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
                 f"{report['tokens']:,} tokens",
                 *(f"          {report[error]:,} rows had {text}{_kept(error, recipe)}" for error, text in errors.items()),
                 *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+                *_said_of_tokens(report),
                 f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
                 f"next      train with data.train={report['out']}{reset}",
             ]

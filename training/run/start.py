@@ -13,8 +13,8 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
 from headstart.support.progress import progress
-from headstart.training.data.data import Sample
 from headstart.training.data.packing import batches_by_length, collate
+from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent
 from headstart.training.features.cached import CachedFeatures
 from headstart.training.features.source import FeatureSource, LiveFeatures
