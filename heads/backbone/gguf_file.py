@@ -26,6 +26,7 @@ import transformers
 from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.gguf_header import GgufHeader, read_header
 from headstart.support.dtypes import dtype_name
@@ -133,25 +134,33 @@ def find_gguf(path: str) -> GgufFile | None:
 
 
 def _find(path: str) -> Path | None:
-    place = Path(path).expanduser()
-    if path.lower().endswith(SUFFIX) and not place.is_dir():
-        if place.is_file():
-            return place
-        user, _, rest = path.partition("/")
-        repo, _, name = rest.partition("/")
-        if not name or user in ("", ".", "..", "~") or Path(user).exists():
-            raise UserError(f"no GGUF file at {path!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub")
-        try:
-            return Path(hf_hub_download(f"{user}/{repo}", name))
-        except Exception as error:   # of many libraries: no network, no such repository or file, no login
-            raise UserError(f"no GGUF file at {path!r}: no such file here, and not on the hub ({cause(error, 200)})") from None
-    if not place.is_dir() or any(place.glob("*.safetensors")):
+    place, named = Path(resolve(path)).expanduser(), path.lower().endswith(SUFFIX)
+    try:
+        folder = bool(path) and place.is_dir()
+    except OSError:   # no name that a file can have
+        return None
+    if named and not folder:
+        return place if place.is_file() else _fetched(path)
+    if not folder or any(place.glob("*.safetensors")):
         return None
     files = sorted(file for file in place.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1 and not PIECE.search(files[0].name):
         names = ", ".join(file.name for file in files[:8])
         raise UserError(f"{path} holds {len(files)} GGUF files; name one: {path}/FILE, or backbone.gguf_file=FILE (there are {names})")
     return files[0] if files else None
+
+
+@lru_cache(maxsize=8)
+def _fetched(path: str) -> Path:
+    """Return the file ``USER/REPO/FILE.gguf`` of the hub, downloaded."""
+    user, _, rest = path.partition("/")
+    repo, _, name = rest.partition("/")
+    if not name or user in ("", ".", "..", "~") or Path(user).exists():
+        raise UserError(f"no GGUF file at {path!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub")
+    try:
+        return Path(hf_hub_download(f"{user}/{repo}", name))
+    except Exception as error:   # of many libraries: no network, no such repository or file, no login
+        raise UserError(f"no GGUF file at {path!r}: no such file here, and not on the hub ({cause(error, 200)})") from None
 
 
 @lru_cache(maxsize=8)
@@ -184,8 +193,8 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
     except MemoryError:
         raise
     except Exception as error:   # what transformers raises depends on what a header lacks
-        known = f"transformers {transformers.__version__} reads no backbone of architecture {file.architecture!r} from GGUF"
-        raise UserError(f"{path}: {known} ({cause(error, 200)}); give the model's folder of safetensors or its hub id") from None
+        known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
+        raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
     config.dtype = file.dtype
     return config
 
@@ -195,17 +204,18 @@ def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
     stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
     rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
     one = rope.get("full_attention", rope)   # with one set for each kind of layer, llama.cpp scales that of full attention
-    kind = stated.get("type")
+    kind, factor = stated.get("type"), stated.get("factor") or 1.0
     if one.get("rope_type", "default") != "default":
         return
     if ROPE_FACTORS in file.header.tensors:
         one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
     elif kind in ("linear", "yarn"):
         original = {"original_max_position_embeddings": stated.get("original_context_length")} if kind == "yarn" else {}
-        one |= {"rope_type": kind, "factor": float(stated["factor"]), **original}
+        one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
     elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
-        raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}, which is not read")
-    config.get_text_config().rope_parameters = rope
+        raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")
+    if rope:
+        config.get_text_config().rope_parameters = rope
 
 
 def _llama3(theta: float, factors: np.ndarray) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import GgufConfig, PretrainedConfig, PreTrainedModel, QuantoConfig
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, QuantoConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from headstart.support.dtypes import bf16_instructions, torch_dtype
@@ -41,12 +42,20 @@ def quantizing(dtype: str, gguf: bool) -> QuantizationConfigMixin | None:
     ``gguf``: the weights are those of a GGUF file, which are dequantized; UserError for integers.
     """
     if dtype not in INTEGERS:
-        return GgufConfig(dequantize=True) if gguf else None
+        return _dequantizing() if gguf else None
     if gguf:
         raise UserError(f"dtype {dtype} quantizes safetensors, and this is a GGUF file: take auto, fp32, bf16 or fp16")
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         raise UserError(f"dtype {dtype} needs optimum-quanto: pip install 'headstart[quantized]', or take auto, fp32, bf16 or fp16")
     return QuantoConfig(weights=dtype)
+
+
+def _dequantizing() -> QuantizationConfigMixin:
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        raise UserError(f"transformers {transformers.__version__} is too old for GGUF files; 5.23 reads them") from None
+    return GgufConfig(dequantize=True)
 
 
 def quantization(model: PreTrainedModel) -> str:

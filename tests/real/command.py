@@ -14,8 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 ON_A_GPU = torch.accelerator.is_available()
-LIMIT = 600
-"""Seconds of a command."""
+LIMIT = 1800
+"""Seconds of a command, on a busy machine too."""
 
 
 class Folder:

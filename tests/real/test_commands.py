@@ -40,7 +40,7 @@ def test_new_recipe(at: Folder) -> None:
 
 
 def test_regenerate(at: Folder) -> None:
-    words = ["regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=160", "regenerate.batch_size=4"]
+    words = ["regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=96", "regenerate.batch_size=4"]
     at.run("regenerate", "recipe.yaml", *words, "--json", "regenerated.json")
     report = at.json("regenerated.json")
     assert report["turns"] == 4 and report["tokens"] > 40
