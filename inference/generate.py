@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from headstart.inference.engine.sequence import output_ids
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import TreeShape, TreeSize, VerifiedTree
 from headstart.inference.engine.turn import turn
+from headstart.inference.handover import Decoding, hand_over
 from headstart.inference.self_check.check import self_check
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.proposer import Proposer
@@ -74,17 +74,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
 
 
-class Decoding:
-    """Base class of what has a method for ``custom_generate``, which then gets the call's streamer and tokenizer (see `_hand_over`)."""
-
-    backbone: Backbone
-
-    def require_model(self, model: PreTrainedModel) -> None:
-        """Raise UserError unless ``model``, whose ``generate`` was called, is the one that the heads are on."""
-        if model is not self.backbone.model:
-            raise UserError(f"these heads are on another model object ({self.backbone.name}); load them with backbone=this model")
-
-
 class SpeculativeModel(Decoding):
     """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
 
@@ -111,7 +100,7 @@ class SpeculativeModel(Decoding):
         """The arguments of the last call to `limit`."""
         self._engines: dict[bool, Engine] = {}
         self._weights: list[int] = []
-        _hand_over(backbone.model)
+        hand_over(backbone.model)
 
     def limit(self, *, window: int | None = None, sink: int = 4, offload: bool = False) -> None:
         """Limit the drafter's KV cache for long sequences: it attends only to the first ``sink`` and the last ``window`` positions
@@ -276,32 +265,3 @@ def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     """Turn lists by row and token into tensors ``[B, V]`` by step; zeros after the end of a row."""
     longest = max(len(row) for row in rows)
     return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))
-
-
-def _hand_over(model: PreTrainedModel) -> None:
-    """Patch the model so that ``streamer`` and ``tokenizer`` (for stop strings) reach `SpeculativeModel.generate`.
-
-    transformers 5.23 drops both before calling a ``custom_generate`` callable, and rejects stop strings without the tokenizer.
-    """
-    if "_extract_generation_mode_kwargs" in vars(model):
-        return
-    original = model._extract_generation_mode_kwargs
-
-    def extract(
-        self: PreTrainedModel,
-        custom_generate: str | Callable | None,
-        kwargs: dict[str, Any],
-        synced_gpus: bool | None,
-        assistant_model: PreTrainedModel | None,
-        streamer: BaseStreamer | None,
-    ) -> dict[str, Any]:
-        tokenizer = kwargs.get("tokenizer")
-        arguments = original(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
-        if isinstance(custom_generate, MethodType) and isinstance(custom_generate.__self__, Decoding):
-            if assistant_model is not None:
-                raise UserError("assistant_model and heads both draft; leave assistant_model out")
-            dropped = {"streamer": streamer, "tokenizer": tokenizer}   # with beams, transformers rejects even streamer=None
-            arguments |= {name: value for name, value in dropped.items() if value is not None}
-        return arguments
-
-    model._extract_generation_mode_kwargs = MethodType(extract, model)

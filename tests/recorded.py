@@ -7,17 +7,19 @@ another graph is replayed. `benchmarks/gpu.sh` runs the real backend.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from families import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.fixed_memory import FixedMemory, is_same_memory
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture.cuda_graph import AtFixedAddresses
@@ -33,13 +35,18 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.new: set[int] = set()
+        """Storages that were made while recording."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name.startswith(FORBIDDEN) and not (name == "lift_fresh" and not args[0].dim()):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         out = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, [one for one in tree_leaves(out) if isinstance(one, Tensor)]))
+        outs = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self.operations.append((func, args, kwargs or {}, outs))
+        if all(result.alias_info is None for result in func._schema.returns):
+            self.new.update(one.untyped_storage().data_ptr() for one in outs)
         return out
 
 
@@ -59,12 +66,7 @@ class Recorded(AtFixedAddresses):
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         with Recording() as recording:
             results = work()
-        held = {home.untyped_storage().data_ptr() for home in self.memory._homes.values()}
-        given = {one.untyped_storage().data_ptr() for _, args, kwargs, _ in recording.operations for one in tree_leaves((args, kwargs))
-                 if isinstance(one, Tensor)} - {
-            one.untyped_storage().data_ptr() for *_, outs in recording.operations for one in outs
-        }  # fmt: skip
-        made = [one for one in results if one.untyped_storage().data_ptr() not in held | given]
+        made = [one for one in results if one.untyped_storage().data_ptr() in recording.new]
         pool = self._pools.setdefault(self.memory, [])
         pool.append(made)
         spoil(made)   # recording computes nothing
@@ -91,17 +93,15 @@ def spoil(results: list[Tensor]) -> None:
             one.fill_(float("nan") if one.is_floating_point() else 1)
 
 
+@functools.cache
+def shallow() -> Backbone:
+    """A backbone of two layers, since operations are done one by one here."""
+    return Backbone(tiny("llama", num_hidden_layers=2))
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Recorded]]:
     """The stand-in in place of CUDA graphs, on a CPU that is treated as an accelerator."""
     monkeypatch.setitem(capturing.BACKENDS, "cuda-graph", Recorded)
     with cpu_as_accelerator():
         yield Recorded
-
-
-@contextmanager
-def graphs_on_a_cpu() -> Iterator[None]:
-    """The same as a context, for threads."""
-    with pytest.MonkeyPatch.context() as patch, cpu_as_accelerator():
-        patch.setitem(capturing.BACKENDS, "cuda-graph", Recorded)
-        yield

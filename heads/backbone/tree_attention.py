@@ -61,7 +61,8 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     B, H, N, C = query_BHNC.shape
     G = keys_BGSC.shape[1]
     query_BGMC, mask_B1MS = query_BHNC.reshape(B, G, H // G * N, C), mask_B1NS.repeat(1, 1, H // G, 1)
-    return scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale).reshape(B, H, N, -1)
+    output_BGMC = scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale)
+    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])   # kernels differ in the order of their output's memory
 
 
 def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:

@@ -38,6 +38,7 @@ SHORT_PATIENCE = 3
 """The same once another function has been captured: decoding goes on for long, and sources are compared by their captured times."""
 MOST_SHAPES = 4096
 """Exact shapes of a function that are remembered."""
+_NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were mended"}
 logger = logging.getLogger(__name__)
 
 
@@ -228,7 +229,7 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
             raise UserError(f"capture {name!r} cannot be used: {reason}; choose 'auto' or 'off'")
         return BACKENDS[name], None
     if device.type != "cpu":
-        return None, f"auto captures nothing on {device.type}; choose a backend by name"
+        return None, f"auto captures nothing on {device.type}{_NOT_PROVED.get(device.type, '')}; choose a backend by name"
     if reason := Trace.unavailable(device):
         reason = f"{reason}; 'compile' is the other backend for the CPU"
         _warn_once(f"forward passes are not captured, which makes small models slower: {reason}")

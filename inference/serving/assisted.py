@@ -26,7 +26,8 @@ from headstart.heads.backbone.hooks import tapped
 from headstart.heads.base import Drafter
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.turn import turn
-from headstart.inference.generate import Decoding, SpeculativeModel
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.handover import Decoding
 from headstart.support.errors import UserError
 
 
