@@ -24,6 +24,8 @@ ROWS = 100
 """Number of rows that are compared, evenly spaced."""
 STORED, TEXT = 0.99, 0.95
 """Least share of answers that must be alike, where their token ids are kept and where not."""
+OPENED = 16
+"""Tokens at the end of a prompt that an answer's text may repeat, as an opened thought."""
 AROUND = 4
 """Tokens shown before and after a difference."""
 
@@ -133,8 +135,9 @@ def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
     differences = []
     for number, i in enumerate(turns):
         where = f"{row.where}, turn {i}"
-        written = stored[number] if number < len(stored) else None
-        differences.append(_said(where, written or [], row.messages[i], chat) if exact else _turn(where, row, i, chat, written))
+        asked, written = stored[number] if number < len(stored) else ([], None)
+        said = _said(where, asked, written or [], row.messages[i], chat) if exact else _turn(where, row, i, chat, written)
+        differences.append(said)
     return Check(len(turns), differences.count(None), bool(row.stored), next((one for one in differences if one is not None), None))
 
 
@@ -156,12 +159,15 @@ def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] 
         return None if answer == written else Difference(where, answer, written, cause)
     again = chat.continued([chat.text(answer)])[0]
     difference = None if again == answer else Difference(where, answer, again, "the tokenizer does not give a text back as it was")
-    return _said(where, answer, row.messages[i], chat) or difference
+    return _said(where, asked, answer, row.messages[i], chat) or difference
 
 
-def _said(where: str, answer: list[int], message: Message, chat: Chat) -> Difference | None:
-    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text."""
-    content, text = message.get("content"), chat.text(answer)
+def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:
+    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text.
+
+    The text may begin with what the prompt's end has opened.
+    """
+    content, text = message.get("content"), chat.text([*asked[-OPENED:], *answer])
     wanted = content.strip() if isinstance(content, str) else ""
     if wanted in text:
         return None
@@ -169,10 +175,11 @@ def _said(where: str, answer: list[int], message: Message, chat: Chat) -> Differ
     return Difference(where, answer, chat.continued([wanted])[0], cause)
 
 
-def _runs(sample: Sample) -> list[list[int]]:
-    """Return the runs of label tokens."""
-    pairs = zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True)
-    return [[token for token, _ in run] for label, run in groupby(pairs, key=itemgetter(1)) if label]
+def _runs(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """Return the runs of label tokens, each with the tokens before it."""
+    tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+    runs = [[i for i, _ in run] for label, run in groupby(enumerate(mask), key=itemgetter(1)) if label]
+    return [(tokens[: run[0]], tokens[run[0] : run[-1] + 1]) for run in runs]
 
 
 def _common(one: list[int], other: list[int]) -> int:
