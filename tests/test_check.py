@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_run import conversations, make_chat_model, make_chat_recipe
-from chat_templates import CHATML, PLAIN, QWEN3, make_tokenizer
+from chat_templates import CHATML, OPENING, PLAIN, QWEN3, make_tokenizer
 from tokenizers import normalizers
 from webpage import Reader
 
@@ -50,6 +50,17 @@ def test_answers_that_are_tokenised_as_written(template: str, tmp_path: Path) ->
     kept = loaded(tmp_path, with_ids(rows)).check
     assert kept is not None and kept.stored and kept.same == kept.answers
     assert loaded(tmp_path, rows, loss_on="all").check is loaded(tmp_path, [{"text": "four five"}]).check is None
+
+
+def test_a_text_may_begin_with_what_the_prompt_has_opened(tmp_path: Path) -> None:
+    said = "<think>\nso\n</think>\n\nFour."
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]}]
+    tokenizer = make_tokenizer(OPENING)
+    check = loaded(tmp_path, rows, tokenizer).check
+    assert check is not None and check.same == 1
+    ((ids, mask),) = conversation.Chat(tokenizer).samples(rows[0]["messages"])
+    kept = loaded(tmp_path, [rows[0] | {"input_ids": ids, "loss_mask": [int(label) for label in mask]}], tokenizer).check
+    assert kept is not None and kept.same == 1
 
 
 def test_another_prompt_than_transformers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from server import Reply, said, serving
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.recipe.recipe import Data, load_recipe
@@ -201,3 +202,35 @@ def test_servers_that_return_no_token_ids(server: str, tmp_path: Path, capsys: p
     assert "0 answers came with token ids, so training tokenises the text" in capsys.readouterr().err
     assert sum("return_token_ids" in body for body in requests) == (1 if server == "refuses" else len(requests))
     assert all("input_ids" not in row for row in read_rows(tmp_path / "answers.jsonl")) and len(trained_on(tmp_path, model)) == 8
+
+
+CALLING = HARMONY.replace(
+    "{{- '<|channel|>final", "{% if m.tool_calls %}{{ '<|channel|>commentary to=' + m.tool_calls[0].function.name + '<|message|>' }}"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{{ '<|call|>' }}{% else %}{{- '<|channel|>final",
+).replace("'<|end|>') }}{% endif %}{% endfor %}", "'<|end|>') }}{% endif %}{% endif %}{% endfor %}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("<|channel|>final<|message|>Four.", {"content": "Four."}),
+        ("<|channel|>final<|message|>", {"content": ""}),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b\nc", {"content": "b\nc", "thought": "a"}),
+        ('<|channel|>commentary to=f.add<|message|>{"a": {"b": 2}}<|call|>', {"content": "", "call": ("f.add", {"a": {"b": 2}})}),
+        (
+            '<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=add<|message|>{"a": 2}<|call|>',
+            {"content": "", "thought": "a", "call": ("add", {"a": 2})},
+        ),
+        ('<|channel|>commentary to=add<|message|>{"a":2}', {"content": '<|channel|>commentary to=add<|message|>{"a":2}'}),
+        ("<|channel|>other<|message|>Four.", {"content": "<|channel|>other<|message|>Four."}),
+        ("<|channel|>analysis<|message|>I never", {"content": "<|channel|>analysis<|message|>I never"}),
+    ],
+)  # fmt: skip
+def test_what_was_written_is_read_back_as_a_message(written: str, message: dict[str, Any]) -> None:
+    """With thoughts and calls where the template writes them around an answer; what it would not write back stays as it is."""
+    chat = Chat(make_tokenizer(CALLING, special=f"{CHANNELS} <|call|>"))
+    found = chat.message([{"role": "user", "content": "Two and two?"}], chat.continued([written])[0])
+    call = found["tool_calls"][0]["function"] if "tool_calls" in found else None
+    expected = {"content": message["content"], "thought": message.get("thought"), "call": message.get("call")}
+    named = (call["name"], call["arguments"]) if call else None
+    assert {"content": found["content"], "thought": found.get("reasoning_content"), "call": named} == expected

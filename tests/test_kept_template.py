@@ -22,6 +22,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.inference.bench.prompts import Prompter
+from headstart.inference.serving.publish.scrub import scrubbed
 from headstart.support.chat.settings import ChatSettings, template_hash
 from headstart.support.errors import UserError
 
@@ -127,6 +128,17 @@ def test_a_wrong_variable_is_one_line(trained: Path, capsys: pytest.CaptureFixtu
     assert main(["generate", "--heads", str(trained / "out"), "--template-arg", given, "Hi"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_exported_and_published_heads_bring_it(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--heads", str(trained / "out"), "--to", "medusa", "--out", str(tmp_path / "served")]) == 0
+    assert (tmp_path / "served" / "chat_template.jinja").read_text() == OWN
+    out = capsys.readouterr().out
+    assert "written as chat_template.jinja: let the engine ask with it" in out and "chat_template_kwargs {'mood': 'merry'}" in out
+    template = "{{ '/no_think' if mood else '</think>' }}"
+    card = {"chat": {"template": template}, "recipe": {"data": {"chat_template": template, "train": "/home/me/rows.jsonl"}}}
+    kept = {"chat": {"template": template}, "recipe": {"data": {"chat_template": template, "train": "rows.jsonl"}}}
+    assert scrubbed(card, {}) == kept
 
 
 def test_heads_of_two_templates_are_not_measured_together(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,11 @@ def test_an_answer_ends_with_the_first_token_at_which_decoding_stops(template: s
 THINKS = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1] + '<|end|>\n' }}{% endfor %}"
 OPENS = "{% if add_generation_prompt %}{{ '<|assistant|>\n<think>\n' }}{% endif %}"
 EMPTY = "{% if add_generation_prompt %}{{ '<|assistant|>\n' + ('<think>\n' if think else '<think>\n\n</think>\n\n') }}{% endif %}"
+SPLITS = """{% for m in messages %}{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}
+{%- set thought = m.reasoning_content or (parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '') %}
+{{- '<|assistant|>\n<think>\n' + thought + '\n</think>\n\n' + parts[-1].lstrip('\n') + '<|end|>\n' }}
+{%- else %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"""
+"""Writes the last answer's thought, from a field of its own or from the content, as Qwen3 does."""
 THOUGHT = "It adds.\n</think>\n\nFour."
 
 
@@ -92,6 +97,14 @@ THOUGHT = "It adds.\n</think>\n\nFour."
         (THINKS + ASK, {"content": "Four.", "reasoning_content": "It adds."}, f"<think>\n{THOUGHT}<|end|>"),
         (BY_ROLE + EMPTY, {"content": "Four."}, "Four.<|end|>"),
         (BY_ROLE + ASK, {"content": "Four.", "reasoning_content": "unknown to the template"}, "Four.<|end|>"),
+        (SPLITS + OPENS, {"content": f"<think>\n{THOUGHT}"}, f"{THOUGHT}<|end|>"),
+        (SPLITS + OPENS, {"content": THOUGHT}, f"{THOUGHT}<|end|>"),
+        (SPLITS + OPENS, {"content": "Four.", "reasoning_content": "It adds."}, f"{THOUGHT}<|end|>"),
+        (SPLITS + OPENS, {"content": "Four."}, "\n</think>\n\nFour.<|end|>"),
+        (SPLITS + ASK, {"content": f"<think>\n{THOUGHT}"}, f"<think>\n{THOUGHT}<|end|>"),
+        (SPLITS + EMPTY, {"content": "Four."}, "Four.<|end|>"),
+        (SPLITS + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
+        (BY_ROLE + EMPTY, {"content": "Four.", "reasoning_content": "It adds."}, "Four.<|end|>"),
     ],
 )
 def test_thoughts_follow_what_the_generation_prompt_opens(template: str, message: dict[str, str], answer: str) -> None:

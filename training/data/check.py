@@ -7,24 +7,40 @@ through the tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.messages import ASSISTANT, Message, read_messages
 from headstart.support.chat.template import TemplateRefusal, plain_message
 from headstart.support.errors import UserError
-from headstart.training.data.sample import Sample
+from headstart.support.jsonl import Row
+from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
 
 ROWS = 100
 """Number of rows that are compared, evenly spaced."""
 STORED, TEXT = 0.99, 0.95
 """Least share of answers that must be alike, where their token ids are kept and where not."""
+OPENED = 16
+"""Tokens at the end of a prompt that an answer's text may repeat, as an opened thought."""
 AROUND = 4
 """Tokens shown before and after a difference."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the conversations are from."""
+
+    name: str
+    column: str
+    """The column of the text."""
+    form: str
+    """One of `FIELDS` of messages.py, or auto."""
+    exact: bool
+    """Whether the rows' exact tokens are what is trained on."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +54,6 @@ class Conversation:
     """What is trained on, uncut."""
     stored: list[Sample]
     """The row's exact tokens; empty if it has none."""
-    exact: bool
-    """Whether these are what is trained on."""
 
 
 @dataclass(frozen=True)
@@ -94,28 +108,36 @@ class Check:
             raise UserError(f"only {self} (of some of the rows). {self.first}")
 
 
-def compare(rows: Sequence[Callable[[], Conversation | None]], chat: Chat) -> Check:
-    """Compare some of the rows, each a function that makes a conversation, or None if it has no text."""
+def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
+    """Compare some of a dataset's rows."""
     check, warning = Check(0, 0, stored=True), chat.ending.warning
     count = min(ROWS, len(rows))
-    for i in range(count):
+    for number in (i * len(rows) // count for i in range(count)):
+        if rows[number].get(source.column) is None:
+            continue
         try:
-            conversation = rows[i * len(rows) // count]()
-            if conversation is not None:
-                check += _compare(conversation, chat)
+            check += _compare(_conversation(rows[number], f"{source.name}, row {number + 1}", source, chat), source.exact, chat)
         except TemplateRefusal:   # counted where samples are made
             continue
     return check + Check(0, 0, warning=warning if check.answers else "")
 
 
-def _compare(row: Conversation, chat: Chat) -> Check:
+def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
+    messages, tools = read_messages(row[source.column], where, source.form), row.get("tools")
+    stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
+    samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
+    return Conversation(where, messages, tools, samples, stored)
+
+
+def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
     turns = [i for i, message in enumerate(row.messages) if message["role"] == ASSISTANT and i > 0]
     stored = [run for sample in row.stored for run in _runs(sample)]
     differences = []
     for number, i in enumerate(turns):
         where = f"{row.where}, turn {i}"
-        written = stored[number] if number < len(stored) else None
-        differences.append(_said(where, written or [], row.messages[i], chat) if row.exact else _turn(where, row, i, chat, written))
+        asked, written = stored[number] if number < len(stored) else ([], None)
+        said = _said(where, asked, written or [], row.messages[i], chat) if exact else _turn(where, row, i, chat, written)
+        differences.append(said)
     return Check(len(turns), differences.count(None), bool(row.stored), next((one for one in differences if one is not None), None))
 
 
@@ -137,12 +159,15 @@ def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] 
         return None if answer == written else Difference(where, answer, written, cause)
     again = chat.continued([chat.text(answer)])[0]
     difference = None if again == answer else Difference(where, answer, again, "the tokenizer does not give a text back as it was")
-    return _said(where, answer, row.messages[i], chat) or difference
+    return _said(where, asked, answer, row.messages[i], chat) or difference
 
 
-def _said(where: str, answer: list[int], message: Message, chat: Chat) -> Difference | None:
-    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text."""
-    content, text = message.get("content"), chat.text(answer)
+def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:
+    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text.
+
+    The text may begin with what the prompt's end has opened.
+    """
+    content, text = message.get("content"), chat.text([*asked[-OPENED:], *answer])
     wanted = content.strip() if isinstance(content, str) else ""
     if wanted in text:
         return None
@@ -150,10 +175,11 @@ def _said(where: str, answer: list[int], message: Message, chat: Chat) -> Differ
     return Difference(where, answer, chat.continued([wanted])[0], cause)
 
 
-def _runs(sample: Sample) -> list[list[int]]:
-    """Return the runs of label tokens."""
-    pairs = zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True)
-    return [[token for token, _ in run] for label, run in groupby(pairs, key=itemgetter(1)) if label]
+def _runs(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """Return the runs of label tokens, each with the tokens before it."""
+    tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+    runs = [[i for i, _ in run] for label, run in groupby(enumerate(mask), key=itemgetter(1)) if label]
+    return [(tokens[: run[0]], tokens[run[0] : run[-1] + 1]) for run in runs]
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +18,14 @@ from headstart.support.chat.messages import prompt_length, read_messages
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.training.data.check import Check, Conversation, compare
+from headstart.training.data.check import Check, Source, compare
 from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
-from headstart.training.data.sample import MASK, Sample, read_tokens, whole
+from headstart.training.data.sample import IDS, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Data, Eval
 
 TEXTS = ("messages", "conversations", "text")
-COLUMNS = ("input_ids", *TEXTS)
+COLUMNS = (IDS, *TEXTS)
 """Columns that may hold a row's samples, in order of precedence."""
 MIN_TOKENS = 4
 """Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
@@ -127,22 +126,11 @@ def load_data(
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
     """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
     column, settings = data_column(rows[0], data, data.name), chat_settings(data, ends)
-    exact = column == "input_ids" or data.format == "tokens"
+    exact = column == IDS or data.format == "tokens"
     text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column
     if text is None or isinstance(rows[0][text], str) or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
-    chat = Chat(tokenizer, settings)
-
-    def conversation(number: int) -> Conversation | None:
-        row, where = rows[number], f"{data.name}, row {number + 1}"
-        if row.get(text) is None:
-            return None
-        messages, tools = read_messages(row[text], where, "auto" if exact else data.format), row.get("tools")
-        stored = read_tokens(row, "input_ids", where, False) if row.get("input_ids") is not None and row.get(MASK) is not None else []
-        samples = stored if exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
-        return Conversation(where, messages, tools, samples, stored, exact)
-
-    return compare([partial(conversation, i) for i in range(len(rows))], chat)
+    return compare(rows, Source(data.name, text, "auto" if exact else data.format, exact), Chat(tokenizer, settings))
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
@@ -212,13 +200,13 @@ def make_samples(
 
 def data_column(row: Row, data: Data, source: str, columns: Sequence[str] = COLUMNS) -> str:
     """Return the column to train on, of ``columns`` if the recipe names none. Raises UserError if the row has none."""
-    named = {"tokens": "input_ids"}.get(data.format, data.format)
+    named = {"tokens": IDS}.get(data.format, data.format)
     candidates = (data.column,) if data.column else columns if data.format == "auto" else (named,)
     for column in candidates:
         if row.get(column) is not None:
             return column
     choose = "set data.column to one it has" if data.column else "name yours with data.column"
-    wanted = " or ".join(name for name in candidates if name != "input_ids" or len(candidates) == 1)
+    wanted = " or ".join(name for name in candidates if name != IDS or len(candidates) == 1)
     raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {wanted}; {choose}")
 
 
@@ -227,7 +215,7 @@ Reader = Callable[[Row, str, str, Stats], list[Sample]]
 
 def _reader(column: str, first: Any, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
     """Return the function that makes a row's samples, chosen by the recipe's format, or by the column and its first value."""
-    if data.format == "tokens" or (data.format == "auto" and column == "input_ids"):
+    if data.format == "tokens" or (data.format == "auto" and column == IDS):
         return lambda row, column, where, stats: read_tokens(row, column, where, data.loss_on == "all")
     if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
         return lambda row, column, where, stats: _text(row[column], tokenizer, where)
@@ -248,7 +236,7 @@ def _reader(column: str, first: Any, tokenizer: PreTrainedTokenizerBase, data: D
 def _text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Sample]:
     if not isinstance(text, str):
         raise UserError(f"{where}: plain text expected; got {type(text).__name__}")
-    return [whole(tokenizer(text, verbose=False)["input_ids"])]
+    return [whole(tokenizer(text, verbose=False)[IDS])]
 
 
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
 
-MASK = "loss_mask"
+IDS, MASK = "input_ids", "loss_mask"
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,10 @@ class InProcess:
         self.settings, self.seed, where = recipe.regenerate, recipe.seed, recipe.backbone
         self.tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
         self.backbone = open_backbone(where)
+        self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))
+        self.tokenizer.chat_template = self.chat_settings.template_of(self.tokenizer)
         proposers = (SuffixProposer(), RecyclingProposer())
         self.heads: SpeculativeModel = load(self.settings.heads, self.backbone, tokenizer=self.tokenizer, proposers=proposers)
-        self.chat_settings = chat_settings(recipe.data, end_tokens(self.backbone.model.generation_config))
         self.tally = Tally()
 
     def dependencies(self) -> dict[str, Any]:

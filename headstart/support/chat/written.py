@@ -23,6 +23,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TAG = re.compile(r"\s*<([^<>/\s]+)>")
 OPENED = re.compile(r"<(\w{3,})>\s*$")
 """A thought that the generation prompt opens."""
+CLOSED = re.compile(r"</\w{3,}>\s*$")
+"""A thought that the generation prompt opens and closes: the model answers without one."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ def written(template: Template, messages: Sequence[Message], tools: Any = None) 
     """Return prompt and text of the last message, the assistant's. Raises TemplateRefusal."""
     *before, message = messages
     prompt, after = template.render(before, tools, ask=True).text, template.render(messages, tools)
-    content, thought = _text(message.get("content")), thoughts(message)
+    content, thought = _after_opening(prompt, message), thoughts(message)
     if not after.text.startswith(prompt):
         return _restored(template, messages, tools, prompt, None)
     text, start = after.text[len(prompt) :], len(prompt)
-    if content not in text or thought.strip() not in text:
+    if content not in text or (thought.strip() not in text and not CLOSED.search(prompt)):
         return _restored(template, messages, tools, prompt, text)
     blocks = tuple((max(first - start, 0), end - start) for first, end in after.marked if end > start)
     return Written(prompt, text, blocks if template.marks(tools) else None)
@@ -57,24 +59,25 @@ def thoughts(message: Message) -> str:
 def _restored(template: Template, messages: Sequence[Message], tools: Any, prompt: str, text: str | None) -> Written:
     """Put the text together. ``text`` is what the template writes after the prompt; None if it does not write the prompt first."""
     *before, message = messages
-    content = _text(message.get("content"))
+    content, thought = _after_opening(prompt, message), thoughts(message)
     shown = template.render([*before, message | {"content": MARK}], tools).text
     place = shown.rfind(MARK)
     if place < 0:   # the template leaves content out, as beside a tool call
         return _rest(template, messages, tools, prompt)
+    lead, tail = "", shown[place + len(MARK) :]
     common = os.path.commonprefix([prompt, shown[:place]])
-    if len(common) < _turn(template, messages, tools, prompt):   # it writes earlier messages otherwise: only what follows is known
-        common = prompt
-    lead, opened, tail = shown[len(common) : place], prompt[len(common) :], shown[place + len(MARK) :]
-    if common == prompt and not shown.startswith(prompt):
-        lead = ""
-    if text is not None and _squeezed(content) in _squeezed(text) and _squeezed(thoughts(message)) in _squeezed(text):
+    if len(common) >= _turn(template, messages, tools, prompt):   # else it writes earlier messages otherwise: only the rest is known
+        lead = shown[len(common) : place]
+    if text is not None and _squeezed(content) in _squeezed(text) and _squeezed(thought) in _squeezed(text):
         if lead or text != content.strip() + tail:
             return Written(prompt, text, None)
-    body = _after_opening(opened, lead, content)
-    if (thought := thoughts(message)).strip() not in lead + content:
-        body = _thinking(template.source(tools), prompt, thought) + body
-    return Written(prompt, body + tail, None)
+    if CLOSED.search(prompt) and common != prompt:   # the prompt has closed its thought, so the model writes none
+        return Written(prompt, content + tail, None)
+    found = TAG.match(lead)
+    if found is not None and content.lstrip().startswith(f"<{found.group(1)}>"):   # the content has what the template adds
+        lead = ""
+    thinking = "" if thought.strip() in lead + content else _thinking(template.source(tools), prompt, thought)
+    return Written(prompt, thinking + lead + content + tail, None)
 
 
 def _rest(template: Template, messages: Sequence[Message], tools: Any, prompt: str) -> Written:
@@ -95,17 +98,15 @@ def _turn(template: Template, messages: Sequence[Message], tools: Any, prompt: s
         return 0
 
 
-def _after_opening(opened: str, lead: str, content: str) -> str:
-    """Return lead and content without what the prompt has opened, or the template adds, and the content has again."""
-    tag = opened.strip()
-    if tag and content.lstrip().startswith(tag):
-        rest = content.lstrip()[len(tag) :]
-        blanks = opened[len(opened.rstrip()) :]
-        return rest.removeprefix(blanks)
-    found = TAG.match(lead)
-    if found is not None and content.lstrip().startswith(f"<{found.group(1)}>"):
+def _after_opening(prompt: str, message: Message) -> str:
+    """Return a message's content without the tag of a thought that the prompt has opened already."""
+    content = message.get("content")
+    content = content if isinstance(content, str) else ""
+    opened = OPENED.search(prompt)
+    if opened is None or not content.lstrip().startswith(f"<{opened.group(1)}>"):
         return content
-    return lead + content
+    blanks = prompt[opened.end(1) + 1 :]
+    return content.lstrip()[len(opened.group(1)) + 2 :].removeprefix(blanks)
 
 
 def _thinking(source: str, prompt: str, thought: str) -> str:
@@ -117,7 +118,3 @@ def _thinking(source: str, prompt: str, thought: str) -> str:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else ""
