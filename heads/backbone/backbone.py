@@ -191,8 +191,8 @@ class Backbone:
         values: list[float] = []
         for weight in (self.embed.weight, self.unembed.weight):
             if weight.dtype.is_floating_point:
-                places = torch.linspace(0, weight.numel() - 1, 32, device=weight.device).long()
-                values += weight.detach().flatten()[places].float().tolist()
+                places = _equal_distances(weight.numel(), weight.device)
+                values += weight.detach()[places // weight.shape[1], places % weight.shape[1]].float().tolist()
         return [float(f"{value:.6g}") for value in values]
 
     def contract(self) -> dict[str, Any]:
@@ -282,6 +282,13 @@ def _cannot_load(what: str, path: str, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
     return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
+
+
+def _equal_distances(count: int, device: torch.device) -> Tensor:
+    """Return 32 places (int64) in a tensor of ``count`` elements; exact where fp32 cannot tell one element from the next."""
+    if count <= 2**24:
+        return torch.linspace(0, count - 1, 32, device=device).long()
+    return torch.tensor([i * (count - 1) // 31 for i in range(32)], device=device)
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
