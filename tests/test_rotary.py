@@ -21,10 +21,11 @@ from headstart.support.errors import UserError
 TURN = 32
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED = {
-    "longrope": {"short_factor": [1.0, 1.5], "long_factor": [1.0, 3.0], "original_max_position_embeddings": TURN},
+    "longrope": {"short_factor": [1.2, 1.5], "long_factor": [1.5, 3.0], "original_max_position_embeddings": TURN},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": TURN},
     "llama3": {"factor": 4.0, "original_max_position_embeddings": TURN} | LLAMA3,
     "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
     "default": {},
 }
 """Kinds of rotary embeddings, and their settings for a model that rotates half of each head of 8."""
@@ -67,7 +68,7 @@ def rope(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_heads_rotate_whole_heads_and_what_engines_read_says_the_same(kind: str) -> None:
+def test_heads_rotate_whole_heads_alike_at_every_length_and_what_engines_read_says_the_same(kind: str) -> None:
     longer = {"max_position_embeddings": 128} | ({"original_max_position_embeddings": TURN} if kind == "longrope" else {})
     on = Backbone(build("Phi3" if kind in ("longrope", "default") else "StableLm", SIZES | longer | {"rope_parameters": rope(kind)}))
     drafter = random_drafter("eagle3", on)
@@ -75,13 +76,15 @@ def test_heads_rotate_whole_heads_and_what_engines_read_says_the_same(kind: str)
     engines = LlamaRotaryEmbedding(LlamaConfig(**{key: value for key, value in drafter.engine_config().items() if key != "model_type"}))
     places = torch.arange(TURN)
     cos, sin = (part[0] for part in engines(torch.ones(1), places[None]))
-    own_cos, own_sin = drafter.cached.layers[0].rotary.table(TURN, places.device)
+    rotary = drafter.cached.layers[0].rotary
+    own_cos, own_sin = rotary.table(TURN, places.device)
+    torch.testing.assert_close(rotary.table(8 * TURN, places.device)[0][:TURN], own_cos)
     assert own_cos.shape == (TURN, 8), "the whole head"
     torch.testing.assert_close(own_cos, cos)
     torch.testing.assert_close(own_sin.abs(), sin.abs())
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear", "default"])
 def test_mtp_modules_rotate_the_part_that_the_backbone_rotates(kind: str) -> None:
     sizes = {"head_dim": 8, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
     stated = transformers.Qwen3_5TextConfig(**sizes, rope_parameters=rope(kind) | {"mrope_section": [1, 1, 0]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from annotated_types import Gt
 from huggingface_hub.errors import StrictDataclassError
@@ -49,8 +48,8 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or backbone.dim // heads,
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
+        "rope_parameters": _steady(rope),
     }
-    own["rope_parameters"] = _of_whole_heads(rope, own["head_dim"])
     try:
         return LlamaConfig(
             vocab_size=backbone.vocab,
@@ -68,16 +67,13 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
         raise UserError(f"drafter.layer={given} is no shape of a decoder layer of width {backbone.dim}: {_cause(error)}") from None
 
 
-def _of_whole_heads(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return rotary parameters for heads that are rotated whole: LongRoPE's factors, one for each pair of rotated dimensions, are stretched
-    where the backbone rotates a part of each head (Phi-4-mini), so that each frequency keeps its factor."""
-    pairs = np.arange(width // 2) / (width // 2)
-    stated = {name: rope[name] for name in ("short_factor", "long_factor") if rope.get(name)}
-    return {**rope} | {
-        name: np.interp(pairs, np.arange(len(factors)) / len(factors), factors).tolist()
-        for name, factors in stated.items()
-        if len(factors) != len(pairs)
-    }
+def _steady(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters with the same frequencies at every length.
+
+    LongRoPE's and dynamic NTK's change within a text, and engines do not agree on when: vLLM by the longest text that it may serve.
+    """
+    kind = rope["rope_type"]
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]} if kind == "longrope" or "dynamic" in kind else dict(rope)
 
 
 def _cause(error: Exception) -> str:
