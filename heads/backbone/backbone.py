@@ -67,7 +67,7 @@ class Backbone:
         """Context length stated by the configuration."""
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
-        self.layers = decoder_layers(self.base, self.num_layers)
+        self.layers = decoder_layers(model, self.num_layers)
         self.windows = attention_windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
@@ -283,9 +283,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise load_error("tokenizer", path, error) from error
 
 
-def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """Find the model's list of decoder layers. Raises UserError if it has none."""
-    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if not lists:
-        raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
     return lists[0]

@@ -59,7 +59,7 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     model = make_empty_model(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
-    layers = decoder_layers(model.base_model, config.num_hidden_layers)
+    layers = decoder_layers(model, config.num_hidden_layers)
     tokenizer, assumed = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     context = stated.get("max_position_embeddings") or stated.get("n_positions")

@@ -78,7 +78,7 @@ def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
-    for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
+    for layer in decoder_layers(model, model.config.get_text_config().num_hidden_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
     model.load_state_dict(_receive(model, weights, device), strict=False, assign=True)
     model.tie_weights()

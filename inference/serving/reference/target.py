@@ -46,7 +46,7 @@ class Target:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
-        lists = [one for one in model.base_model.modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
+        lists = [one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
         if not lists:
             raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers, which the reference engine reads")
         self._layers = lists[0]
