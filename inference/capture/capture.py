@@ -90,6 +90,15 @@ class Capturer:
         self.functions.append(captured)
         return captured
 
+    def give_up(self, reason: str) -> None:
+        """Run every function uncaptured from now on, with one line in the log; the captures' memory is freed."""
+        if self.backend is None:
+            return
+        logger.warning("forward passes are no longer captured, which is slower: %s", reason)
+        self.backend, self.reason = None, reason
+        for one in self.functions:
+            one.drop()
+
     @property
     def slow(self) -> bool:
         """True if a capture takes long (`Backend.slow`)."""
@@ -198,6 +207,10 @@ class Captured:
         assert self.backend is not None
         self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
         _warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all captures and make no more."""
         self.backend = None
         self._captures, self._known = {}, {}
 
