@@ -1,4 +1,4 @@
-"""Temporary changes to a model during a forward pass: collect layer outputs, and recompute layers in the backward."""
+"""Temporary changes to a model during a forward pass: collect or nudge layer outputs, and recompute layers in the backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +38,32 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
     ]
     try:
         yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
+    """Move every value that a layer returns by a unit in the last place, up, down or not at all, while the model runs in this thread.
+
+    What that changes is what rounding otherwise in every layer may change.
+    """
+    drawn: dict[torch.device, torch.Generator] = {}
+    thread = threading.get_ident()
+
+    def move(module: nn.Module, args: tuple, output: Any) -> Any:
+        if threading.get_ident() != thread:
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        generator = drawn.setdefault(hidden.device, torch.Generator(hidden.device).manual_seed(seed))
+        signs = torch.randint(-1, 2, hidden.shape, generator=generator, device=hidden.device)
+        moved = hidden + hidden.abs() * torch.finfo(hidden.dtype).eps * signs
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    handles = [layer.register_forward_hook(move) for layer in layers]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

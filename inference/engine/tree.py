@@ -163,6 +163,11 @@ def root_only(roots: list[int]) -> CandidateTree:
     return CandidateTree([[root] for root in roots], [[0] for _ in roots])
 
 
+def chain(tokens: list[int]) -> CandidateTree:
+    """The tree of one row in which every node has one child."""
+    return CandidateTree([tokens], [[max(node - 1, 0) for node in range(len(tokens))]])
+
+
 @dataclass(frozen=True)
 class VerifiedTree:
     """The tree of one row in one pass, as it is reported: a token and a parent for each node (node 0 is the root, its own parent), and
