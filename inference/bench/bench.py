@@ -95,14 +95,13 @@ def compare(
             references = References(by_system[ar], by_system[ar_transformers], first)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
-            rows = {system: baseline(by_system[system], references, sizes) for system in baselines} | ours
-            _judge(judging, rows, race)
-            report["baselines"] += [rows[system] for system in baselines]
+            rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
+            _judge(judging, rows | ours, race)
+            report["baselines"] += rows.values()
             report["results"] += ours.values()
             report["dropped_turns"] += race.dropped_turns
             if plan.replay and prompter is not None and batch == plan.batches[0]:
-                recorded = record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer)
-                report["replays"] = [*report.get("replays", []), *recorded]
+                report.setdefault("replays", []).extend(record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer))
             if first is None and prompter is not None:
                 report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
             first = first or by_system[ar]

@@ -6,7 +6,7 @@ Shape suffix: T positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -47,16 +47,14 @@ def evaluate(
     counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
     """
     training, backbone = drafter.training, drafter.backbone
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
     waiting = iter([Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)])
-    tally, texts = Tally(accepted=[0] * drafter.depth), dict[int, list[int]]()
-    runs: list[list[int]] = [[] for _ in prompts]
+    tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
         heads = SpeculativeModel(backbone, drafter, capture="off")   # captures would be made anew for every evaluation
         queue = Queue(how, ROWS, end_tokens(backbone.model))
-        with torch.random.fork_rng(devices), closing(stream(heads, lambda: next(waiting, None), queue)) as steps:
+        with _random_state(backbone.device), closing(stream(heads, lambda: next(waiting, None), queue)) as steps:
             for step in steps:
                 for prompt, written in step.written:
                     runs[prompt.key].append(written)
@@ -73,6 +71,11 @@ def evaluate(
     if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
         found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
     return found
+
+
+def _random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which the random state is as before."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def marked(example: dict[str, Any]) -> str:
