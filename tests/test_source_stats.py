@@ -80,6 +80,7 @@ def test_tokens_are_worth_what_decoding_without_their_source_takes() -> None:
         rate = beside.rate_without(2.5, 5e-3, rows=1, step=5e-3)   # others drafted most of them
     assert rate == pytest.approx(500, rel=0.01)
     assert SourceStats().rate_without(1.0, 1e-2, 1, 5e-3) > 180, "one slow pass counts little"
+    assert 0 < SourceStats().rate_without(-0.5, -1e-3, 1, 5e-3) <= 200, "a pass credited with more than it brought has a rate too"
     assert SourceStats().rate_without(13.0, 5e-3, 1, 5e-3) < 250, "and one in which others found a repeated text counts little too"
 
 

@@ -75,7 +75,8 @@ class SourceStats:
         The mean is geometric: a pass that other sources fill with tokens, as where a text repeats itself, says little of the next ones.
         """
         before = self.without or rows / step
-        self.without = before * (tokens / max(seconds, step) / before) ** RATE_WEIGHT
+        # Any pass writes a token; estimates of what the source added may say less, since they come of noisy times and weights.
+        self.without = before * (max(tokens, 1.0) / max(seconds, step) / before) ** RATE_WEIGHT
         return self.without
 
     def note(self, gain: float) -> None:
