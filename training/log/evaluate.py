@@ -49,7 +49,8 @@ def evaluate(
     training, backbone = drafter.training, drafter.backbone
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    waiting = iter([Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)])
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))   # together as long as each other: a pass attends to the longest
+    waiting = iter([Prompt(prompts[i], seed + i, i) for i in order])
     tally, texts = Tally(accepted=[0] * drafter.depth), dict[int, list[int]]()
     runs: list[list[int]] = [[] for _ in prompts]
     drafter.eval()
