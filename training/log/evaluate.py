@@ -46,18 +46,17 @@ def evaluate(
     the first token. ``over``: called after each step with the number of tokens written so far; True ends the evaluation, which then
     counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
     """
-    training, backbone = drafter.training, drafter.backbone
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    training, device = drafter.training, drafter.backbone.device
+    devices = [device] if device.type == "cuda" else []
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))   # together as long as each other: a pass attends to the longest
-    waiting = iter([Prompt(prompts[i], seed + i, i) for i in order])
-    tally, texts = Tally(accepted=[0] * drafter.depth), dict[int, list[int]]()
-    runs: list[list[int]] = [[] for _ in prompts]
+    # Those of similar length together, since a pass attends to as many positions as the longest has.
+    waiting = iter(sorted((Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)), key=lambda one: len(one.ids_T)))
+    tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
-        heads = SpeculativeModel(backbone, drafter, capture="off")   # captures would be made anew for every evaluation
-        queue = Queue(how, ROWS, end_tokens(backbone.model))
-        with torch.random.fork_rng(devices), closing(stream(heads, lambda: next(waiting, None), queue)) as steps:
+        heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
+        steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model)))
+        with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
                 for prompt, written in step.written:
                     runs[prompt.key].append(written)
@@ -69,8 +68,7 @@ def evaluate(
     finally:
         drafter.train(training)
     found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth}
-    if len(texts) < len(prompts):
-        found["prompts"] = [len(texts), len(prompts)]
+    found |= {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
     if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
         found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
     return found
