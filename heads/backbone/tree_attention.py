@@ -90,7 +90,7 @@ def in_blocks_of_rows(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
         return attend_exactly(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
     mask_B1NS = mask_B1NS.expand(rows, -1, -1, -1)
     parts = zip(*(one.tensor_split(blocks) for one in (query_BHNC, keys_BGSC, values_BGSC, mask_B1NS)), strict=True)
-    return torch.cat([attend_exactly(*part, scale=scale) for part in parts])
+    return torch.cat([attend_exactly(query, keys, values, mask, scale) for query, keys, values, mask in parts])
 
 
 @torch.library.custom_op("headstart::few_queries", mutates_args=(), device_types="cpu")

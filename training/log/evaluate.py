@@ -46,8 +46,7 @@ def evaluate(
     the first token. ``over``: called after each step with the number of tokens written so far; True ends the evaluation, which then
     counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
     """
-    training, device = drafter.training, drafter.backbone.device
-    devices = [device] if device.type == "cuda" else []
+    training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
     # Those of similar length together, since a pass attends to as many positions as the longest has.
     waiting = iter(sorted((Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)), key=lambda one: len(one.ids_T)))
@@ -67,8 +66,8 @@ def evaluate(
                     break
     finally:
         drafter.train(training)
-    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth}
-    found |= {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
+    cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
+    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **cut}
     if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
         found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
     return found
