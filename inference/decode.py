@@ -29,8 +29,10 @@ from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted
 from headstart.inference.speculation.speculation import Speculation
 
-PREFILL_POSITIONS = 16_384
-"""Positions of a prefill of several prompts, padding included: more take memory and bring no speed."""
+PREFILL_POSITIONS = (16_384, 2048)
+"""Positions of a prefill of several prompts, padding included, on an accelerator and on a CPU: more take memory and bring no speed."""
+PADDING = 1024
+"""Positions of a prefill that may be padding, even if they are more than a quarter of it."""
 
 
 class Decoder:
@@ -173,16 +175,30 @@ class Decoder:
     # Admitting.
 
     def _admit(self) -> None:
-        """Start waiting sequences in the places of those that have ended and in free rows; remove the other rows that have ended."""
-        while True:
+        """Start waiting sequences in the places of those that have ended, or some in free rows; remove the other rows that have ended.
+
+        After one prefill in free rows a step is made, so that a large batch begins to write at once.
+        """
+        while self.over or self.waiting:
+            free = not self.over
             self._remove(self.over[len(self.waiting) :])
-            numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
-            while len(numbers) > 1 and len(numbers) * max(map(self.prompts.length, numbers)) > PREFILL_POSITIONS:
-                numbers = numbers[: len(numbers) // 2]
+            numbers = self._of_similar_length(self.waiting[: len(self.over) or self.batch - len(self.rows)])
             if not numbers:
                 return
-            self.waiting = self.waiting[len(numbers) :]
+            self.waiting = [number for number in self.waiting if number not in {*numbers}]
             self._start(numbers)
+            if free and not self.over:
+                return
+
+    def _of_similar_length(self, numbers: list[int]) -> list[int]:
+        """As many of these sequences as are worth a prefill together: with little padding, the shortest prompts first."""
+        lengths = sorted((self.prompts.length(number), number) for number in numbers)
+        while len(lengths) > 1:
+            positions, tokens = len(lengths) * lengths[-1][0], sum(length for length, _ in lengths)
+            if positions <= PREFILL_POSITIONS[self.device.type == "cpu"] and positions - tokens <= max(PADDING, positions // 4):
+                break
+            lengths = lengths[: len(lengths) // 2]
+        return numbers if len(lengths) == len(numbers) else [number for _, number in lengths]
 
     def _remove(self, over: list[int]) -> None:
         """Remove these rows."""

@@ -6,7 +6,7 @@ Shape suffix: T positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -46,15 +46,16 @@ def evaluate(
     the first token. ``over``: called after each step with the number of tokens written so far; True ends the evaluation, which then
     counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
     """
-    training, backbone = drafter.training, drafter.backbone
+    training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    waiting = iter([Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)])
+    # Those of similar length together, since a pass attends to as many positions as the longest has.
+    waiting = iter(sorted((Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)), key=lambda one: len(one.ids_T)))
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
-        heads = SpeculativeModel(backbone, drafter, capture="off")   # captures would be made anew for every evaluation
-        queue = Queue(how, ROWS, end_tokens(backbone.model))
-        with _random_state(backbone.device), closing(stream(heads, lambda: next(waiting, None), queue)) as steps:
+        heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
+        steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model)))
+        with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
                 for prompt, written in step.written:
                     runs[prompt.key].append(written)
@@ -65,17 +66,11 @@ def evaluate(
                     break
     finally:
         drafter.train(training)
-    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth}
-    if len(texts) < len(prompts):
-        found["prompts"] = [len(texts), len(prompts)]
+    cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
+    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **cut}
     if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
         found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
     return found
-
-
-def _random_state(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context after which the random state is as before."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def marked(example: dict[str, Any]) -> str:

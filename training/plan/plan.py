@@ -250,6 +250,7 @@ def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
     reason = reason or why_not_loadable(recipe)
     time, timed = None, live_until_cached(recipe)
     if reason is None:
+        print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:
             seconds = seconds_per_step(timed, machine.processes, steps)
             time = {"seconds_per_step": seconds, "hours": seconds * steps / 3600, "without_cache": timed is not recipe}

@@ -13,6 +13,8 @@ from headstart.training.regenerate.items import Item
 
 TERMINAL_SECONDS = 0.5
 """Seconds between two states of the bar on a terminal."""
+MANY = 100
+"""Rows whose mean length says how long the others may be."""
 FORM = "{desc}: {n_fmt} of {total_fmt} rows [{elapsed}{postfix}]"
 
 
@@ -57,9 +59,9 @@ class Progress:
         self.shown = time.perf_counter()
 
     def _left(self, rate: float) -> str:
-        """The time left, by the rows so far; before any has ended at most that of rows of one answer of the greatest length."""
-        of_row = self.of_done / self.done if self.of_done else self.longest
-        left = max(self.missing * of_row - self.tokens, 0)
+        """The time left, by the mean row so far; before many have ended, which are short ones, by the greatest length of an answer."""
         if not rate or self.done == self.missing:
             return ""
-        return f", {'' if self.of_done else 'up to '}{tqdm.format_interval(left / rate)} left"
+        known = self.done >= min(MANY, self.missing / 2)
+        left = (self.missing - self.done) * (self.of_done / self.done if known else self.longest) - (self.tokens - self.of_done)
+        return f", {'' if known else 'up to '}{tqdm.format_interval(max(left, 0) / rate)} left"
