@@ -155,6 +155,8 @@ def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.Captur
     for folder in ("served", "heads"):
         assert "equal" in said(capsys, "verify", folder, "--max-new-tokens", "8").lower()
     said(capsys, "import", "served", "--backbone", "chat.gguf", "--out", "imported")
+    said(capsys, "push", "heads", "someone/heads", "--dry-run", "pushed")
+    assert 'model = headstart.load_backbone("chat.gguf").model' in (at / "pushed" / "README.md").read_text()
     assert "vLLM is verified with a backbone of safetensors" in failed(capsys, "verify", "served", "--engine", "vllm")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.utils import yaml_dump
 
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.checkpoint import recipe_section
 from headstart.inference.serving.engines import ENGINES, METHODS, readers
 from headstart.inference.serving.export.adapter import BACKBONE
@@ -132,12 +133,14 @@ def _loading(heads: Heads, repo: str) -> str:
     if heads.layout is not None:
         return f"## Headstart\n\n```\nheadstart import {repo} --backbone {base} --out heads\n```"
     carried = any(file.parts[0] == "custom_generate" for file in heads.files)
+    gguf, auto = base.endswith(SUFFIX), ["AutoTokenizer.from_pretrained", "AutoModelForCausalLM.from_pretrained"]
+    tokenizer, model = ["headstart.load_tokenizer", "headstart.load_backbone"] if gguf else auto
     code = [
         "import headstart",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        *([] if gguf else ["from transformers import AutoModelForCausalLM, AutoTokenizer"]),
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
-        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        f'tokenizer = {tokenizer}("{base}")',
+        f'model = {model}("{base}"){".model" if gguf else ""}',
         'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
         f'heads = headstart.load("{repo}", backbone=model)',
         "output = model.generate(**inputs, custom_generate=heads.generate, max_new_tokens=128)",
