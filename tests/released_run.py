@@ -41,6 +41,8 @@ LONG, LONG_NEW = 8000, 6
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 NARROW = 896
 """Widest model with which heads read three taps, and a narrower one has Muon: both take the cube of the width."""
+WIDE = 2560
+"""From this width on, the feed-forward part of heads is as wide as this: as wide as the model's, training would take 14 GB."""
 LARGE = 160_000_000
 """Weights of layers with which 8,000 tokens take minutes in fp32: read in bf16 alone."""
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -51,21 +53,26 @@ BF16_ALONE: frozenset[str] = frozenset()
 class Released:
     """A random model of a released one's sizes in ``folder``, and heads trained on it."""
 
-    def __init__(self, model: str, dtype: str, folder: Path) -> None:
+    def __init__(self, model: str, dtype: str, folder: Path, drafter: dict[str, Any] | None = None) -> None:
+        """``drafter``: that section of the recipe; by default EAGLE-3."""
         self.model, self.dtype, self.folder, self.config = model, dtype, folder, configuration(model).get_text_config()
         self.vocab = write(model, DTYPES[dtype], folder / "backbone")
-        self._write_text()
+        self._write_text(drafter or self._eagle3())
 
-    def _write_text(self) -> None:
+    def _eagle3(self) -> dict[str, Any]:
+        width = self.config.hidden_size
+        taps, intermediate = [0, 1, 2] if width <= NARROW else None, None if width < WIDE else WIDE
+        return {"kind": "eagle3", "depth": 3, "draft_vocab_size": 8192, "taps": taps, "intermediate_size": intermediate}
+
+    def _write_text(self, drafter: dict[str, Any]) -> None:
         rng = random.Random(0)
         rows = [text([rng.randrange(WORDS, self.vocab) for _ in range(48)]) for _ in range(6)]
         (self.folder / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        width = self.config.hidden_size
         recipe = {
             "backbone": {"path": str(self.folder / "backbone"), "dtype": self.dtype},
-            "drafter": {"kind": "eagle3", "depth": 3, "taps": [0, 1, 2] if width <= NARROW else None, "draft_vocab_size": 8192},
+            "drafter": drafter,
             "data": {"train": str(self.folder / "text.jsonl"), "eval_rows": 2, "max_length": 64},
-            "train": {"steps": 2, "batch_size": 2, "optimizer": "muon" if width < NARROW else "adamw"},
+            "train": {"steps": 2, "batch_size": 2, "optimizer": "muon" if self.config.hidden_size < NARROW else "adamw"},
             "eval": {"prompts": 1, "max_new_tokens": 6},
             "regenerate": {"max_new_tokens": 8, "prompt_tokens": 16, "batch_size": 2, "limit": 4},
             "save": {"dir": str(self.folder / "heads")},
@@ -183,7 +190,7 @@ def exports(of: Released) -> None:
 def saves_and_loads(of: Released) -> None:
     """Heads that are loaded and saved again have the same weights."""
     of.drafter.save_pretrained(of.folder / "again")
-    first, again = (load_file(folder / "model.safetensors") for folder in (of.heads, of.folder / "again"))
+    first, again = (load_file(folder / of.drafter.file_name) for folder in (of.heads, of.folder / "again"))
     assert first.keys() == again.keys()
     assert all(torch.equal(weight.to(again[name].dtype), again[name]) for name, weight in first.items())
 

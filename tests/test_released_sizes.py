@@ -3,12 +3,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from architectures import served
 from released_model import MODELS, configuration
-from released_run import STEPS, Released, Step, decodes_a_batch, decodes_captured, decodes_greedily, dtypes
+from released_run import STEPS, Released, Step, decodes_a_batch, decodes_captured, decodes_greedily, dtypes, exports
 from released_sizes import SMALLEST
+
+from headstart.heads.methods import methods
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 FAST: dict[str, tuple[str, tuple[Step, ...]]] = {
@@ -19,9 +22,9 @@ FAST: dict[str, tuple[str, tuple[Step, ...]]] = {
 """Grouped heads of an odd number and a width that is no power of two; a wide feed-forward part and vocabulary in bf16; recurrent layers."""
 
 
-def go(model: str, dtype: str, steps: tuple[Step, ...]) -> None:
+def go(model: str, dtype: str, steps: tuple[Step, ...], drafter: dict[str, Any] | None = None) -> None:
     with TemporaryDirectory() as folder:   # not one of pytest's, which keeps those of three runs
-        released = Released(model, dtype, Path(folder))
+        released = Released(model, dtype, Path(folder), drafter)
         for step in steps:
             step(released)
 
@@ -35,6 +38,12 @@ def test_three_released_sizes(model: str) -> None:
 @pytest.mark.parametrize(("model", "dtype"), [(model, dtype) for model in MODELS for dtype in dtypes(model)])
 def test_every_family_at_the_sizes_of_its_smallest_released_model(model: str, dtype: str) -> None:
     go(model, dtype, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*methods()} - {"eagle3"}))
+def test_every_other_method_on_a_released_size(kind: str) -> None:
+    go("smollm2-135m-instruct", "fp32", tuple(step for step in STEPS if step is not exports), {"kind": kind, "depth": 3})
 
 
 def test_every_row_of_the_table_has_a_released_size_of_its_class() -> None:
