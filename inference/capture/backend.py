@@ -74,6 +74,8 @@ class Backend(ABC):
     name: ClassVar[str]
     slow: ClassVar[bool] = False
     """Captures take so long that only the steps of modules are worth it: no prompts, no noise."""
+    spot_checks: ClassVar[bool] = True
+    """Some of the texts are read again by the uncaptured model (inference/spot_check.py)."""
 
     def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
         self.module, self.memory = module, memory
