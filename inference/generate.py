@@ -40,6 +40,7 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
+from headstart.inference.spot_check import SpotCheck
 from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 
@@ -180,6 +181,8 @@ class SpeculativeModel(Decoding):
             else:
                 decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
             passes = list(decoder.run(timed))
+            if isinstance(decoder, Decoder):
+                engine.spot_check.after(decoder)
         if streamer is not None:
             streamer.end()
         return _output(decoder, passes, request) if request.dictionary else _sequences(decoder, request)
@@ -199,6 +202,7 @@ class Engine:
             for source in sources:
                 for sampled, learned in source.by_mode.items():
                     learned.calibration = heads.tuned.calibration_of(source.name, sampled)
+        self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
         self.beams = Beams(self.reader, self.speculation)
 

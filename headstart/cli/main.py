@@ -70,7 +70,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its status, 0 or 1 (tokens that must be identical differ), or that of an error (`failures`)."""
+    """Run a command; returns its status, 0 or 1 (a fault in what was decoded or drafted), or that of an error (`failures`)."""
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _run(words), debug=arguments.DEBUG in words)

@@ -35,6 +35,7 @@ from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, TURNS,
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
+from headstart.inference.spot_check import paused
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 
@@ -67,6 +68,7 @@ class Plan:
         return Settings(self.max_new_tokens, temperature, tree=self.sampled if self.sampled and temperature > 0 else self.tree)
 
 
+@paused()
 def compare(
     heads: Sequence[tuple[str, SpeculativeModel]],
     prompts: Sequence[Prompt],
@@ -90,13 +92,12 @@ def compare(
         for batch in plan.batches:
             baselines = [ar_transformers, ar, *(others if batch == 1 else ())]
             race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
-            race.run(prompter)
-            by_system = {one.system: one for one in race.results}
+            by_system = race.run(prompter)
             references = References(by_system[ar], by_system[ar_transformers], first)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
             rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
-            _judge(judging, rows | ours, race)
+            _judge(judging, rows | ours, by_system, race)
             report["baselines"] += rows.values()
             report["results"] += ours.values()
             report["dropped_turns"] += race.dropped_turns
@@ -109,9 +110,8 @@ def compare(
     return report
 
 
-def _judge(judging: Judging, rows: dict[System, dict[str, Any]], race: Race) -> None:
+def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict[System, SystemResult], race: Race) -> None:
     """Judge what the systems of a race wrote, and compare some logits. What transformers sampled follows noise of its own."""
-    by_system = {one.system: one for one in race.results}
     greedy = race.settings.temperature == 0
     entries = {
         system: judging.add(row, by_system[system], race.seed)
@@ -154,8 +154,8 @@ class Race:
         self.dropped_turns = 0
         """Later turns of conversations that did not fit into the context."""
 
-    def run(self, prompter: Prompter | None) -> None:
-        """Continue every prompt with every system, then the next question of each conversation until none is left."""
+    def run(self, prompter: Prompter | None) -> dict[System, SystemResult]:
+        """Continue every prompt with every system, then the next question of each conversation until none is left; returns the results."""
         asked = dict(enumerate(self.prompts))
         self._warm_up(asked)
         pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates
@@ -170,6 +170,7 @@ class Race:
                         progress.update(len(group))
                 asked = {} if prompter is None else self._next(asked, prompter, progress)
         self._time_parts()
+        return {one.system: one for one in self.results}
 
     @property
     def groups(self) -> list[dict[int, Tensor]]:

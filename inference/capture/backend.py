@@ -77,7 +77,9 @@ class Backend(ABC):
     fixed: ClassVar[bool] = False
     """A capture is for one combination of sizes and for stores in fixed memory: sizes are padded, so that few occur."""
     checked: ClassVar[bool] = False
-    """Before a model's first captured text, captured passes are compared with uncaptured ones (inference/self_check.py)."""
+    """Before a model's first captured text, captured passes are compared with uncaptured ones (inference/self_check)."""
+    spot_checks: ClassVar[bool] = True
+    """Some of the texts are read again by the uncaptured model (inference/spot_check.py)."""
     most_captures: ClassVar[int] = 64
     """Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 

@@ -106,6 +106,11 @@ class Capturer:
         return self.backend is not None and self.backend.fixed
 
     @property
+    def spot_checks(self) -> bool:
+        """True if some texts are to be read again without captures (`Backend.spot_checks`)."""
+        return self.backend is not None and self.backend.spot_checks
+
+    @property
     def slow(self) -> bool:
         """True if a capture takes long (`Backend.slow`)."""
         return self.backend is not None and self.backend.slow

@@ -25,7 +25,7 @@ from headstart.inference.engine.verify import pick
 
 MOST_LOGITS = 2**23
 """Logits held at once: the whole text's would not fit for large vocabularies."""
-MOST_MEASURED = 8
+MOST_MEASURED = 4
 """Texts that rounding is measured on; one more only if a text is beyond what was measured."""
 NOISE = 48.0
 """More than the noise of two tokens differs."""

@@ -134,6 +134,11 @@ class Processing:
         self.one_by_one = any(isinstance(processor, BY_ROW) for processor in processors)
 
     @property
+    def repeatable(self) -> bool:
+        """True if nothing but transformers' own processors is applied, none of them by row: they give the same when called again."""
+        return not self.one_by_one and all(type(one).__module__.startswith("transformers.") for one in self.processors)
+
+    @property
     def temperature(self) -> float:
         """The temperature; draft logits are divided by it too."""
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)

@@ -1,0 +1,112 @@
+"""Spot checks: of some hundred texts one is read again by the uncaptured model, and a fault turns captures off with one line."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from corrupting import a_logit, a_value, register
+from families import backbone, left_padded, prompts, random_drafter, say
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference import spot_check
+from headstart.inference.capture.capture import BACKENDS, Capturer
+from headstart.inference.engine.judge import Judge
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "tree": TreeShape(8, 3), "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spot_check, "EVERY", 4)
+    monkeypatch.setattr(spot_check, "_numbers", itertools.count(1))
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that were read again."""
+    seen: list[int] = []
+    judge = Judge.judge
+
+    def noted(self: Judge, text: Any, *given: Any, **named: Any) -> Any:
+        seen.append(len(text.ids_T) - text.pads)
+        return judge(self, text, *given, **named)
+
+    monkeypatch.setattr(Judge, "judge", noted)
+    return seen
+
+
+def model(on: Backbone | None = None, capture: Any = "cuda-graph") -> SpeculativeModel:
+    on = on or backbone("llama")
+    return SpeculativeModel(on, random_drafter("medusa", on, depth=3), capture=capture)
+
+
+def row(length: int) -> dict[str, torch.Tensor]:
+    return left_padded(prompts((length,)))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("change", [a_logit, a_value])
+def test_a_fault_turns_captures_off_with_one_line_that_names_the_text(
+    change: Any, sample: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(monkeypatch, change)
+    heads = model()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            say(heads, row(9), do_sample=sample, **OPTIONS)
+        assert heads.engine(True).capturer.report().backend == "cuda-graph" and not caplog.records
+        say(heads, row(9), do_sample=sample, **OPTIONS)
+        told = [record.getMessage() for record in caplog.records]
+        report = heads.engine(True).capturer.report()
+        assert len(told) == 1 and "text 4 of this process (a prompt of 9 tokens, SHA-256 " in told[0] and "since text 1 again" in told[0]
+        assert report.backend == "off" and report.fallback is not None and "text 4 of this process" in report.fallback
+        right = say(model(capture="off"), row(9), do_sample=sample, **OPTIONS)
+        for _ in range(5):
+            assert torch.equal(say(heads, row(9), do_sample=sample, **OPTIONS), right)
+        assert len(caplog.records) == 1
+
+
+def test_healthy_captures_stay_on(monkeypatch: pytest.MonkeyPatch, judged: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    register(monkeypatch, None)
+    heads = model(Backbone(backbone("qwen3").model))
+    filters = {"do_sample": True, "top_k": 9, "top_p": 0.9}
+    for sampling in ({"do_sample": False}, filters):
+        say(heads, left_padded(prompts((9, 1, 14, 4, 7))), repetition_penalty=1.2, **sampling, **OPTIONS)
+    assert judged == [4 + 12, 14 + 12], "texts 4 and 8, without their padding"
+    assert heads.engine(True).capturer.report().backend == "cuda-graph" and not caplog.records
+
+
+def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[int]) -> None:
+    register(monkeypatch, None)
+    heads = model()
+    with spot_check.paused():   # as benchmarks do
+        say(heads, left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
+    say(model(capture="trace"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
+    say(model(capture="off"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
+    say(heads, left_padded(prompts((9, 1, 14, 4))), num_beams=2, **{"max_new_tokens": 4})
+    stateful = lambda ids, scores: scores   # noqa: E731
+    say(heads, left_padded(prompts((9, 1, 14, 4))), logits_processor=[stateful], **OPTIONS)
+    assert judged == []
+    say(heads, left_padded(prompts((9, 1, 14, 4))), **OPTIONS)
+    assert judged == [4 + 12]
+    assert [name for name, backend in BACKENDS.items() if backend.spot_checks] == ["cuda-graph", "compile"]
+    assert not Capturer("off", torch.device("cpu")).spot_checks
+
+
+def test_a_text_that_does_not_fit_into_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, a_logit)
+    heads = model()
+
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Judge, "judge", full)
+    for _ in range(4):
+        assert say(heads, row(9), **OPTIONS).shape == (1, 9 + 12)
+    assert heads.engine(True).capturer.report().backend == "cuda-graph"
