@@ -22,7 +22,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.heads.layers.ragged import move, put
-from headstart.inference.capture.packed import available, multiply, pack
+from headstart.inference.capture.onednn import DTYPES
+from headstart.inference.capture.packed import multiply, pack
 from headstart.support.dtypes import dtype_name
 
 WEIGHTS = ((64, 64), (2048, 384), (4096, 384), (2048, 1024), (1024, 4096))
@@ -47,14 +48,13 @@ def least_us(ways: dict[Any, Callable[[], object]], threads: int) -> dict[Any, f
 def products(threads: int) -> list[dict[str, Any]]:
     rows = []
     for outputs, inputs in WEIGHTS:
-        for dtype in (torch.float32, torch.bfloat16):
-            for kind in available(dtype):
-                weight = pack([torch.randn(outputs, inputs).to(dtype)], [None], kind)
-                x_RK = torch.randn(max(ROWS), inputs).to(dtype)
-                alone, first = multiply(x_RK[:1], weight, kind), {n: multiply(x_RK[:n], weight, kind)[:1] for n in ROWS}
-                ways = {n: partial(multiply, x_RK[:n], weight, kind) for n in ROWS}
-                measured = {"us": least_us(ways, threads), "differing": {n: int((one != alone).sum()) for n, one in first.items()}}
-                rows.append({"weight": [outputs, inputs], "dtype": dtype_name(dtype), "kind": kind, **measured})
+        for dtype in DTYPES:
+            weight = pack([torch.randn(outputs, inputs).to(dtype)], [None])
+            x_RK = torch.randn(max(ROWS), inputs).to(dtype)
+            alone, first = multiply(x_RK[:1], weight), {n: multiply(x_RK[:n], weight)[:1] for n in ROWS}
+            ways = {n: partial(multiply, x_RK[:n], weight) for n in ROWS}
+            measured = {"us": least_us(ways, threads), "differing": {n: int((one != alone).sum()) for n, one in first.items()}}
+            rows.append({"weight": [outputs, inputs], "dtype": dtype_name(dtype), **measured})
     return rows
 
 

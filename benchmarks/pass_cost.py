@@ -23,8 +23,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.capture.forms import Form, fastest_form
-from headstart.inference.capture.linear import max_transposed_rows
+from headstart.inference.capture.packed import fits_in_memory
 from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import CandidateTree
@@ -66,28 +65,28 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of captured passes by nodes, with each form of linear layers, and the share of each part of the work."""
     backbone, found = load_backbone(args.backbone), {}
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    forms = {"as chosen": fastest_form(backbone.model), "without packed weights": Form(None, max_transposed_rows(backbone.model))}
-    passes = {name: captured_passes(backbone, form, args.contexts[0]) for name, form in forms.items()}
+    forms = {"as chosen": fits_in_memory(backbone.model), "without packed weights": False}
+    passes = {name: captured_passes(backbone, packed, args.contexts[0]) for name, packed in forms.items()}
     least = {(name, nodes): math.inf for name in forms for nodes in PROFILED_NODES}
     for _ in range(TURNS):
         for name, nodes in least:
             start = clock()
             passes[name](nodes)
             least[name, nodes] = min(least[name, nodes], clock() - start)
-    for name, form in forms.items():
+    for name, packed in forms.items():
         plain = least[name, 1]
         rows = [{"nodes": n, "ms": 1e3 * least[name, n], "plain_steps": least[name, n] / plain} for n in PROFILED_NODES]
-        found[name] = {"form": str(form), "passes": rows}
+        found[name] = {"packed": packed, "passes": rows}
     shares = {nodes: shares_of(lambda nodes=nodes: passes["as chosen"](nodes)) for nodes in PROFILED_NODES}   # type: ignore[misc]
     return {"backbone": backbone.name, "threads": args.threads, "context": args.contexts[0], "forms": found, "shares": shares}
 
 
-def captured_passes(backbone: Backbone, form: Form, context: int) -> Callable[[int], object]:
+def captured_passes(backbone: Backbone, packed: bool, context: int) -> Callable[[int], object]:
     """A function that makes a captured pass over that many nodes after ``context`` tokens."""
     capturer = Capturer("trace", backbone.device)
     reader = Reader(backbone, (), capturer)
     assert isinstance(reader.read.backend, Trace)
-    reader.read.backend.form = form
+    reader.read.backend.packed = packed
     tokens_BT = torch.randint(backbone.vocab, (1, context), generator=torch.Generator().manual_seed(0))
     _, cache = reader.prompts(tokens_BT, torch.tensor([context]))
     trees = {nodes: CandidateTree([list(range(nodes))], [[max(0, (node - 1) // 2) for node in range(nodes)]]) for nodes in PROFILED_NODES}

@@ -11,7 +11,6 @@ os.environ.update(
     OMP_NUM_THREADS="1",   # for the processes that tests start
 )
 
-from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402  (the libraries read these when imported)
@@ -24,19 +23,6 @@ torch.set_num_threads(1)
 @pytest.hookimpl(tryfirst=True)   # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cells(items)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def packed_weights() -> Iterator[None]:
-    """Capture with packed weights where this torch has them, untimed: timing tiny weights is meaningless."""
-    from headstart.inference.capture import trace
-    from headstart.inference.capture.forms import Form
-    from headstart.inference.capture.packed import available
-
-    form = Form("mkl") if "mkl" in available(torch.float32) else Form(None, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "fastest_form", lambda module: form)
-        yield
 
 
 @pytest.fixture

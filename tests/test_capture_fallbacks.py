@@ -17,7 +17,6 @@ from torch import Tensor
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture import folding, products, trace
 from headstart.inference.capture.capture import PATIENCE, Capturer, CaptureReport
-from headstart.inference.capture.forms import Form
 from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -80,11 +79,11 @@ def test_out_of_memory_is_no_fallback(error: Exception, when: str, monkeypatch: 
     assert captured.fallback is None and captured.backend is not None
 
 
-def test_timing_the_forms_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(module: None) -> Form:
+def test_choosing_packed_weights_lies_inside_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(module: None) -> bool:
         raise AttributeError("module 'torch' has no attribute 'jit'")
 
-    monkeypatch.setattr(trace, "fastest_form", gone)
+    monkeypatch.setattr(trace, "fits_in_memory", gone)
     captured = captured_by("trace", lambda held, x: x + 1)
     assert torch.equal(captured(None, torch.ones(3)), torch.full((3,), 2.0)) and "no attribute 'jit'" in str(captured.fallback)
 

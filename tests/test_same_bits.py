@@ -12,8 +12,7 @@ from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.logits import LogitsComparison
 from headstart.inference.bench.prompts import Prompt
-from headstart.inference.capture import packed, trace
-from headstart.inference.capture.forms import Form
+from headstart.inference.capture import onednn
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.dtypes import bf16_instructions
@@ -24,10 +23,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 WIDER = {"llama": WIDE, "qwen3": WIDE | {"head_dim": 16}, "gpt2": {"n_embd": 64}}
 
 
-@pytest.mark.skipif(not bf16_instructions() or not packed.available(torch.bfloat16), reason="no instructions for bf16")
+@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
 @pytest.mark.parametrize("family", WIDER)
-def test_drafts_change_no_bit_of_the_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "fastest_form", lambda module: Form("onednn"))
+def test_drafts_change_no_bit_of_the_logits(family: str) -> None:
     model = tiny(family, **WIDER[family])
     shake(model)   # so that attention matters
     on = Backbone(model.bfloat16())
@@ -35,6 +33,42 @@ def test_drafts_change_no_bit_of_the_logits(family: str, monkeypatch: pytest.Mon
     asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
     report = compare([("m", SpeculativeModel(on, drafter, capture="trace"))], asked, Plan(24, (0.0, 1.0), tree=TREE))
     assert [(row["identical"], row["logits"]["positions"], row["logits"]["differing"]) for row in report["results"]] == [(True, 48, 0)] * 2
+
+
+RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
+"""The widths of SmolLM2-135M; a single row times its last weight of a layer, of 1,536 inputs, is added up in another order."""
+
+
+@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
+@pytest.mark.parametrize("capture", ["off", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: str) -> None:
+    model = tiny("llama", **RELEASED, vocab_size=VOCAB)
+    shake(model)
+    on = Backbone(model.to(dtype))
+    drafter = random_drafter("medusa", on, depth=3).to(dtype)
+    asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
+    report = compare([("m", SpeculativeModel(on, drafter, capture=capture))], asked, Plan(32, (0.0,), tree=TREE, batches=(1, 2)))   # type: ignore[arg-type]
+    assert [(row["identical"], row["logits"]["differing"]) for row in report["results"]] == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("slots", [128, 1088])
+def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
+    torch.manual_seed(0)
+    nodes, prefix, least = 9, slots - 30, torch.finfo(torch.float32).min
+    query, keys, values = (torch.randn(1, heads, count, 64) for heads, count in ((9, nodes), (3, slots), (3, slots)))
+    mask = torch.full((1, 1, nodes, slots), least)
+    mask[..., :prefix] = 0
+    for node in range(nodes):   # a node's parent is two before it
+        mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
+    together = attend_exactly(query, keys, values, mask)
+    for node in range(nodes):
+        own = (mask[0, 0, node] == 0).nonzero()[:, 0]
+        order = torch.cat([own, (mask[0, 0, node] != 0).nonzero()[:, 0]])
+        plain = torch.full((1, 1, 1, slots), least)
+        plain[..., : len(own)] = 0
+        alone = attend_exactly(query[:, :, [node]], keys[:, :, order], values[:, :, order], plain)
+        assert torch.equal(alone, together[:, :, [node]])
 
 
 def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from families import prompts, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations import sdpa_attention
 
+from headstart.heads.backbone import tree_attention as tree_attention_module
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.tree_attention import attend, attend_as_queries, tree_attention
 
@@ -25,6 +26,19 @@ def test_both_ways_of_grouping_equal_repeated_keys(additive: bool) -> None:
         expected = scaled_dot_product_attention(query, *repeated, mask, scale=scale)
         for way in (attend, attend_as_queries):
             assert torch.allclose(way(query, keys, values, mask, scale), expected, atol=1e-6)
+
+
+def test_a_kernel_may_return_its_result_in_any_memory_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA kernels do."""
+
+    def transposed(*inputs: Any, **options: Any) -> Any:
+        return scaled_dot_product_attention(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    query, keys, values = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 17, 8), torch.randn(2, 3, 17, 8)
+    allowed = torch.rand(2, 1, 5, 17) > 0.3
+    expected = attend_as_queries(query, keys, values, allowed, None)
+    monkeypatch.setattr(tree_attention_module, "scaled_dot_product_attention", transposed)
+    assert torch.equal(attend_as_queries(query, keys, values, allowed, None), expected)
 
 
 def test_a_single_query_in_bf16_is_summed_in_fp32() -> None:

@@ -3,10 +3,10 @@
 *Grouped-query heads.* transformers repeats keys and values for every query head whenever there is a mask and more than one query: on an
 H100, 0.7 ms of a 9.5 ms forward pass of an 8B model with room for 1,024 positions, and more with longer contexts. Here they are shared.
 
-*The same bits in bf16 on a CPU.* A sum's rounding depends on how many queries there are and on where a node's ancestors lie
-among the keys, so a node of a tree would differ from the plain step that writes the same token. Summed in fp64 and rounded once, they
-are equal. Linear layers and norms give a row the same bits alone and among others already, so decoding with drafts is then token-identical
-in bf16 as well.
+*The same bits on a CPU.* A sum's rounding depends on how many queries there are and on where a node's ancestors lie among the keys, so
+a node of a tree would differ from the plain step that writes the same token. Summed in fp64 and rounded once, they are equal: in 16 bits
+always; in fp32 one number in 10^8 could still round the other way where the sums in fp64 differ in their last bit. So there the products
+have shapes at which MKL adds up each number by itself, in the order of the keys, where a masked key adds nothing (`_sums`).
 
 Shape suffixes: B batch, H query heads, G key heads, R query heads of a key head, N queries, M queries of a key head, S keys, X
 keys of a block, Y blocks, C head width.
@@ -31,14 +31,17 @@ MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
 MAX_EXACT = 64
 """Queries that are summed in fp64, which takes twice as long as in 16 bits: more than a tree on a CPU has, fewer than a prompt has."""
-BLOCK = 512
-"""Keys whose fp64 copies are made at a time; a captured pass keeps the number of blocks that it was captured with."""
+LONG = 1024
+"""From so many keys on, fp64 copies of them are made in blocks, twice as many at every doubling, so that they stay in the CPU's caches."""
 BLOCK_ROWS = 8
 """Rows whose fp64 copies are made at a time: 64 rows of 192 keys then take 0.4 of the time, of 512 keys 0.2 (paired, one thread)."""
 FEW_ROWS = 2
-"""Up to so many rows of at most `BLOCK` keys, torch's kernel is the fastest in fp64."""
+"""Up to so many rows of one block of keys, torch's kernel is the fastest in fp64."""
+QUERIES, KEYS, ONES = 4, 24, 8
+"""Multiples of queries, keys and further values at which MKL's products in fp64 give each number by itself the same bits."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
 _one_operation: ContextVar[bool] = ContextVar("attention as one operation", default=False)
+_equal: ContextVar[bool] = ContextVar("equal queries", default=False)
 
 
 def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
@@ -64,25 +67,48 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     G = keys_BGSC.shape[1]
     query_BGMC, mask_B1MS = query_BHNC.reshape(B, G, H // G * N, C), mask_B1NS.repeat(1, 1, H // G, 1)
     output_BGMC = scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale)
-    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])   # kernels differ in the order of their output's memory
+    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])   # kernels return their results in memory orders of their own
 
 
 def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
     """The same with sums in fp64, rounded once to the query's dtype; ``mask_B1NS`` is additive and finite.
 
-    Keys are taken in blocks, so that their fp64 copies stay in the CPU's caches: 8,000 keys of 8 heads of 128 take a single query 0.5
-    of the time of torch's bf16 kernel, and 12 queries twice its time. In fp64 that kernel multiplies for every query head by itself: it
-    has the fewest operations for a row or two of few keys, and for more rows is slower than one product for each key head (LOG.md).
+    In fp64 torch's kernel multiplies for every query head by itself: it has the fewest operations for a row or two of few keys in 16 bits,
+    and for more rows is slower than one product for each key head (LOG.md).
     """
-    slots = keys_BGSC.shape[2]
-    blocks = 1 + ((int(slots) if torch.jit.is_tracing() else slots) - 1) // BLOCK
-    if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS:
-        return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(query_BHNC.dtype)
-    query_BHNC = query_BHNC.double() * (query_BHNC.shape[-1] ** -0.5 if scale is None else scale)
-    if blocks == 1:
-        shares_BHNS = _scores(query_BHNC, keys_BGSC, mask_B1NS).softmax(-1)
-        return _mixed(shares_BHNS, values_BGSC).to(values_BGSC.dtype)
-    return _attend_in_blocks(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, blocks).to(values_BGSC.dtype)
+    slots = int(keys_BGSC.shape[2])   # a captured pass keeps the number of blocks, and is captured anew at every doubling from `LONG` on
+    blocks, dtype = 1 << (slots // LONG).bit_length(), query_BHNC.dtype
+    if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS and dtype != torch.float32:
+        return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(dtype)
+    scale = query_BHNC.shape[-1] ** -0.5 if scale is None else scale
+    parts = [one.tensor_split(blocks, dim) for one, dim in ((keys_BGSC, 2), (values_BGSC, 2), (mask_B1NS, 3))]
+    largest, sums = zip(*[_sums(query_BHNC, k, v, mask, scale) for k, v, mask in zip(*parts, strict=True)], strict=True)
+    sums_BHNC = sums[0]
+    if blocks > 1:
+        largest_YBHN1 = torch.stack(largest)
+        sums_BHNC = ((largest_YBHN1 - largest_YBHN1.amax(0)).exp() * torch.stack(sums)).sum(0)
+    return (sums_BHNC[..., :-ONES] / sums_BHNC[..., -1:]).to(dtype)
+
+
+def _sums(query_BHNC: Tensor, keys_BGXC: Tensor, values_BGXC: Tensor, mask_B1NX: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Each query's largest score ``[B, H, N, 1]``, and its sums of values by their shares, of the shares last: ``[B, H, N, C + ONES]``.
+
+    All in fp64, with one product for each key head. What is computed beside them, to multiples of `QUERIES` and `KEYS`, is cut off.
+    """
+    (H, C), (G, D), (B, _, N, X) = map(int, query_BHNC.shape[1::2]), map(int, values_BGXC.shape[1::2]), mask_B1NX.shape
+    M = H // G * N
+    whole = M + -M % QUERIES
+    query_BMC = query_BHNC.new_zeros(B * G, whole, C, dtype=torch.float64)
+    query_BMC[:, :M] = query_BHNC.reshape(B * G, M, C)
+    keys_BXC = query_BMC.new_empty(B * G, X + -X % KEYS, C)
+    keys_BXC[:, :X] = keys_BGXC.reshape(B * G, X, C)
+    values_BXC = query_BMC.new_ones(B * G, X, D + ONES)
+    values_BXC[..., :D] = values_BGXC.reshape(B * G, X, D)
+    scores_BHNX = (query_BMC.mul_(scale) @ keys_BXC.mT)[:, :M, :X].reshape(B, H, N, X) + mask_B1NX
+    largest_BHN1 = scores_BHNX.amax(-1, keepdim=True)
+    shares_BMX = query_BMC.new_zeros(B * G, whole, X)
+    shares_BMX[:, :M] = (scores_BHNX - largest_BHN1).exp_().view(B * G, M, X)
+    return largest_BHN1, (shares_BMX @ values_BXC)[:, :M].reshape(B, H, N, D + ONES)
 
 
 def in_blocks_of_rows(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None) -> Tensor:
@@ -130,31 +156,14 @@ def attention_as_one_operation() -> Iterator[None]:
         _one_operation.reset(token)
 
 
-def _attend_in_blocks(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, blocks: int) -> Tensor:
-    parts = [one.tensor_split(blocks, dim) for one, dim in ((keys_BGSC, 2), (values_BGSC, 2), (mask_B1NS, 3))]
-    largest, total, output = [], [], []   # as if each block had all keys
-    for keys_BGXC, values_BGXC, mask_B1NX in zip(*parts, strict=True):
-        scores_BHNX = _scores(query_BHNC, keys_BGXC, mask_B1NX)
-        largest.append(scores_BHNX.amax(-1, keepdim=True))
-        shares_BHNX = (scores_BHNX - largest[-1]).exp()
-        total.append(shares_BHNX.sum(-1, keepdim=True))
-        output.append(_mixed(shares_BHNX, values_BGXC))
-    largest_YBHN1, total_YBHN1, output_YBHNC = map(torch.stack, (largest, total, output))
-    weight_YBHN1 = (largest_YBHN1 - largest_YBHN1.amax(0)).exp()
-    return (weight_YBHN1 * output_YBHNC).sum(0) / (weight_YBHN1 * total_YBHN1).sum(0)
-
-
-def _scores(query_BHNC: Tensor, keys_BGXC: Tensor, mask_B1NX: Tensor) -> Tensor:
-    """The masked scores of some keys in fp64, ``[B, H, N, X]``: one product for each key head."""
-    (B, H, N, C), (G, X) = query_BHNC.shape, keys_BGXC.shape[1:3]
-    products = query_BHNC.reshape(B * G, H // G * N, C) @ keys_BGXC.double().flatten(0, 1).mT
-    return products.view(B, H, N, X) + mask_B1NX.double()
-
-
-def _mixed(shares_BHNX: Tensor, values_BGXC: Tensor) -> Tensor:
-    """The values by their shares, in fp64: ``[B, H, N, C]``."""
-    (B, H, N, X), (G, C) = shares_BHNX.shape, values_BGXC.shape[1::2]
-    return (shares_BHNX.view(B * G, H // G * N, X) @ values_BGXC.double().flatten(0, 1)).view(B, H, N, C)
+@contextmanager
+def equal_queries() -> Iterator[None]:
+    """Within this context, of this thread alone, all queries of a row are equal, so attention is computed for the first."""
+    token = _equal.set(True)
+    try:
+        yield
+    finally:
+        _equal.reset(token)
 
 
 @contextmanager
@@ -173,11 +182,14 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     """transformers' SDPA attention, outside the context unchanged."""
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
-    exactly = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= MAX_EXACT
+    exactly = query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[2] <= MAX_EXACT
     as_operation = _is_one_operation(query)
     if not (_active.get() and plain and fits and (as_operation or exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
     assert attention_mask is not None
-    compute = in_blocks_of_rows if exactly and not as_operation else attend
-    return compute(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2).contiguous(), None
+    compute, queries = in_blocks_of_rows if exactly and not as_operation else attend, query.shape[2]
+    if _equal.get():
+        query, attention_mask = query[:, :, :1], attention_mask[:, :, :1]
+    output_BNHC = compute(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2)
+    return output_BNHC.expand(-1, queries, -1, -1).contiguous(), None

@@ -160,7 +160,7 @@ class BeamDecoder:
         """The most likely tokens after each node by processed log-probabilities, on the host."""
         B, N, V = logits_BNV.shape
         logprobs_BNV = logits_BNV.float().log_softmax(-1)
-        scores_BNV = self.request.processing(logprobs_BNV.view(B * N, 1, V), histories, None).view(B, N, V)
+        scores_BNV = self.request.processing(logprobs_BNV.reshape(B * N, 1, V), histories, None).reshape(B, N, V)
         best = scores_BNV.topk(min(max(self.rules.candidates, self.drafting.observe_top_k), V))
         values, tokens = best.values.cpu().numpy(), best.indices.cpu().numpy()
         scores, logits = self.request.scores, self.request.logits

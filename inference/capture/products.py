@@ -1,29 +1,30 @@
-"""Puts packed weights into the graph of a captured function: its linear layers become products with them.
+"""Puts oneDNN's products into the graph of a captured function in place of its linear layers, with packed weights if there is memory.
 
 Tracing takes no opaque tensor as a constant and no optional list as an argument, so the layers are traced as they are and
 replaced afterwards; the packed weights become one more argument of the graph. Layers that read the same value (queries, keys and values;
-gate and up) become one product.
+gate and up) become one product with packed weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headstart.inference.capture import onednn
 from headstart.inference.capture.folding import fold
 from headstart.inference.capture.graph_builder import GraphBuilder, constant_tensor
-from headstart.inference.capture.packed import KINDS, Kind, PackedWeight, pack
+from headstart.inference.capture.packed import PackedWeight, pack
 
 
-class PackedFunction:
-    """A traced function with packed weights."""
+class ProductFunction:
+    """A traced function with oneDNN's products; ``packed``: with packed weights."""
 
-    def __init__(self, traced: Any, kind: Kind) -> None:
+    def __init__(self, traced: Any, packed: bool) -> None:
         self.weights: list[PackedWeight] = []
-        self.traced = fold(traced, lambda graph: self.weights.extend(use_packed(graph, kind)))
+        self.traced = fold(traced, lambda graph: self.weights.extend(use_products(graph, packed)))
         self._packed = [weight.packed for weight in self.weights]
 
     @property
@@ -35,43 +36,73 @@ class PackedFunction:
         return self.traced(*inputs, self._packed)
 
 
-def linear_groups(graph: Any, kind: Kind) -> list[list[Any]]:
-    """The graph's linear layers with constant weights on the CPU that the kind can multiply, grouped by the value they read."""
-    groups: dict[str, list[Any]] = {}
-    for node in graph.findAllNodes("aten::linear"):
-        weight = constant_tensor(node.inputsAt(1))
-        if weight is not None and kind in KINDS.get(weight.dtype, ()) and weight.device.type == "cpu":
-            if node.inputsAt(2).node().mustBeNone() or constant_tensor(node.inputsAt(2)) is not None:
-                groups.setdefault(node.inputsAt(0).debugName(), []).append(node)
-    return list(groups.values())
+class Layer(NamedTuple):
+    """A linear layer of a graph, and where its inputs are among its node's; values change when other layers are replaced.
+
+    ``transposed``: the weight is ``[K, N]``.
+    """
+
+    node: Any
+    places: tuple[int, int, int] = (0, 1, 2)
+    transposed: bool = False
+
+    @property
+    def x(self) -> Any:
+        return self.node.inputsAt(self.places[0])
+
+    @property
+    def weight(self) -> Any:
+        return self.node.inputsAt(self.places[1])
+
+    @property
+    def bias(self) -> Any:
+        return self.node.inputsAt(self.places[2])
+
+    def packable(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight ``[N, K]`` and bias, if they are constants that can be packed."""
+        weight, bias_N = constant_tensor(self.weight), constant_tensor(self.bias)
+        if weight is None or weight.device.type != "cpu" or (bias_N is None and not self.bias.node().mustBeNone()):
+            return None
+        return (weight.t() if self.transposed else weight, bias_N) if onednn.available(weight.dtype) else None
 
 
-def use_packed(graph: Any, kind: Kind) -> list[PackedWeight]:
-    """Replace linear layers in the graph by packed products; the graph takes the packed weights returned here as its last argument."""
-    groups, weights = linear_groups(graph, kind), []
+def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
+    """Replace linear layers in the graph; the graph takes the packed weights returned here as its last argument."""
+    groups: dict[Any, list[Layer]] = {}
+    for layer in _layers(graph) if packed else ():
+        if (found := layer.packable()) is not None:
+            groups.setdefault((layer.x.debugName(), found[0].dtype), []).append(layer)
     argument = graph.addInput("packed")
     argument.setType(torch._C.ListType(torch._C.TensorType.get()))
     unpacking = graph.create("prim::ListUnpack", [argument], len(groups))
     graph.prependNode(unpacking)
-    for group, packed in zip(groups, list(unpacking.outputs()), strict=True):
-        packed.setType(torch._C.TensorType.get())
-        biases = [constant_tensor(node.inputsAt(2)) for node in group]
-        weights.append(pack([cast(Tensor, constant_tensor(node.inputsAt(1))) for node in group], biases, kind))
-        _replace(GraphBuilder(graph, group[0]), group, packed, weights[-1], kind)
+    weights = []
+    for group, value in zip(groups.values(), list(unpacking.outputs()), strict=True):
+        value.setType(torch._C.TensorType.get())
+        parts = [one for layer in group if (one := layer.packable()) is not None]
+        weights.append(pack(*zip(*parts, strict=True)))
+        build = GraphBuilder(graph, group[0].node)
+        _replace(build, group, value, build.constant(weights[-1].bias_N), weights[-1].sizes)
+    for layer in _layers(graph):   # in bf16 torch calls oneDNN itself
+        if layer.weight.type().dtype() == torch.float32 and layer.weight.type().device().type == "cpu" and onednn.available(torch.float32):
+            build = GraphBuilder(graph, layer.node)
+            weight = build.node("aten::t", [layer.weight]) if layer.transposed else layer.weight
+            _replace(build, [layer], weight, layer.bias, ())
     return weights
 
 
-def _replace(build: GraphBuilder, group: Sequence[Any], packed: Any, weight: PackedWeight, kind: Kind) -> None:
-    x, bias = group[0].inputsAt(0), build.constant(weight.bias_N)
-    if kind == "onednn":
-        scalars = build.node("prim::ListConstruct", [], torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
-        out = build.node("mkldnn::_linear_pointwise", [x, packed, bias, build.constant("none"), scalars, build.constant("")])
-    else:   # the kernel reads only the shape of the weight itself, and has to be told the number of rows
-        shape = build.constant(torch.zeros(1).expand(sum(weight.sizes), weight.inputs))
-        elements = build.node("aten::numel", [x], torch._C.IntType.get())
-        rows = build.node("aten::floordiv", [elements, build.constant(weight.inputs)], torch._C.IntType.get())
-        out = build.node("mkl::_mkl_linear", [x, packed, shape, bias, rows])
-    outs = [out] if len(group) == 1 else build.parts(out, weight.sizes)
-    for node, value in zip(group, outs, strict=True):
-        node.output().replaceAllUsesWith(value)
-        node.destroy()
+def _layers(graph: Any) -> Iterator[Layer]:
+    for node in graph.findAllNodes("aten::linear"):
+        yield Layer(node)
+    for node in graph.findAllNodes("aten::addmm"):   # transformers' Conv1D, of GPT-2
+        if all(factor.toIValue() == 1 for factor in list(node.inputs())[3:]):
+            yield Layer(node, (1, 2, 0), transposed=True)
+
+
+def _replace(build: GraphBuilder, group: Sequence[Layer], weight: Any, bias: Any, sizes: Sequence[int]) -> None:
+    scalars = build.node("prim::ListConstruct", [], torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+    out = build.node("mkldnn::_linear_pointwise", [group[0].x, weight, bias, build.constant("none"), scalars, build.constant("")])
+    outs = [out] if len(group) == 1 else build.parts(out, sizes)
+    for layer, value in zip(group, outs, strict=True):
+        layer.node.output().replaceAllUsesWith(value)
+        layer.node.destroy()

@@ -1,4 +1,4 @@
-"""Backend ``trace``: TorchScript on a CPU, with size arithmetic folded and linear layers in the form that is fastest here.
+"""Backend ``trace``: TorchScript on a CPU, with size arithmetic folded and linear layers with packed weights.
 
 A small model spends most of a forward pass in Python, launching some hundred operations; replaying them from a trace takes a half to a
 third of the time. A trace works for new sizes without retracing.
@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from headstart.heads.backbone.tree_attention import LONG
 from headstart.inference.capture.backend import Backend, Call, Capture, Flat, Function, sizes_of_one
-from headstart.inference.capture.folding import fold, missing_functions, trace, untracked
-from headstart.inference.capture.forms import Form, fastest_form
-from headstart.inference.capture.linear import TransposedLinear, layout
-from headstart.inference.capture.products import PackedFunction
-
-LONG = 1024
-"""Caches of more positions than this are captured apart, again at every doubling: attention takes their keys in more blocks."""
+from headstart.inference.capture.folding import missing_functions, trace, untracked
+from headstart.inference.capture.packed import fits_in_memory
+from headstart.inference.capture.products import ProductFunction
 
 
 class Trace(Backend):
-    """TorchScript traces; linear layers have packed weights, or the layout that is faster for their number of rows on this machine."""
+    """TorchScript traces; linear layers have packed weights if there is memory for them."""
 
     name = "trace"
     spot_checks = False   # what is replayed was compared at smaller and at larger sizes
@@ -44,36 +40,34 @@ class Trace(Backend):
         return None
 
     @cached_property
-    def form(self) -> Form:
-        """The form of linear layers, chosen when the first function is captured."""
-        return fastest_form(self.module)
+    def packed(self) -> bool:
+        """True if linear layers have packed weights; determined when the first function is captured."""
+        return fits_in_memory(self.module)
 
     def variant(self, call: Call) -> Hashable:
-        rows = call.leaves[call.held_leaves].numel()
+        # Attention takes the keys of longer caches in more blocks.
         longest = max((size for shape in call.shapes[: call.held_leaves] for size in shape), default=1)   # of a cache: its positions
-        return layout(rows, self.form.transposed_rows), (longest // LONG).bit_length(), sizes_of_one(call.shapes)
+        return (longest // LONG).bit_length(), sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:
-        if self.form.packed is not None:
-            captured = _Traced(function, call, self.form)
+        if self.packed:
+            captured = _Traced(function, call, packed=True)
             if not captured.packed or captured.compare(function, call) is not None:
                 return captured
-        return _Traced(function, call, Form(None, self.form.transposed_rows))
+        return _Traced(function, call, packed=False)
 
 
 class _Traced(Capture):
-    def __init__(self, function: Function, call: Call, form: Form) -> None:
+    def __init__(self, function: Function, call: Call, packed: bool) -> None:
         super().__init__()
         flat = Flat(function, call)
-        with TransposedLinear(form.transposed_rows) if form.transposed_rows else nullcontext():
-            traced = trace(flat, call.leaves)
-        self.traced = fold(traced) if form.packed is None else PackedFunction(traced, form.packed)
+        self.traced = ProductFunction(trace(flat, call.leaves), packed)
         self.build = flat.build
 
     @property
     def packed(self) -> bool:
         """True if linear layers of the function have packed weights."""
-        return isinstance(self.traced, PackedFunction) and bool(self.traced.weights)
+        return bool(self.traced.weights)
 
     def __call__(self, call: Call) -> Any:
         # TorchScript's own optimisation costs half a second at the first replay and does not make later ones faster.

@@ -159,7 +159,7 @@ class Processing:
             return scores_BNV
         B, N, V = scores_BNV.shape
         if self.blind:
-            return self.processors(histories[0].ids_T[None], scores_BNV.reshape(B * N, V)).view(B, N, V)
+            return self.processors(histories[0].ids_T[None], scores_BNV.reshape(B * N, V)).reshape(B, N, V)
         alike: dict[tuple[int, ...], list[tuple[int, int, Tensor]]] = {}
         for b, history in enumerate(histories):
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):

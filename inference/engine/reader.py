@@ -6,6 +6,7 @@ Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
+from headstart.heads.backbone.tree_attention import equal_queries
 from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
+from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.sizes import graph_size
 from headstart.inference.engine.tree import CandidateTree
@@ -26,6 +29,12 @@ from headstart.support.pytree import list_tensors, map_tensors
 
 PREFILL_PATIENCE = 8
 """Prefills that count as one decoding step before they are captured: that takes as long as it saves in about a hundred of them."""
+EQUAL_ROWS = 4
+"""On a CPU a single row is computed as so many equal ones. oneDNN adds up the products of a single row with more than 1,024 inputs in
+another order than those of several, so that a plain step would round otherwise than a tree. Two would do; its kernels take less time for
+four."""
+ALIKE_FROM = 256
+"""Models of this width or more compute uncaptured products in fp32 as captured ones. In smaller ones that takes too much of a pass."""
 Layers = list[tuple[Tensor, Tensor] | None]
 """Keys and values ``[B, H, T, D]`` of every layer; None for recurrent layers."""
 
@@ -40,11 +49,11 @@ class Reader:
         self.memory = capturer.memory if capturer.fixed else None
         """Where the stores of texts lie; None: each has its own."""
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
-        self.read = capturer.capture(self._read, "verification", backbone.model, unless)
-        self._prefill: Callable[[None, Tensor], Any] = self._prefilled
+        self.read = capturer.capture(self._alike(self._read), "verification", backbone.model, unless)
+        self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
         if not capturer.accelerator and backbone.recurrent is None:   # there every length would be captured apart
             self._prefill = capturer.capture(
-                self._prefilled, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE, every_step=False
+                self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE, every_step=False
             )
         self._noise = capturer.capture(self._gumbel, "sampling noise")
 
@@ -166,13 +175,33 @@ class Reader:
         else:
             slots_BN, positions_BN = lengths_B[:, None] + index_BN, positions_BM.gather(1, index_BN)
         slots = stores[0][0].shape[-2]
-        attention_mask = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, self.backbone.windows)
-        view = self.view.over(stores, slots_BN)
-        if self.backbone.recurrent is None:
-            features, added = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps), None
-        else:
-            branch = Branch(states, ancestors_BNM, levels_BM)
-            with self.backbone.recurrent.along(branch):
-                features = self.backbone.read(tokens_BN, view, positions_BN, attention_mask, self.taps)
-            added = branch.added()
-        return features, self.backbone.readout(features.hidden_BTD), added
+        masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, self.backbone.windows)
+        if tokens_BN.shape != (1, 1) or tokens_BN.device.type != "cpu":
+            return self._pass(stores, Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, slots_BN, masks)
+        rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
+        with equal_queries():
+            masks = {kind: mask_BNS.expand(*rows, -1) for kind, mask_BNS in masks.items()}
+            branch = Branch(states, itself, levels_BM.expand(rows))
+            found = self._pass(stores, branch, tokens_BN.expand(rows), positions_BN.expand(rows), slots_BN.expand(rows), masks)
+        features, logits_BNV, added = found
+        return map_tensors(lambda one: one[:, :1], features), logits_BNV[:, :1], added
+
+    def _pass(
+        self, stores: Stores, branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, slots_BN: Tensor, masks: dict[str, Tensor]
+    ) -> tuple[Features, Tensor, Added | None]:
+        assert self.view is not None
+        view, recurrent = self.view.over(stores, slots_BN), self.backbone.recurrent
+        with recurrent.along(branch) if recurrent is not None else nullcontext():
+            features = self.backbone.read(tokens_BN, view, positions_BN, masks, self.taps)
+        return features, self.backbone.readout(features.hidden_BTD), branch.added() if recurrent is not None else None
+
+    def _alike(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with products in fp32 on a CPU as its captures have them, so that they give the same bits."""
+        if self.backbone.device.type != "cpu" or self.backbone.dim < ALIKE_FROM or not available(torch.float32):
+            return function
+
+        def run(*inputs: Any) -> Any:
+            with nullcontext() if torch.jit.is_tracing() else OneDNNProducts():   # linear layers of a trace are replaced afterwards
+                return function(*inputs)
+
+        return run

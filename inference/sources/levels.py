@@ -90,7 +90,7 @@ def _scored(logits_BWV: Tensor, scoring: DraftScoring, index: int) -> Tensor:
         return logits_BWV
     logits_BWV = logits_BWV / scoring.temperature_1
     if scoring.filters is not None:
-        logits_BWV = scoring.filters(logits_BWV.flatten(0, 1)).view(logits_BWV.shape)
+        logits_BWV = scoring.filters(logits_BWV.flatten(0, 1)).reshape(logits_BWV.shape)
     return logits_BWV + scoring.noise_BPV[:, index, None]
 
 
