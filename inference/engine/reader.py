@@ -181,7 +181,8 @@ class Reader:
         rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
         with equal_queries():
             masks = {kind: mask_BNS.expand(*rows, -1) for kind, mask_BNS in masks.items()}
-            branch = Branch(states, itself, levels_BM.expand(rows))
+            level_11 = levels_BM if index_BN is None else levels_BM.gather(1, index_BN)   # of beams, many nodes have slots
+            branch = Branch(states, itself, level_11.expand(rows))
             found = self._pass(stores, branch, tokens_BN.expand(rows), positions_BN.expand(rows), slots_BN.expand(rows), masks)
         features, logits_BNV, added = found
         return map_tensors(lambda one: one[:, :1], features), logits_BNV[:, :1], added

@@ -19,7 +19,7 @@ from headstart.support.errors import UserError
 from headstart.training.data.sample import Sample
 
 FORWARD_TOKENS = 8192
-"""Positions of a forward pass over the batches of `batches_by_length`, padding included."""
+"""Positions of a forward pass over a batch of samples, padding included."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,14 @@ def empty_batch(length: int) -> Batch:
     return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
 
 
-def batches_by_length(samples: Sequence[Sample], indices: Iterable[int]) -> Iterator[list[int]]:
-    """Group samples of similar length, by their indices, to reduce padding; depends on the samples only."""
+def batches_by_length(samples: Sequence[Sample], indices: Iterable[int], positions: int = FORWARD_TOKENS) -> Iterator[list[int]]:
+    """Group samples of similar length, by their indices, to reduce padding; depends on the samples only.
+
+    ``positions``: of a batch, padding included.
+    """
     batch: list[int] = []
     for i in sorted(indices, key=lambda i: len(samples[i].tokens)):
-        if batch and (len(batch) + 1) * len(samples[i].tokens) > FORWARD_TOKENS:
+        if batch and (len(batch) + 1) * len(samples[i].tokens) > positions:
             yield batch
             batch = []
         batch.append(i)

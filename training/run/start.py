@@ -13,13 +13,16 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
 from headstart.support.progress import progress
-from headstart.training.data.packing import batches_by_length, collate
+from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent
 from headstart.training.features.cached import CachedFeatures
 from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
+
+CPU_POSITIONS = 1024
+"""Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""
 
 
 def read_starts(recipe: Recipe, drafters: Mapping[str, Drafter]) -> dict[str, WarmStart]:
@@ -67,6 +70,6 @@ def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource
     if not isinstance(source, CachedFeatures) or source.form.top_k:
         source = LiveFeatures(drafter.backbone, drafter.taps)
     with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
-        for indices in batches_by_length(samples, chosen):
+        for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))
             bar.update(sum(len(samples[i].tokens) for i in indices))
