@@ -1,6 +1,6 @@
 """Prints the machine and the versions that a measurement belongs to, as JSON.
 
-    python benchmarks/environment.py [--json FILE]
+    python benchmarks/environment.py [--note TEXT] [--json FILE]
 """
 
 import os
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from program import options, run
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "safetensors")
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "safetensors", "gguf")
 
 
-def environment() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+def environment(note: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"measured": note, "python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -28,4 +28,6 @@ def environment() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(options(__doc__), lambda given: environment())
+    parser = options(__doc__)
+    parser.add_argument("--note", metavar="TEXT", help="what is measured, written down beside")
+    run(parser, lambda given: environment(given.note))

@@ -1,54 +1,92 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in one command of under ten minutes:
+# What only a GPU can show, with a real model, in one command of under eight minutes:
 #
-#     bash benchmarks/gpu.sh [OUT]        # PYTHON=... for another interpreter than .venv/bin/python or python3
+#     bash benchmarks/gpu.sh [MODEL] [OUT]        # out/gpu
 #
-# Writes OUT/<part>.json and OUT/<part>.log for every part, and prints a line for each: its exit status and seconds.
-#   environment      versions and the device
-#   large_model      8B backbone: a pass over 64 nodes and a whole step with drafting as multiples of a plain step, CUDA graphs, bandwidth
-#   large_training   8B backbone: tokens per second, time by part, memory, the objective against its matrix products
-#   train            EAGLE-3 on the embedded backbone through accelerate, one process (and NCCL, FSDP2 with one process)
-#   heads_*          every kind of head: some steps of training, held-out prompts decoded
-#   bench_*          those heads: every token identical? in fp32 and bf16, plain and with CUDA graphs, greedy and sampled, batch 1 and 8
-# Without a GPU the same parts run on the CPU with tiny shapes; environment.json says so.
+# MODEL: a folder or a GGUF file; where MODEL.00, MODEL.01, ... lie instead, these are joined. None: the embedded model.
+#   PYTHON    another interpreter than .venv/bin/python or python3         SITE     a folder of packages that it lacks
+#   DATA      conversations to train on and to answer (JSON lines)         PROMPTS  prompts to decode
+#   HEADS     trained heads, in place of those trained here                PARTS    only these parts, by name
+#   TOTAL     seconds for everything (470): a part that is begun late gets what is left
+#
+# Writes OUT/<part>.json and OUT/<part>.log, and prints a line for each part: its exit status and seconds. What is most in doubt comes first:
+#   environment         versions, the device and what was measured
+#   convert             MODEL as a folder, by Headstart's own loader
+#   ar_graph            AR and n-gram drafts with CUDA graphs: tokens/s, verdict (exit 1: a token or logit is off by more than rounding)
+#   train               EAGLE-3 of depth 5, 300 steps: tokens/s
+#   heads_graph, _off, _compile     those heads: tau, x AR, verdict; batch 1 and 8
+#   regenerate          answers to questions, 64 rows at once: tokens/s
+#   step, step_8b       a pass and a whole step with 64 nodes as multiples of a plain step: this model, and random weights at an 8B shape
+#   profile             the kernels of decoding steps with 1, 8 and 64 nodes
+#   training, training_compiled     milliseconds of the parts of a training step, without and with train.compile
+#   ar_compile          AR and n-gram drafts with `--capture compile`
+# Without a GPU the same parts run on the CPU with small sizes and no limit worth the name; environment.json says so.
 set -u
 cd "$(dirname "$0")/.."
-OUT=${1:-out/gpu}
+MODEL=${1:-embedded} OUT=${2:-out/gpu}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-export PYTHONPATH=$PWD HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH=$PWD${SITE:+:$SITE} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+PROMPTS=${PROMPTS:-recipes/quickstart/prompts.jsonl}
 mkdir -p "$OUT"
 CUDA=$("$PYTHON" -c 'import torch; print(int(torch.cuda.is_available()))') || exit 2
-LIMIT=$([ "$CUDA" = 1 ] && echo 8 || echo 1)
-CAPTURE=$([ "$CUDA" = 1 ] && echo cuda-graph || echo trace)
+if [ "$CUDA" = 1 ]; then
+    TOTAL=${TOTAL:-470} SLOWER=1 GRAPH=cuda-graph NOTE="$MODEL"
+    SIZES="--limit 8 --max-new-tokens 32 --batch-size 1 8 --dtype bf16 --threads 8"
+    STEPS="train.steps=300 train.batch_size=16 train.micro_batch=16 data.max_length=512 eval.prompts=4 eval.max_new_tokens=32"
+    ANSWERS="regenerate.limit=128 regenerate.max_new_tokens=128 regenerate.batch_size=64"
+else
+    TOTAL=${TOTAL:-7200} SLOWER=8 GRAPH=trace NOTE="$MODEL on a CPU, in small sizes: no figure says anything of a GPU"
+    SIZES="--limit 2 --max-new-tokens 12 --batch-size 1 2 --dtype bf16"
+    STEPS="train.steps=3 train.batch_size=2 train.micro_batch=2 data.max_length=128 eval.prompts=1 eval.max_new_tokens=8"
+    ANSWERS="regenerate.limit=4 regenerate.max_new_tokens=8 regenerate.batch_size=4"
+fi
 
 part() {   # part NAME LIMIT_SECONDS COMMAND...
-    local name=$1 limit=$2 start=$SECONDS status
+    local name=$1 limit=$(($2 * SLOWER)) start=$SECONDS left=$((TOTAL - SECONDS)) status
     shift 2
-    timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
+    case " ${PARTS:-$name} " in *" $name "*) ;; *) return ;; esac
+    if [ $left -lt 10 ]; then
+        printf '%-20s not begun: the %d s are over\n' "$name" "$TOTAL"
+        return
+    fi
+    timeout -s INT -k 10 $((limit < left ? limit : left)) "$@" >"$OUT/$name.log" 2>&1
     status=$?
-    printf '%-24s exit %3d  %4d s\n' "$name" "$status" $((SECONDS - start))
+    printf '%-20s exit %3d  %4d s\n' "$name" "$status" $((SECONDS - start))
 }
 
-launch() { "$PYTHON" -m accelerate.commands.launch "$@"; }
-export -f launch
-export PYTHON
+if [ ! -e "$MODEL" ] && ls "$MODEL".[0-9]* >/dev/null 2>&1; then
+    cat "$MODEL".[0-9]* >"$OUT/$(basename "$MODEL")" && MODEL=$OUT/$(basename "$MODEL")
+fi
+if [ -z "${DATA:-}" ]; then   # the embedded model's text to train on, and questions made of the prompts
+    DATA=quickstart:train.jsonl.gz QUESTIONS=$OUT/questions.jsonl
+    "$PYTHON" - "$PROMPTS" "$QUESTIONS" <<'PY' || exit 2
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+texts = [next(value if isinstance(value, str) else str(value[0]) for key, value in row.items() if key in ("text", "prompt", "turns")) for row in rows]
+with open(sys.argv[2], "w") as out:
+    for text in texts:
+        out.write(json.dumps({"messages": [{"role": "user", "content": text[:400]}, {"role": "assistant", "content": "-"}]}) + "\n")
+PY
+fi
+cat >"$OUT/recipe.yaml" <<YAML
+backbone: {path: $OUT/model, dtype: bf16}
+drafter: {kind: eagle3, depth: 5, draft_vocab_size: $([ "$MODEL" = embedded ] && echo 2048 || echo 8192)}
+data: {train: "$DATA", eval: "$PROMPTS"}
+save: {dir: $OUT/heads, every: 100}
+YAML
+HEADS=${HEADS:-$OUT/heads}
+BENCH="headstart.cli bench --backbone $OUT/model --prompts $PROMPTS $SIZES"
 
-part environment 60 "$PYTHON" benchmarks/environment.py --json "$OUT/environment.json"
-part large_model 150 "$PYTHON" benchmarks/large_model.py --json "$OUT/large_model.json"
-part large_training 150 "$PYTHON" benchmarks/large_training.py --json "$OUT/large_training.json"
-QUICK="recipes/quickstart/eagle3.yaml train.steps=${STEPS:-150} eval.prompts=2 eval.every=0 save.every=0"
-part train 120 bash -c "launch train_heads.py $QUICK save.dir=$OUT/heads"
-QUICK="recipes/quickstart/eagle3.yaml train.steps=10 eval.prompts=1 eval.every=0 save.every=0"
-part train_nccl 60 "$PYTHON" -m torch.distributed.run --nproc_per_node 1 train_heads.py $QUICK save.dir="$OUT/nccl"
-part train_fsdp2 60 bash -c "launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 1 train_heads.py $QUICK save.dir=$OUT/fsdp2"
-for kind in block draft_model eagle hydra medusa mlp mtp; do
-    part "heads_$kind" 60 bash -c "launch train_heads.py recipes/quickstart/$kind.yaml train.steps=10 eval.prompts=1 eval.max_new_tokens=16 eval.every=0 save.every=0 save.dir=$OUT/$kind" &
-done
-wait
-for dtype in fp32 bf16; do
-    for capture in off $CAPTURE; do
-        part "bench_${dtype}_$capture" 90 "$PYTHON" -m headstart.cli bench --heads "$OUT/heads" --prompts recipes/quickstart/prompts.jsonl \
-            --limit "$LIMIT" --max-new-tokens 48 --temperature 0 1 --batch-size 1 8 --dtype $dtype --capture $capture \
-            --json "$OUT/bench_${dtype}_$capture.json"
-    done
-done
+part environment 30 "$PYTHON" benchmarks/environment.py --note "$NOTE" --json "$OUT/environment.json"
+part convert 90 "$PYTHON" benchmarks/convert.py "$MODEL" "$OUT/model" --json "$OUT/convert.json"
+part ar_graph 60 "$PYTHON" -m $BENCH --propose suffix recycling --capture $GRAPH --json "$OUT/ar_graph.json"
+part train 100 "$PYTHON" -m headstart.cli train "$OUT/recipe.yaml" $STEPS
+part heads_graph 75 "$PYTHON" -m $BENCH --heads "$HEADS" --allow-finetuned --capture $GRAPH --json "$OUT/heads_graph.json" --temperature 0 1
+part heads_off 75 "$PYTHON" -m $BENCH --heads "$HEADS" --allow-finetuned --capture off --json "$OUT/heads_off.json"
+part regenerate 50 "$PYTHON" -m headstart.cli regenerate "$OUT/recipe.yaml" data.train="${QUESTIONS:-$DATA}" regenerate.out="$OUT/answers.jsonl" $ANSWERS
+part step_8b 60 "$PYTHON" benchmarks/large_model.py --json "$OUT/step_8b.json"
+part step 40 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --json "$OUT/step.json"
+part profile 30 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --profile --json "$OUT/profile.json"
+part heads_compile 90 "$PYTHON" -m $BENCH --heads "$HEADS" --allow-finetuned --capture compile --json "$OUT/heads_compile.json"
+part training 30 "$PYTHON" benchmarks/large_training.py --backbone "$OUT/model" --rows 16 --length 512 --chunk-size 4096 --json "$OUT/training.json"
+part ar_compile 60 "$PYTHON" -m $BENCH --propose suffix --capture compile --json "$OUT/ar_compile.json"

@@ -1,6 +1,6 @@
 """Measures the cost of a forward pass on an accelerator, for an 8B Llama-shaped backbone with random weights and EAGLE-3 of depth 6.
 
-    python benchmarks/large_model.py [--json FILE]      # without CUDA: a tiny model instead, as the output states
+    python benchmarks/large_model.py [--backbone PATH] [--json FILE]      # PATH: that model. Without CUDA and PATH: a tiny model
 
 Prints JSON: milliseconds of an autoregressive step, uncaptured and captured; passes by number of nodes as multiples of a captured AR
 step; the parts of real decoding steps, AR and with drafts, and the ratio of the whole steps; and the share of the measured memory
@@ -14,7 +14,7 @@ from program import options, run
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
@@ -39,17 +39,19 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 2048,
 }
-NODES = (1, 8, 16, 32, 64)
+NODES = (1, 8, 64)
 DEPTH, WIDTH = 6, 8
 
 
-def build() -> tuple[Backbone, Drafter]:
-    """A random backbone of 8B parameters and EAGLE-3 of depth 6 in bf16 on CUDA; tiny ones in fp32 elsewhere."""
+def build(path: str | None) -> tuple[Backbone, Drafter]:
+    """The backbone, or a random one of 8B parameters, and EAGLE-3 of depth 6, in bf16 on CUDA; elsewhere a tiny one, and fp32."""
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    loaded = None if path is None else load_backbone(path, dtype="bf16" if cuda else "fp32", device=device)
     with torch.device(device):
         torch.set_default_dtype(dtype)
-        backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
+        sizes = LARGE if cuda else TINY
+        backbone = loaded or Backbone(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192)))
         drafter = build_drafter("eagle3", backbone, {"depth": DEPTH, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
     return backbone, drafter
@@ -59,7 +61,7 @@ def device_name() -> str:
     """The GPU's name, or that there is none."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return "cpu: no CUDA here, so a tiny model; the ratios say nothing of a large one"
+    return "cpu: no CUDA here, so no large model; the ratios say nothing of one on a GPU"
 
 
 def decode(model: SpeculativeModel, context: int, new_tokens: int, tree: TreeShape | None) -> GenerateOutput:
@@ -82,13 +84,13 @@ def step_ms(model: SpeculativeModel, context: int, tree: TreeShape | None) -> di
     return {part: 1e3 * seconds / out.passes for part, seconds in out.seconds.items()}
 
 
-def models() -> tuple[Backbone, Drafter]:
-    backbone, drafter = build()
+def models(path: str | None) -> tuple[Backbone, Drafter]:
+    backbone, drafter = build(path)
     return backbone, drafter.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 
-def measure(context: int) -> dict[str, Any]:
-    backbone, drafter = models()
+def measure(path: str | None, context: int) -> dict[str, Any]:
+    backbone, drafter = models(path)
     backend: BackendName = "cuda-graph" if torch.cuda.is_available() else "trace"
     plan = TunePlan(rows=(1,), contexts=(context,), nodes=NODES, repeats=15)
     uncaptured, captured = (
@@ -101,6 +103,7 @@ def measure(context: int) -> dict[str, Any]:
     whole = {name: sum(parts.values()) for name, parts in steps.items()}
     return {
         "device": device_name(),
+        "backbone": path,
         "dtype": str(backbone.dtype),
         "context": context,
         "ar_ms": {"uncaptured": dict(uncaptured["pass_ms"])[1], "captured": ar},
@@ -111,9 +114,9 @@ def measure(context: int) -> dict[str, Any]:
     }
 
 
-def kernels(context: int) -> dict[str, Any]:
+def kernels(path: str | None, context: int) -> dict[str, Any]:
     """The kernels that take longest in some decoding steps, by nodes: milliseconds a step and calls a step."""
-    backbone, drafter = models()
+    backbone, drafter = models(path)
     model, found = SpeculativeModel(backbone, drafter, capture="off"), {}
     for nodes in (1, 8, 64):
         tree = None if nodes == 1 else TreeShape(nodes, WIDTH, DEPTH)
@@ -130,6 +133,7 @@ def kernels(context: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = options(__doc__)
+    parser.add_argument("--backbone", metavar="PATH", help="measure this model instead")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step instead")
-    run(parser, lambda given: (kernels if given.profile else measure)(given.context))
+    run(parser, lambda given: (kernels if given.profile else measure)(given.backbone, given.context))

@@ -1,6 +1,8 @@
 """Measures a training step on an accelerator: EAGLE-3 of depth 6 on an 8B Llama-shaped backbone with random weights, live features.
 
-    python benchmarks/large_training.py [--rows 1 2] [--chunk-size 1024 4096] [--json FILE]      # without CUDA: a tiny model instead
+    python benchmarks/large_training.py [--backbone PATH] [--rows 1 2] [--chunk-size 1024 4096] [--json FILE]
+
+With ``--backbone`` that model is trained on; otherwise, without CUDA, a tiny one.
 
 Prints JSON for each number of rows and `objective.chunk_size`: tokens per second, milliseconds of the parts of a step (features: the
 backbone's forward pass; drafter: its forward pass; objective: readouts, divergence and its gradient; backward: the drafter's; optimizer),
@@ -69,9 +71,9 @@ def products(drafter: Drafter, rows: int) -> Callable[[], None]:
     return multiply
 
 
-def measure_rows(rows: int, settings: Objective, length: int, steps: int) -> dict[str, Any]:
+def measure_rows(rows: int, settings: Objective, args: argparse.Namespace) -> dict[str, Any]:
     """Some training steps with that many rows."""
-    backbone, drafter = build()
+    (backbone, drafter), length, steps = build(args.backbone), args.length, args.steps
     drafter = drafter.to(backbone.device, torch.float32).train()
     with torch.no_grad():
         drafter.init_from(backbone)
@@ -102,21 +104,22 @@ def measure_rows(rows: int, settings: Objective, length: int, steps: int) -> dic
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    length, found = args.length or (2048 if torch.cuda.is_available() else 64), []
+    args.length, found = args.length or (2048 if torch.cuda.is_available() else 64), []
     for rows, chunk_size in itertools.product(args.rows, args.chunk_size):
         sizes = {"rows": rows, "chunk_size": chunk_size}
         try:
-            found.append(sizes | measure_rows(rows, Objective(chunk_size=chunk_size), length, args.steps))
+            found.append(sizes | measure_rows(rows, Objective(chunk_size=chunk_size), args))
         except torch.OutOfMemoryError:
             found.append(sizes | {"out_of_memory": True})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    return {"device": device_name(), "length": length, "measured": found}
+    return {"device": device_name(), "backbone": args.backbone, "length": args.length, "measured": found}
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
+    parser.add_argument("--backbone", metavar="PATH", help="train on this model instead")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2], help="sequences of a step (1 2)")
     parser.add_argument("--chunk-size", type=int, nargs="+", default=[1024, 4096], help="positions whose logits are held (1024 4096)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (2048; 64 without CUDA)")
