@@ -116,12 +116,6 @@ def test_bench_with_everything(house, tmp_path, capsys):
     assert html.read_text().startswith("<!DOCTYPE html>") and report["costs"][0]["points"]
 
 
-def test_bench_fails_if_a_token_differs(house, monkeypatch, capsys):
-    monkeypatch.setattr("headstart.inference.bench.systems.SystemResult.differing", lambda self, other: int(self is not other))
-    assert main(["bench", "--heads", "medusa", "--prompts", "prompts.jsonl", "--limit", "1", "--max-new-tokens", "4"]) == 1
-    assert "NOT IDENTICAL" in capsys.readouterr().out
-
-
 def test_generate_streams_what_heads_write(house, tmp_path, capsys):
     file = tmp_path / "answer.json"
     assert main(["generate", "--heads", "eagle3", "What is two?", "--max-new-tokens", "40", "--json", str(file)]) == 0

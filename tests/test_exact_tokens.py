@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from server import Reply, said, serving
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.stream import Ended, Prompt, Queue, Step
 from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.recipe.recipe import Data, load_recipe
-from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import Item, Response
 
 IDS, MASK = [5, 6, 7, 8, 9], [0, 0, 1, 1, 0]
@@ -89,10 +91,10 @@ def test_regenerated_answers_are_trained_on_token_by_token(template: str, tmp_pa
     written: list[tuple[list[int], list[int]]] = []
     add = Item.add_response
 
-    def noted(self: Item, response: Response) -> None:
+    def noted(self: Item, response: Response, unfinished: str = "drop") -> None:
         if not response.error:
             written.append((list(response.prompt), list(response.answer)))
-        add(self, response)
+        add(self, response, unfinished)
 
     monkeypatch.setattr(Item, "add_response", noted)
     assert main(["regenerate", str(tmp_path / "recipe.yaml")]) == 0
@@ -118,7 +120,12 @@ def test_an_answer_on_channels_of_special_tokens_is_kept(tmp_path: Path, monkeyp
     model = make_chat_model(tmp_path / "model", HARMONY, CHANNELS)
     tokenizer = load_tokenizer(str(model))
     says = tokenizer(SAYS, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(InProcess, "_continue", lambda self, prompts, *settings: [says for _ in prompts])
+
+    def says_it(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Queue) -> Iterator[Step]:
+        while (prompt := take()) is not None:
+            yield Step([(prompt, len(says))], [Ended(prompt, says)], None)
+
+    monkeypatch.setattr("headstart.training.regenerate.in_process.stream", says_it)
     questions = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "x"}] * 2
     make_chat_recipe(tmp_path, model, [{"messages": questions}])
     assert main(["regenerate", str(tmp_path / "recipe.yaml")]) == 0

@@ -40,6 +40,7 @@ def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         blocks = re.findall(r"```python\n(.*?)```", page, re.S)
         assert len(blocks) >= least
         code = "".join(blocks).replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/mine", str(tmp_path))
+        code = code.replace("models/chat.Q4_K_M.gguf", resolve("embedded"))   # tests/test_gguf.py reads such files
         scope: dict[str, Any] = {}
         exec(code, scope)
         assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out

@@ -100,7 +100,7 @@ def _sums(query_BHNC: Tensor, keys_BGXC: Tensor, values_BGXC: Tensor, mask_B1NX:
     whole = M + -M % QUERIES
     query_BMC = query_BHNC.new_zeros(B * G, whole, C, dtype=torch.float64)
     query_BMC[:, :M] = query_BHNC.reshape(B * G, M, C)
-    keys_BXC = query_BMC.new_empty(B * G, X + -X % KEYS, C)
+    keys_BXC = query_BMC.new_zeros(B * G, X + -X % KEYS, C)   # zeros: gradients multiply what is cut off, too
     keys_BXC[:, :X] = keys_BGXC.reshape(B * G, X, C)
     values_BXC = query_BMC.new_ones(B * G, X, D + ONES)
     values_BXC[..., :D] = values_BGXC.reshape(B * G, X, D)
