@@ -30,7 +30,8 @@ def tokens_of(rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], 
     [
         ({"messages": TEXT}, {}), ({"messages": f"\n {TEXT} "}, {}), ({"messages": json.dumps(TEXT)}, {}),
         ({"messages": json.dumps(TALK, indent=2)}, {"format": "messages"}), ({"messages": [json.dumps(turn) for turn in TALK]}, {}),
-        ({"conversations": TEXT}, {}), ({"text": TEXT}, {}), ({"chosen": TEXT}, {"column": "chosen"}), ({"prompt": TEXT}, {"column": "prompt"}),
+        ({"conversations": TEXT}, {}), ({"text": TEXT}, {}),
+        ({"chosen": TEXT}, {"column": "chosen"}), ({"prompt": TEXT}, {"column": "prompt"}),
     ],
 )  # fmt: skip
 def test_conversations_as_json_text_are_parsed(row: dict[str, Any], data: dict[str, Any]) -> None:
@@ -120,7 +121,8 @@ def test_the_speakers_of_llama_factory(value: Any) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     messages = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add."},
-        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Four."},
+        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "Four."},
     ]  # fmt: skip
     assert tokens_of([{"conversations": turns}]) == tokens_of([{"messages": messages}])
 

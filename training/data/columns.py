@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headstart.support.chat.encoded import looks_like_turns, read_tools, shortened
+from headstart.support.chat.encoded import looks_like_turns, read_tools
 from headstart.support.chat.messages import Message, read_messages
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
@@ -47,7 +47,7 @@ class Column:
         if not isinstance(value, str):
             raise UserError(f"{where}: plain text expected; got {type(value).__name__}")
         if self.data.format == "auto" and looks_like_turns(value):
-            raise UserError(f"{where}: a conversation as JSON text among plain texts ({shortened(value)}); data.format=text takes it as text")
+            raise UserError(f"{where}: a conversation as JSON text among plain texts; data.format=text takes it as text")
         return value
 
     def require(self, row: Row, where: str) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 from headstart.support.errors import UserError
 from headstart.support.json_text import parse_json
 
-TURNS = re.compile(r"""\s*"?\s*(?:\[|\{\s*\\*["'](?:messages|conversations)\\*["']\s*:\s*\[)\s*"?\{.{0,2000}?\\*["'](?:role|from)\\*["']\s*:""", re.DOTALL)
+TURNS = re.compile(
+    r"""\s*"?\s*(?:\[|\{\s*\\*["'](?:messages|conversations)\\*["']\s*:\s*\[)"""
+    r"""\s*"?\{.{0,2000}?\\*["'](?:role|from)\\*["']\s*:""",
+    re.DOTALL,
+)
 """The beginning of a text of turns, in JSON once or twice, or as Python prints a list."""
 
 
