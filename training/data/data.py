@@ -64,8 +64,9 @@ class Stats:
 
     def __add__(self, other: Stats) -> Stats:
         """The counts of both; of texts the first."""
-        pairs = {key.name: (getattr(self, key.name), getattr(other, key.name)) for key in fields(Stats)}
-        return Stats(**{name: (one or two) if isinstance(one, str) else one + two for name, (one, two) in pairs.items()})
+        pairs: dict[str, tuple[Any, Any]] = {key.name: (getattr(self, key.name), getattr(other, key.name)) for key in fields(Stats)}
+        sums: dict[str, Any] = {name: (one or two) if isinstance(one, str) else one + two for name, (one, two) in pairs.items()}
+        return Stats(**sums)
 
     def __str__(self) -> str:
         totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]

@@ -22,7 +22,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
     if isinstance(calls, str):
         calls = parse_json(calls, f"{where}, its call")
     calls = decode_list(calls if isinstance(calls, list) else [calls], where)
-    named = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
+    named: list[Any] = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
     if not named or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in named):
         raise UserError(f"{where}: a call is a mapping with name and arguments, a list of such, or JSON text; got {shortened(value)}")
     fields = {"reasoning_content": thought.group(1)} if thought else {}
