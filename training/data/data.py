@@ -14,19 +14,17 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import prompt_length, read_messages
+from headstart.support.chat.messages import prompt_length
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import Check, Source, compare
+from headstart.training.data.columns import TEXTS, Column, find_column, sound_rows
 from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.data.sample import IDS, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Data, Eval
 
-TEXTS = ("messages", "conversations", "text")
-COLUMNS = (IDS, *TEXTS)
-"""Columns that may hold a row's samples, in order of precedence."""
 MIN_TOKENS = 4
 """Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
 
@@ -45,6 +43,10 @@ class Stats:
     """Rows that the chat template fails to render."""
     refusal: str = ""
     """The template's error for the first refused row."""
+    rows_bad: int = 0
+    """Rows that cannot be read and are left out (``data.on_bad_row``)."""
+    bad_row: str = ""
+    """What is wrong with the first of them."""
     rows_split: int = 0
     """Rows that became one sample per turn because the template rewrites earlier turns."""
     samples_truncated: int = 0
@@ -61,13 +63,15 @@ class Stats:
     roles: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: Stats) -> Stats:
-        """The counts of both; the refusal is the first one."""
-        sums = {key.name: getattr(self, key.name) + getattr(other, key.name) for key in fields(Stats) if key.name != "refusal"}
-        return Stats(**sums, refusal=self.refusal or other.refusal)
+        """The counts of both; of texts the first."""
+        pairs: dict[str, tuple[Any, Any]] = {key.name: (getattr(self, key.name), getattr(other, key.name)) for key in fields(Stats)}
+        sums: dict[str, Any] = {name: (one or two) if isinstance(one, str) else one + two for name, (one, two) in pairs.items()}
+        return Stats(**sums)
 
     def __str__(self) -> str:
         totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
         notes = {
+            f"bad rows left out ({self.bad_row})": self.rows_bad,
             "rows without an assistant turn": self.rows_without_assistant,
             f"rows refused by the chat template ({self.refusal})": self.rows_refused,
             "rows split by turn": self.rows_split,
@@ -104,6 +108,8 @@ def load_data(
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
     datasets = data.per_dataset()
     rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
+    pairs = [sound_rows(part, one, one.name) for part, one in zip(rows, datasets, strict=True)]
+    rows, bad = [part for part, _ in pairs], [one for _, one in pairs if one.count]
     held: list[list[Row]] = [[] for _ in datasets]
     if data.eval is None and data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.name)
@@ -111,12 +117,13 @@ def load_data(
     parts = [make_samples(part, tokenizer, one, source=one.name, **how) for part, one in zip(rows, datasets, strict=True)]
     sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
     if data.eval is not None and data.eval_rows:
-        sources = [(read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows), data, data.eval)]
+        kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
+        sources = [(sound_rows(kept, data, data.eval)[0], data, data.eval)]
     held_out: list[Sample] = []
     for part, settings, name in sources:
         uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
-    stats = sum((part_stats for _, part_stats in parts), Stats())
+    stats = sum((part_stats for _, part_stats in parts), Stats(rows_bad=sum(one.count for one in bad), bad_row=bad[0].first if bad else ""))
     check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
     check.require()
     mix = _mix(data, [len(part) for part, _ in parts])
@@ -125,10 +132,10 @@ def load_data(
 
 def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
     """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
-    column, settings = data_column(rows[0], data, data.name), chat_settings(data, ends)
-    exact = column == IDS or data.format == "tokens"
-    text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column
-    if text is None or isinstance(rows[0][text], str) or data.loss_on == "all" or not settings.template_of(tokenizer):
+    column, settings = find_column(rows, data, data.name), chat_settings(data, ends)
+    exact = column.kind == "tokens"
+    text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column.name
+    if text is None or column.kind == "text" or data.loss_on == "all" or not settings.template_of(tokenizer):
         return Check(0, 0, stored=True)
     return compare(rows, Source(data.name, text, "auto" if exact else data.format, exact), Chat(tokenizer, settings))
 
@@ -177,15 +184,12 @@ def make_samples(
     progress: bool = False,
 ) -> tuple[list[Sample], Stats]:
     """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    column = data_column(rows[0], data, source)
-    read = _reader(column, rows[0][column], tokenizer, data, ends)
+    read = _reader(find_column(rows, data, source), tokenizer, data, ends)
     samples, stats = [], Stats(rows=len(rows))
     for number, row in enumerate(tqdm(rows, desc="tokenising", unit="row", disable=not progress), 1):
         where = f"{source}, row {number}"
-        if row.get(column) is None:
-            raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
         try:
-            row_samples = read(row, column, where, stats)
+            row_samples = read(row, where, stats)
         except TemplateRefusal as refusal:
             stats.rows_refused, stats.refusal = stats.rows_refused + 1, stats.refusal or str(refusal)
             continue
@@ -198,31 +202,19 @@ def make_samples(
     return samples, stats
 
 
-def data_column(row: Row, data: Data, source: str, columns: Sequence[str] = COLUMNS) -> str:
-    """Return the column to train on, of ``columns`` if the recipe names none. Raises UserError if the row has none."""
-    named = {"tokens": IDS}.get(data.format, data.format)
-    candidates = (data.column,) if data.column else columns if data.format == "auto" else (named,)
-    for column in candidates:
-        if row.get(column) is not None:
-            return column
-    choose = "set data.column to one it has" if data.column else "name yours with data.column"
-    wanted = " or ".join(name for name in candidates if name != IDS or len(candidates) == 1)
-    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {wanted}; {choose}")
+Reader = Callable[[Row, str, Stats], list[Sample]]
 
 
-Reader = Callable[[Row, str, str, Stats], list[Sample]]
-
-
-def _reader(column: str, first: Any, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
-    """Return the function that makes a row's samples, chosen by the recipe's format, or by the column and its first value."""
-    if data.format == "tokens" or (data.format == "auto" and column == IDS):
-        return lambda row, column, where, stats: read_tokens(row, column, where, data.loss_on == "all")
-    if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
-        return lambda row, column, where, stats: _text(row[column], tokenizer, where)
+def _reader(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
+    """Return the function that makes a row's samples."""
+    if column.kind == "tokens":
+        return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
+    if column.kind == "text":
+        return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
     chat = Chat(tokenizer, chat_settings(data, ends))
 
-    def read(row: Row, column: str, where: str, stats: Stats) -> list[Sample]:
-        messages, tools = read_messages(row[column], where, data.format), row.get("tools")
+    def read(row: Row, where: str, stats: Stats) -> list[Sample]:
+        messages, tools = column.messages(row, where)
         if data.loss_on == "all":
             return [whole(chat.tokens([chat.template.render(messages, tools).text])[0])]
         samples = chat.samples(messages, tools)
@@ -231,12 +223,6 @@ def _reader(column: str, first: Any, tokenizer: PreTrainedTokenizerBase, data: D
         return [Sample.of(tokens, labels) for tokens, labels in samples]
 
     return read
-
-
-def _text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Sample]:
-    if not isinstance(text, str):
-        raise UserError(f"{where}: plain text expected; got {type(text).__name__}")
-    return [whole(tokenizer(text, verbose=False)[IDS])]
 
 
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:

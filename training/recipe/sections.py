@@ -171,6 +171,9 @@ class Data(StrictModel):
     """Pack as many samples into a row as fit ``max_length``, each attending to itself only; ``train.batch_size`` then counts rows."""
     overlong: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
     """Samples over ``max_length``: ``auto`` splits them when packing, else truncates; their number is reported."""
+    on_bad_row: Literal["skip", "error"] = "skip"
+    """Rows that cannot be read, as an unknown speaker: ``skip`` names the first and leaves them out where they are fewer than 1 %;
+    ``error`` ends at the first."""
     limit: PositiveInt | None = None
     """Read at most this many rows of ``train``, of each dataset if there are several."""
     loss_on: Literal["assistant", "all"] = "assistant"

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.support.chat.messages import ASSISTANT, Message, read_messages
+from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.chat.trace import Trace
-from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.training.data.data import TEXTS, data_column
+from headstart.training.data.columns import TEXTS, find_column
 from headstart.training.data.rows import Row
 from headstart.training.recipe.recipe import Data, Regenerate
 
@@ -168,19 +167,15 @@ def _with_ids(message: Message, replaced: Message) -> Message:
 
 def read_items(rows: Sequence[Row], data: Data, source: str) -> list[Item]:
     """Make the items of a dataset. Raises UserError, naming the row, for a row that is neither a conversation nor a text."""
-    column = data_column(rows[0], data, source, TEXTS)
-    plain = data.format == "text" or (data.format == "auto" and isinstance(rows[0][column], str))
+    column = find_column(rows, data, source, TEXTS)
     items: list[Item] = []
     duplicates: Counter[str] = Counter()
     for number, row in enumerate(rows):
         where = f"{source}, row {number + 1}"
-        if row.get(column) is None:
-            raise UserError(f"{where} has no {column}; it has {', '.join(row)}")
-        value: Any = row[column] if plain else read_messages(row[column], where, data.format)
-        if plain and not isinstance(value, str):
-            raise UserError(f"{where}: plain text expected; got {type(value).__name__}")
-        hashed = value_hash([value, row.get("tools")])
+        value: Any
+        value, tools = (column.text(row, where), row.get("tools")) if column.kind == "text" else column.messages(row, where)
+        hashed = value_hash([value, tools])
         key = f"{hashed}/{duplicates[hashed]}"
         duplicates[hashed] += 1
-        items.append(Completion(number, key, value) if plain else Conversation(number, key, value, row.get("tools")))
+        items.append(Completion(number, key, value) if column.kind == "text" else Conversation(number, key, value, tools))
     return items

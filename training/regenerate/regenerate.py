@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
+from headstart.training.data.columns import TEXTS, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.template_time import begun_at, now
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
@@ -54,6 +55,9 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     data = _one_dataset(recipe)
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
+    rows, bad = sound_rows(rows, data, data.name, TEXTS)
+    if bad.count:
+        print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
     items = read_items(rows, data, data.name)
     responder: Responder = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:

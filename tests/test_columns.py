@@ -1,0 +1,162 @@
+"""Columns of JSON text, speakers of ShareGPT files, and bad rows."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHATML, TURNS, chat, make_tokenizer
+from family_templates import QWEN_25
+
+from headstart.support.chat.messages import read_messages
+from headstart.support.errors import UserError
+from headstart.training.data.columns import find_column, sound_rows
+from headstart.training.data.data import load_data, make_samples
+from headstart.training.recipe.recipe import Data
+
+TALK = chat(*TURNS)
+SHAREGPT = [{"from": "human", "value": TURNS[0][1]}, {"from": "gpt", "value": TURNS[1][1]}]
+TEXT = json.dumps(TALK)
+
+
+def tokens_of(rows: list[dict[str, Any]], **data: Any) -> list[tuple[list[int], list[bool]]]:
+    samples, _ = make_samples(rows, make_tokenizer(QWEN_25.template, special=QWEN_25.special), Data(train="x", **data), source="x")
+    return [(one.tokens.tolist(), one.loss_mask.tolist()) for one in samples]
+
+
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"messages": TEXT}, {}), ({"messages": f"\n {TEXT} "}, {}), ({"messages": json.dumps(TEXT)}, {}),
+        ({"messages": json.dumps(TALK, indent=2)}, {"format": "messages"}), ({"messages": [json.dumps(turn) for turn in TALK]}, {}),
+        ({"conversations": TEXT}, {}), ({"text": TEXT}, {}),
+        ({"chosen": TEXT}, {"column": "chosen"}), ({"prompt": TEXT}, {"column": "prompt"}),
+    ],
+)  # fmt: skip
+def test_conversations_as_json_text_are_parsed(row: dict[str, Any], data: dict[str, Any]) -> None:
+    assert tokens_of([row], **data) == tokens_of([{"messages": TALK}])
+
+
+def test_sharegpt_as_json_text_is_parsed() -> None:
+    assert tokens_of([{"conversations": json.dumps(SHAREGPT)}]) == tokens_of([{"messages": TALK[:2]}])
+
+
+def test_text_stays_text_where_the_recipe_says_so_or_it_is_no_conversation() -> None:
+    as_text = tokens_of([{"messages": TEXT}], format="text", column="messages")
+    assert all(all(mask) for _, mask in as_text) and as_text != tokens_of([{"messages": TALK}])
+    for text in ("[1] A footnote.", '[{"name": "x"}]', "[INST] Hello [/INST]", "[", '{"role": "x"}'):
+        assert all(all(mask) for _, mask in tokens_of([{"text": text + " and so on"}]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "Two and two? Four."}, "row 1: a conversation is a list of turns, .*; data.format=text trains on plain text"),
+        ({"messages": str(TALK)}, "row 1: not valid JSON: .*; write it with json.dumps, not as Python prints it"),
+        ({"messages": TEXT[:-9]}, "row 1: not valid JSON"),
+        ({"text": str(TALK)}, "row 1: not valid JSON"),
+        ({"messages": TALK, "tools": "search"}, "row 1: tools are a list of mappings, or JSON text of one; got 'search'"),
+        ({"messages": TALK, "tools": "[{]"}, "row 1, tools: not valid JSON"),
+        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": "add(1)"}]}, "row 1, turn 2, its call: not valid JSON"),
+        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": '{"a": 1}'}]}, "turn 2: a call is a mapping with name and argum"),
+        ({"conversations": [*SHAREGPT, {"from": "function_call", "value": None}]}, "turn 2: a call is a mapping with name"),
+    ],
+)
+def test_what_is_neither_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        tokens_of([row])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_format_and_the_column_are_not_guessed_from_the_first_row() -> None:
+    rows: list[dict[str, Any]] = [{"body": "Hi"}, *[{"body": TEXT}] * 200]
+    data = Data(train="x", column="body")
+    assert find_column(rows, data, "x").kind == find_column(rows[::-1], data, "x").kind == "chat"
+    assert sound_rows(rows, data, "x")[0] == rows[1:]
+    plain: list[dict[str, Any]] = [{"text": TEXT}, *[{"text": "It is four."}] * 200]
+    assert find_column(plain, Data(train="x"), "x").kind == "text"
+    kept, bad = sound_rows(plain, Data(train="x"), "x")
+    assert kept == plain[1:] and bad.count == 1 and "row 1: a conversation as JSON text among plain texts" in bad.first
+    with pytest.raises(UserError, match="row 1: a conversation as JSON text among plain texts"):
+        make_samples(plain, make_tokenizer(CHATML), Data(train="x"), source="x")
+    mixed: list[dict[str, Any]] = [{"messages": None, "text": "a"}, *[{"messages": TALK, "text": "a"}] * 3]
+    assert find_column(mixed, Data(train="x"), "x").name == "messages"
+
+
+def test_tools_and_calls_as_json_text_are_parsed() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}, TALK[1]]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + QWEN_25.template
+    tokenizer = make_tokenizer(template, special=QWEN_25.special)
+
+    def made(row: dict[str, Any]) -> list[list[int]]:
+        return [one.tokens.tolist() for one in make_samples([row], tokenizer, Data(train="x"), source="x")[0]]
+
+    expected = made({"messages": messages, "tools": tools})
+    assert expected != made({"messages": messages, "tools": ""}) == made({"messages": messages, "tools": "null"})
+    as_text = [message | {"tool_calls": json.dumps([call])} if "tool_calls" in message else message for message in messages]
+    for row in (
+        {"messages": messages, "tools": json.dumps(tools)},
+        {"messages": messages, "tools": [json.dumps(one) for one in tools]},
+        {"messages": json.dumps(messages), "tools": json.dumps(json.dumps(tools))},
+        {"messages": as_text, "tools": tools},
+    ):
+        assert made(row) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"name": "add", "arguments": {"a": 2}}', '[{"name": "add", "arguments": {"a": 2}}]', {"name": "add", "arguments": {"a": 2}},
+        '{"name": "add", "arguments": "{\\"a\\": 2}"}', '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
+    ],
+)
+def test_the_speakers_of_llama_factory(value: Any) -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Add."}, {"from": "function_call", "value": value},
+        {"from": "observation", "value": "4"}, {"from": "gpt", "value": "Four."},
+    ]  # fmt: skip
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "Four."},
+    ]  # fmt: skip
+    assert tokens_of([{"conversations": turns}]) == tokens_of([{"messages": messages}])
+
+
+def test_thoughts_before_calls_several_calls_and_null_values() -> None:
+    value = '<think>\nI add.\n</think>\n\n[{"name": "a", "arguments": {}}, {"name": "b"}]'
+    first, second = read_messages([{"from": "function_call", "value": value}, {"from": "gpt", "value": None}], "x")
+    assert first["reasoning_content"] == "I add." and [call["function"]["name"] for call in first["tool_calls"]] == ["a", "b"]
+    assert second == {"role": "assistant", "content": None}
+    assert read_messages([{"role": "function_call", "content": '{"name": "a"}'}], "x")[0]["role"] == "assistant"
+
+
+BAD = {"messages": [TALK[0], {"role": "assistant", "content": 5}]}
+
+
+@pytest.mark.parametrize("bad", [BAD, {"messages": None}, {"messages": "["}, {"messages": [{"from": "alien", "value": "x"}]}, {"other": 1}])
+@pytest.mark.parametrize("place", [0, 77, 150])
+def test_a_bad_row_among_many_is_left_out_and_named(tmp_path: Path, bad: dict[str, Any], place: int) -> None:
+    rows: list[dict[str, Any]] = [{"messages": TALK}] * 150
+    rows.insert(place, bad)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer(CHATML)
+    splits = load_data(Data(train=str(file), eval_rows=8, max_length=256), tokenizer, 256, progress=False)
+    assert (len(splits.train), len(splits.eval), splits.stats.rows_bad) == (142, 8, 1)
+    assert f"1 bad rows left out ({file}, row {place + 1}" in str(splits.stats)
+    with pytest.raises(UserError, match=f"rows.jsonl, row {place + 1}"):
+        load_data(Data(train=str(file), max_length=256, on_bad_row="error"), tokenizer, 256, progress=False)
+
+
+def test_from_one_percent_on_bad_rows_are_an_error() -> None:
+    rows: list[dict[str, Any]] = [*[{"messages": TALK}] * 198, BAD, BAD]
+    with pytest.raises(UserError, match=r"x, row 199, turn 1: content is text.*\(2 of 200 rows are bad; below 1 % they are skipped\)"):
+        sound_rows(rows, Data(train="x"), "x")
+    assert sound_rows(rows[:-1] + rows[:2], Data(train="x"), "x")[1].count == 1
+    tokens = [*[{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}] * 150, {"input_ids": [1, -2], "loss_mask": [1, 1]}]
+    assert sound_rows(tokens, Data(train="x"), "x")[1].count == 1
