@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf_models import chat_model, stored_as, write_gguf
@@ -77,6 +78,13 @@ def test_what_it_takes_in_memory_is_said_before(files: dict[str, Path], caplog: 
     on = load_backbone(str(files["Q4_1"]), dtype="fp32", device="cpu")
     size = sum(weight.numel() for weight in on.model.parameters()) * 4
     assert caplog.messages == [f"backbone chat.Q4_1.gguf, Q4_1, 0.1 MB; dequantized to fp32 {size / 1e6:.1f} MB of memory"]
+
+
+def test_the_table_of_names_is_made_once(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = [], gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *arguments: made.append(arguments) or original(*arguments))
+    load_backbone(str(files["F16"]), device="cpu")
+    assert len(made) == 1
 
 
 def test_nothing_takes_it_for_a_quantized_model(files: dict[str, Path], tmp_path: Path) -> None:

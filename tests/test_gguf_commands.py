@@ -33,7 +33,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "backbone": {"path": str(root / "chat.gguf"), "dtype": "bf16"},
         "drafter": {"kind": "eagle3", "depth": 3, "draft_vocab_size": 64},
         "data": {"train": str(root / "chats.jsonl"), "eval_rows": 2, "max_length": 64},
-        "train": {"steps": 3, "batch_size": 4, "lr": 1e-3},
+        "train": {"steps": 3, "batch_size": 4, "lr": 1e-3, "precision": "no"},
         "eval": {"prompts": 1, "max_new_tokens": 8},
         "save": {"dir": str(root / "heads")},
     }

@@ -40,7 +40,7 @@ RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads"
 
 
 @pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
-@pytest.mark.parametrize("capture", ["off", "auto"])
+@pytest.mark.parametrize("capture", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: str) -> None:
     model = tiny("llama", **RELEASED, vocab_size=VOCAB)

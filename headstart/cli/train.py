@@ -51,7 +51,10 @@ def _train(recipe: Recipe) -> int:
         with sole_run(recipe.save.dir) if rank() == 0 else nullcontext():
             run = prepare(recipe)
             try:
-                return train(run)
+                status = train(run)
+                # While this waits, threads of gloo let go of the tensors of earlier collectives, for which they need Python's lock.
+                run.accelerator.wait_for_everyone()
+                return status
             finally:
                 run.log.close()
                 run.accelerator.end_training()

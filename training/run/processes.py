@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from headstart.support.errors import UserError
@@ -19,9 +21,20 @@ def any_of(accelerator: Accelerator, flag: bool, group: ProcessGroup | None = No
     """Return True if the flag is set in any process, after all have called this. ``group``: one of CPUs; None: the run's own."""
     if accelerator.num_processes == 1:
         return flag
-    flags = torch.tensor([float(flag)], device=accelerator.device if group is None else "cpu")
+    flags = _flags(accelerator.device if group is None else torch.device("cpu"))
+    flags.fill_(float(flag))
     torch.distributed.all_reduce(flags, group=group)
     return bool(flags.item())
+
+
+@functools.cache
+def _flags(device: torch.device) -> Tensor:
+    """Return a tensor that lives as long as the process.
+
+    A thread of gloo may let go of a collective's tensors later than `all_reduce` returns. If those were the last references it would wait
+    for Python's lock, and at the end of a run the main thread waits for that thread with the lock in hand.
+    """
+    return torch.zeros(1, device=device)
 
 
 def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:
