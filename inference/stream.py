@@ -10,25 +10,17 @@ Tokens are those of `SpeculativeModel.generate` with the same settings and seeds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.memory import require_memory
-from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.request import Request, rope_side
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import TreeShape
@@ -71,7 +63,7 @@ class Queue:
     settings: Settings
     batch_size: int
     """Rows decoded at once."""
-    end_tokens: frozenset[int] = frozenset()
+    end_tokens: Collection[int] = ()
     """Tokens that end a continuation."""
     speculate: bool = True
     """False: autoregressive decoding."""
@@ -136,24 +128,4 @@ def _request(device: torch.device, queue: Queue) -> Request:
         processors.append(TopKLogitsWarper(settings.top_k))
     if sample and settings.top_p < 1:
         processors.append(TopPLogitsWarper(settings.top_p))
-    return Request(
-        ids_BT=torch.zeros(0, 0, dtype=torch.int64, device=device),
-        pads_B=[],
-        limit=0,
-        eos=queue.end_tokens,
-        criteria=StoppingCriteriaList(),
-        processing=Processing(processors, []),
-        sample=sample,
-        pad_token=0,
-        streamer=None,
-        scores=False,
-        logits=False,
-        dictionary=False,
-        beams=None,
-    )
-
-
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text by the model's generation config."""
-    own = model.generation_config.eos_token_id
-    return frozenset([own] if isinstance(own, int) else own or [])
+    return Request.plain(torch.zeros(0, 0, dtype=torch.int64, device=device), 0, queue.end_tokens, processors, sample)

@@ -11,10 +11,11 @@ from test_rotary import TURN
 from test_rotary import heads as turning
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.sources.suffix import SuffixProposer
-from headstart.inference.stream import Ended, Prompt, Queue, Step, end_tokens, stream
+from headstart.inference.stream import Ended, Prompt, Queue, Step, stream
 from headstart.support.errors import UserError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 192}
@@ -40,7 +41,7 @@ def steps_of(model: SpeculativeModel, asked: list[Prompt], queue: Queue) -> list
 def test_each_text_is_its_own(model: SpeculativeModel, settings: Settings, batch_size: int, speculate: bool) -> None:
     ids, tally = prompts(LENGTHS), Tally()
     asked = [Prompt(ids_T, seed=2**62 + i, key=i) for i, ids_T in enumerate(ids)]
-    steps = steps_of(model, asked, Queue(settings, batch_size, end_tokens(model.backbone.model), speculate))
+    steps = steps_of(model, asked, Queue(settings, batch_size, end_tokens(model.backbone.model.generation_config), speculate))
     texts = {ended.prompt.key: ended.tokens for step in steps for ended in step.ended}
     for i, ids_T in enumerate(ids):
         output = continue_text(model, ids_T, settings, 2**62 + i, speculate=speculate)
@@ -57,7 +58,7 @@ def test_each_text_is_its_own(model: SpeculativeModel, settings: Settings, batch
 def test_a_full_batch_gives_a_text_as_soon_as_it_ends(model: SpeculativeModel) -> None:
     """While prompts wait, a step is full but for those that ended with their first token."""
     asked = [Prompt(ids_T, seed=0, key=i) for i, ids_T in enumerate(prompts(LENGTHS * 4))]
-    steps = steps_of(model, asked, Queue(Settings(24, 1.0), 4, end_tokens(model.backbone.model)))
+    steps = steps_of(model, asked, Queue(Settings(24, 1.0), 4, end_tokens(model.backbone.model.generation_config)))
     rows = [len(step.written) for step in steps]
     while_waiting = rows[: max(i for i, count in enumerate(rows) if count == 4)]
     assert sum(while_waiting) > 0.9 * 4 * len(while_waiting)
@@ -69,7 +70,7 @@ def test_prompts_may_follow_from_what_has_ended(model: SpeculativeModel, batch_s
     """Three turns each: a text and three tokens more are the next prompt."""
     waiting = deque(Prompt(ids_T, seed=i, key=(i, 0)) for i, ids_T in enumerate(prompts(LENGTHS)))
     found: dict[tuple[int, int], list[int]] = {}
-    queue = Queue(Settings(9, 1.0), batch_size, end_tokens(model.backbone.model))
+    queue = Queue(Settings(9, 1.0), batch_size, end_tokens(model.backbone.model.generation_config))
     texts: dict[tuple[int, int], Ended] = {}
     for step in stream(model, lambda: waiting.popleft() if waiting else None, queue):
         for ended in step.ended:

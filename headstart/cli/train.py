@@ -44,19 +44,17 @@ def _train(recipe: Recipe) -> int:
 
     from headstart.training.loop import train
     from headstart.training.run.lock import sole_run
-    from headstart.training.run.processes import lost_process
+    from headstart.training.run.processes import keep_group, lost_process
     from headstart.training.setup import prepare
 
     try:
         with sole_run(recipe.save.dir) if rank() == 0 else nullcontext():
             run = prepare(recipe)
             try:
-                status = train(run)
-                # While this waits, threads of gloo let go of the tensors of earlier collectives, for which they need Python's lock.
-                run.accelerator.wait_for_everyone()
-                return status
+                return train(run)
             finally:
                 run.log.close()
+                keep_group()
                 run.accelerator.end_training()
     except torch.OutOfMemoryError as error:
         size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk_size, recipe.data.max_length

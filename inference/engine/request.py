@@ -5,7 +5,7 @@ Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,26 @@ class Request:
     dictionary: bool
     beams: BeamRules | None
     """None: no beam search."""
+
+    @staticmethod
+    def plain(ids_BT: Tensor, limit: int, ends: Iterable[int], processors: LogitsProcessorList, sample: bool) -> Request:
+        """A call with unpadded prompts and none of transformers' further objects and outputs. ``ends``: tokens that end a text."""
+        pads = [0] * len(ids_BT)
+        return Request(
+            ids_BT=ids_BT,
+            pads_B=pads,
+            limit=limit,
+            eos=frozenset(ends),
+            criteria=StoppingCriteriaList(),
+            processing=Processing(processors, pads),
+            sample=sample,
+            pad_token=0,
+            streamer=None,
+            scores=False,
+            logits=False,
+            dictionary=False,
+            beams=None,
+        )
 
 
 def read_request(

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally
-from headstart.inference.stream import Prompt, Queue, end_tokens, stream
+from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.token_text import token_texts
 from headstart.training.recipe.recipe import Eval
 
@@ -54,7 +55,7 @@ def evaluate(
     drafter.eval()
     try:
         heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
-        steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model)))
+        steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
                 for prompt, written in step.written:

@@ -86,7 +86,7 @@ class InProcess:
 
         ahead = [take()]   # the tokens that end an answer are known after the first prompt is made
         how = Settings(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
-        queue = Queue(how, settings.batch_size, frozenset(self.ends))
+        queue = Queue(how, settings.batch_size, self.ends)
         with contextlib.closing(stream(self.heads, lambda: ahead.pop() if ahead else take(), queue)) as steps:
             for step in steps:
                 if step.forward is not None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from headstart.support.errors import UserError
@@ -17,24 +15,26 @@ LOST = re.compile(r"connection (closed|reset|refused|was likely closed)|broken p
 """In messages of collective operations, which raise plain RuntimeErrors for most faults of a connection."""
 
 
+_kept: list[ProcessGroup | None] = []
+
+
 def any_of(accelerator: Accelerator, flag: bool, group: ProcessGroup | None = None) -> bool:
     """Return True if the flag is set in any process, after all have called this. ``group``: one of CPUs; None: the run's own."""
     if accelerator.num_processes == 1:
         return flag
-    flags = _flags(accelerator.device if group is None else torch.device("cpu"))
-    flags.fill_(float(flag))
+    flags = torch.tensor(float(flag), device=accelerator.device if group is None else "cpu")
     torch.distributed.all_reduce(flags, group=group)
     return bool(flags.item())
 
 
-@functools.cache
-def _flags(device: torch.device) -> Tensor:
-    """Return a tensor that lives as long as the process.
+def keep_group() -> None:
+    """Keep the process group until the process ends; to be called before it is destroyed.
 
-    A thread of gloo may let go of a collective's tensors later than `all_reduce` returns. If those were the last references it would wait
-    for Python's lock, and at the end of a run the main thread waits for that thread with the lock in hand.
+    Else the last one to let go of it is DDP's reducer. That one joins gloo's threads with Python's lock in hand, and waits for ever if one
+    of them waits for the lock, as it does to let go of the tensors of its last collective.
     """
-    return torch.zeros(1, device=device)
+    if torch.distributed.is_initialized():
+        _kept.append(torch.distributed.group.WORLD)
 
 
 def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:

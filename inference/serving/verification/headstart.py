@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
@@ -41,31 +40,15 @@ def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSett
     most = min(len(prompt) + settings.new_tokens + settings.depth, heads.backbone.max_positions or 1 << 31)
     engine = heads.engine(True)
     shape = TreeShape(nodes=settings.depth + 1, width=1, depth=settings.depth)
-    decoder = Decoder(engine.reader, engine.speculation, _request(heads, prompt, most, settings.end_tokens), shape, None, 1)
+    ids_1T = torch.tensor([prompt], device=heads.backbone.device)
+    request = Request.plain(ids_1T, most, settings.end_tokens, LogitsProcessorList(), sample=False)
+    decoder = Decoder(engine.reader, engine.speculation, request, shape, None, 1)
     rounds, position, end = [], len(prompt) + 1, len(prompt) + settings.new_tokens
     for step in decoder.run():
         if position < end and step.nodes > 1:
             rounds.append(Round(position, tuple(decoder.tree.tokens[0][1:]), step.kept[0]))
         position += step.written[0]
     return Transcript(tuple(prompt), tuple(decoder.sequences[0].written[: settings.new_tokens]), tuple(rounds))
-
-
-def _request(heads: SpeculativeModel, prompt: list[int], limit: int, end_tokens: tuple[int, ...]) -> Request:
-    return Request(
-        ids_BT=torch.tensor([prompt], device=heads.backbone.device),
-        pads_B=[0],
-        limit=limit,
-        eos=frozenset(end_tokens),
-        criteria=StoppingCriteriaList(),
-        processing=Processing(LogitsProcessorList(), [0]),
-        sample=False,
-        pad_token=0,
-        streamer=None,
-        scores=False,
-        logits=False,
-        dictionary=False,
-        beams=None,
-    )
 
 
 @torch.no_grad()
