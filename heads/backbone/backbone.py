@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
+from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
@@ -188,7 +189,7 @@ class Backbone:
     def _mode(self, differentiable: bool, masked: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, tree_attention() if masked else nullcontext():
+        with dropout, tree_attention() if masked else nullcontext(), repeated_tokens() if masked and not differentiable else nullcontext():
             yield
 
     def fingerprint(self) -> list[float]:
