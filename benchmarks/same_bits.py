@@ -1,6 +1,6 @@
 """Counts the logits that decoding with drafts and autoregressive decoding compute otherwise, bit for bit, over many prompts.
 
-    python benchmarks/same_bits.py --heads embedded --prompts recipes/quickstart/prompts.jsonl [--dtype bf16] [--capture compile]
+    python benchmarks/same_bits.py --heads embedded --prompts recipes/quickstart/prompts.jsonl [--capture compile]
     python benchmarks/same_bits.py --model MODEL --heads DIR --prompts ROWS.jsonl ... --per-task 6 --max-new-tokens 96 \\
         --dtype bf16 fp32 --capture auto off --batch-size 1 4 --threads 2
 
@@ -44,16 +44,19 @@ def rows(args: argparse.Namespace, dtype: str, prompts: Sequence[Tensor]) -> Ite
     for capture in args.capture:
         ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=capture))
         systems = {drafts: HeadstartSystem(drafts, drafting(args, backbone, drafts, capture)) for drafts in args.drafts}
-        for batch, temperature, drafts in itertools.product(args.batch_size, args.temperature, args.drafts):
-            settings, found = Settings(args.max_new_tokens, temperature, tree=TreeShape(args.nodes, args.width)), LogitsComparison()
-            of = {"dtype": dtype, "capture": capture, "batch": batch, "temperature": temperature, "drafts": drafts}
-            differing = 0
+        for batch, temperature in itertools.product(args.batch_size, args.temperature):
+            settings = Settings(args.max_new_tokens, temperature, tree=TreeShape(args.nodes, args.width))
+            found, differing = {drafts: LogitsComparison() for drafts in systems}, dict.fromkeys(systems, 0)
+            of = {"dtype": dtype, "capture": capture, "batch": batch, "temperature": temperature}
             for first in range(0, len(prompts), batch):
                 group = dict(list(enumerate(prompts))[first : first + batch])
-                differing += found.add_texts(*(continued(one, group, settings, 0) for one in (systems[drafts], ar)))
-                done = first + len(group)
-                print(f"{of}: {done} of {len(prompts)} prompts, {differing} texts differ, {vars(found)}", file=sys.stderr, flush=True)
-            yield {**of, "prompts": len(prompts), "texts_differing": differing, **vars(found)}
+                expected = continued(ar, group, settings, 0)
+                for drafts, system in systems.items():
+                    differing[drafts] += found[drafts].add_texts(continued(system, group, settings, 0), expected)
+                counts = {drafts: one.differing for drafts, one in found.items()}
+                print(f"{of}: {first + len(group)} of {len(prompts)} prompts, {differing}, {counts}", file=sys.stderr, flush=True)
+            for drafts, one in found.items():
+                yield {**of, "drafts": drafts, "prompts": len(prompts), "texts_differing": differing[drafts], **vars(one)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Layers of experts on a CPU: products whose bits do not depend on how many of a pass's tokens an expert gets.
 
-An expert may get one token of a tree, and the same token with others in another pass. A single row is added up in another order than some
-(`headstart.inference.capture.onednn`), and fp32 products of MKL differ for one to three rows. So every token is given several times, and the
-first result of each is kept: an expert's weights are read once for all of them.
+An expert may get one token of a tree, and the same token with others in another pass. A single row is added up in another order than
+several (`headstart.inference.capture.onednn`), and fp32 products of MKL differ for one to three rows. So every token is given several
+times, and the first result of each is kept: an expert's weights are read once for all of them.
 """
 
 from __future__ import annotations
