@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
 
+EXACT_FROM = 256
+"""Width of a model from which a token's pass in fp32 on a CPU has the same bits among any number of tokens. In smaller ones that would take
+up to half of the pass."""
+
 
 class Backbone:
     """A causal language model with `embed`, `readout` and `read`. The caller may keep using the model object.
@@ -147,6 +151,11 @@ class Backbone:
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
+    @property
+    def exact(self) -> bool:
+        """True if a token of a pass on a CPU gets the same bits among any number of tokens."""
+        return self.device.type == "cpu" and (self.dtype != torch.float32 or self.dim >= EXACT_FROM)
+
     def readout(self, hidden: Tensor) -> Tensor:
         """Map final hidden states ``[..., D]`` to logits ``[..., V]``, soft-capped or scaled as in the model's own forward."""
         return self._postprocess(self.unembed(hidden))
@@ -189,7 +198,8 @@ class Backbone:
     def _mode(self, differentiable: bool, masked: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, tree_attention() if masked else nullcontext(), repeated_tokens() if masked and not differentiable else nullcontext():
+        repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
+        with dropout, tree_attention(self.exact) if masked else nullcontext(), repeated:
             yield
 
     def fingerprint(self) -> list[float]:
