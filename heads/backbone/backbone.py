@@ -28,7 +28,7 @@ from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
-from headstart.heads.backbone.tree_attention import tree_attention
+from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
-
-EXACT_FROM = 256
-"""Width of a model from which a token's pass in fp32 on a CPU has the same bits among any number of tokens. In smaller ones that would take
-up to half of the pass."""
 
 
 class Backbone:

@@ -27,6 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headstart.support.devices import is_accelerator
 
+EXACT_FROM = 256
+"""Width of a model from which a token's pass in fp32 on a CPU has the same bits among any number of tokens. In smaller ones that would take
+up to half of the pass."""
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
 MAX_EXACT = 64

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from headstart.heads.backbone.backbone import EXACT_FROM, Backbone
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
-from headstart.heads.backbone.tree_attention import equal_queries
+from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
