@@ -118,7 +118,8 @@ def load_data(
     sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
     if data.eval is not None and data.eval_rows:
         kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-        sources = [(sound_rows(kept, data, data.eval)[0], data, data.eval)]
+        kept, more = sound_rows(kept, data, data.eval)
+        sources, bad = [(kept, data, data.eval)], [*bad, *[more] * bool(more.count)]
     held_out: list[Sample] = []
     for part, settings, name in sources:
         uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
