@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.support.errors import UserError, cause
-from headstart.support.files import as_path, require_file
+from headstart.support.files import as_path, file_hash, require_file, value_hash
 from headstart.support.json_text import parse_json
 from headstart.support.jsonl import COMPRESSED, LINES, Row, open_file, read_jsonl
 from headstart.support.text import decode
@@ -20,6 +20,8 @@ ENDINGS = (*(kind + packed for kind in (*LINES, ".json", *TABLES) for packed in 
 KINDS = f"{', '.join((*LINES, '.json', *TABLES))} (each also with {' or '.join(COMPRESSED)}) or .parquet"
 SHIPPED = "quickstart:"
 """Prefix of files in the installed package's quickstart folder."""
+WHOLE_BYTES = 4 << 30
+"""Size of a file from which on it is not read to see whether it has changed."""
 SAVED, SPLITS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 """Files of a folder of `Dataset.save_to_disk`, and that of a folder of several splits."""
 
@@ -34,10 +36,31 @@ def read_rows(source: str, *, split: str = "train", subset: str | None = None, l
     elif (path / SPLITS).is_file() or all((path / name).is_file() for name in SAVED):
         rows = _read_saved(path, split, limit)
     else:
-        rows = _read_dataset(source, split, subset, limit)
+        rows = _first(_open_dataset(source, split, subset), limit)
     if not rows:
         raise UserError(f"{source} holds no rows")
     return rows
+
+
+def fingerprint(source: str, *, split: str = "train", subset: str | None = None) -> str | None:
+    """Return text that changes with the rows of a source; None if that cannot be known. Raises UserError as `read_rows` does.
+
+    Files, and those of a folder, count by their contents; from 4 GB on by path, size and time of change.
+    """
+    path, local = as_path("data", source), names_file(source)
+    if not local and not path.is_dir():
+        known = getattr(_open_dataset(source, split, subset), "_fingerprint", None)
+        return None if known is None else str(known)
+    try:
+        files = files_of(source) if local else sorted(file for file in path.rglob("*") if file.is_file())
+        return value_hash([[file.name, _contents(file)] for file in files])
+    except OSError:   # reading says why
+        return None
+
+
+def _contents(file: Path) -> Any:
+    stat = file.stat()
+    return file_hash(file) if stat.st_size < WHOLE_BYTES else [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def names_file(source: str) -> bool:
@@ -129,15 +152,14 @@ def _read_saved(path: Path, split: str, limit: int | None) -> list[Row]:
         raise UserError(f"{path} cannot be read as a folder of Dataset.save_to_disk: {cause(error)}; save it again") from None
 
 
-def _read_dataset(name: str, split: str, subset: str | None, limit: int | None) -> list[Row]:
+def _open_dataset(name: str, split: str, subset: str | None) -> Any:
     import datasets  # here, since it takes seconds to import
 
     try:
-        table = datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"no data {name}, split {split}: it is no file here, and as a dataset it gives: {reason}") from None
-    return _first(table, limit)
 
 
 def _first(table: Any, limit: int | None) -> list[Row]:

@@ -22,8 +22,9 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import MIN_TOKENS, Splits, load_data, require_vocabulary
+from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.data.rows import names_file
+from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.manifest import format_of, record_size
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
