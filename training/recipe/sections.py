@@ -176,7 +176,7 @@ class Data(StrictModel):
     """Rows that cannot be read, as an unknown speaker: ``skip`` names the first and leaves them out where they are fewer than 1 % of a
     file, or a single one of at least 20; ``error`` ends at the first."""
     processes: PositiveInt | None = None
-    """Processes that tokenise, on Linux; null: one for each CPU, at most 16. Each has at least 1,024 rows, so fewer than 2,048 stay in one."""
+    """Processes that tokenise, on Linux, from 2,048 rows on (each has at least 1,024); null: one for each CPU, at most 16."""
     limit: PositiveInt | None = None
     """Read at most this many rows of ``train``, of each dataset if there are several."""
     loss_on: Literal["assistant", "all"] = "assistant"
