@@ -169,19 +169,47 @@ def refused(shape: Shape) -> set[str]:
     return without | set(shape.refuses)
 
 
-def outcome(shape: Shape, situation: str) -> str:
-    """What is wrong in a situation: the text of the first answer that is not trained on as it is written; empty if nothing is."""
+def wrong(shape: Shape, situation: str) -> list[str]:
+    """The answers of a situation that are not trained on as they are written."""
     if situation in refused(shape):
-        return ""
-    made = trained(shape, situation)
+        return []
+    made, found = trained(shape, situation), []
     for asked, written in decoded(shape, situation):
         end = len(asked) + len(written)
         if not any(_holds(tokens[:end], labels, asked, written) for tokens, labels in made):
-            return repr(shape.tokenizer.decode(written))
-    return ""
+            found.append(shape.tokenizer.decode(written))
+    return found
+
+
+@functools.cache
+def tally(name: str) -> tuple[int, int]:
+    """How many answers of a shape are trained on as they are written, and how many there are."""
+    shape = shapes()[name]
+    counts = [sum(one["role"] == "assistant" for one in SITUATIONS[situation]) for situation in SITUATIONS.keys() - refused(shape)]
+    return sum(counts) - sum(len(wrong(shape, situation)) for situation in SITUATIONS), sum(counts)
 
 
 def _holds(tokens: list[int], labels: list[bool], asked: list[int], written: list[int]) -> bool:
     first, end = len(asked), len(asked) + len(written)
     around = [*labels[first - 1 : first], *labels[end : end + 1]]
     return tokens == [*asked, *written] and all(labels[first:end]) and not any(around)
+
+
+NONE = ("gpt2", "pythia-1b", "Phi-2", "StarCoder2", "OPT", "Falcon-7B")
+"""Models without a chat template."""
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "qwen2.5": ("qwen2.5",), "qwen3-next": ("qwen2.5",), "qwen3": ("qwen3",), "Qwen3.5": ("qwen3.5",),
+    "deepseek-r1-distill": ("deepseek-r1",), "gpt-oss": ("gpt-oss",), "llama-2": ("llama-2",), "vicuna": ("vicuna",), "llama-3.1": ("llama-3.1",), "llama-3.2": ("llama-3.2",),
+    "llama-3.3": ("llama-3.1",), "gemma-2": ("gemma-2",), "gemma-3": ("gemma-3",), "mistral-7b": ("mistral-7b-v0.3",),
+    "mixtral": ("mistral-7b-v0.3",), "mistral-small": ("mistral-small-3",), "phi-4": ("phi-4",), "granite-3": ("granite-3.3",),
+    "Granite-3": ("granite-3.3",), "smollm2": ("smollm2",), "smollm3": ("smollm3",), "olmo-2": ("olmo-2",), "OLMo-": ("olmo-3",),
+    "falcon3": ("falcon-3",), "DeepSeek-V3": ("deepseek-v3", "deepseek-r1", "kimi-k2"), "GLM-4 ": ("glm-4",), "GLM-4.5": ("glm-4.5",),
+    "Command-R7B": ("command-r7b",), "Command-R": ("command-r",), "EXAONE-4": ("exaone-4",), "ERNIE-4.5": ("ernie-4.5",),
+    "MiniMax-M2": ("minimax-m2",),
+}  # fmt: skip
+"""Beginning of a model's name in docs/families.md -> the shapes of its template; the longest beginning counts."""
+
+
+def templates_of(model: str) -> tuple[str, ...]:
+    """The shapes of a model's chat template; none where it has none."""
+    return () if model in NONE else TEMPLATES[max((start for start in TEMPLATES if model.startswith(start)), key=len)]
