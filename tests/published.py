@@ -199,13 +199,13 @@ NONE = ("gpt2", "pythia-1b", "Phi-2", "StarCoder2", "OPT", "Falcon-7B")
 """Models without a chat template."""
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen2.5": ("qwen2.5",), "qwen3-next": ("qwen2.5",), "qwen3": ("qwen3",), "Qwen3.5": ("qwen3.5",),
-    "deepseek-r1-distill": ("deepseek-r1",), "gpt-oss": ("gpt-oss",), "llama-2": ("llama-2",), "vicuna": ("vicuna",), "llama-3.1": ("llama-3.1",), "llama-3.2": ("llama-3.2",),
-    "llama-3.3": ("llama-3.1",), "gemma-2": ("gemma-2",), "gemma-3": ("gemma-3",), "mistral-7b": ("mistral-7b-v0.3",),
-    "mixtral": ("mistral-7b-v0.3",), "mistral-small": ("mistral-small-3",), "phi-4": ("phi-4",), "granite-3": ("granite-3.3",),
-    "Granite-3": ("granite-3.3",), "smollm2": ("smollm2",), "smollm3": ("smollm3",), "olmo-2": ("olmo-2",), "OLMo-": ("olmo-3",),
-    "falcon3": ("falcon-3",), "DeepSeek-V3": ("deepseek-v3", "deepseek-r1", "kimi-k2"), "GLM-4 ": ("glm-4",), "GLM-4.5": ("glm-4.5",),
-    "Command-R7B": ("command-r7b",), "Command-R": ("command-r",), "EXAONE-4": ("exaone-4",), "ERNIE-4.5": ("ernie-4.5",),
-    "MiniMax-M2": ("minimax-m2",),
+    "deepseek-r1-distill": ("deepseek-r1",), "gpt-oss": ("gpt-oss",), "llama-2": ("llama-2",), "vicuna": ("vicuna",),
+    "llama-3.1": ("llama-3.1",), "llama-3.2": ("llama-3.2",), "llama-3.3": ("llama-3.1",), "gemma-2": ("gemma-2",),
+    "gemma-3": ("gemma-3",), "mistral-7b": ("mistral-7b-v0.3",), "mixtral": ("mistral-7b-v0.3",), "mistral-small": ("mistral-small-3",),
+    "phi-4": ("phi-4",), "granite-3": ("granite-3.3",), "Granite-3": ("granite-3.3",), "smollm2": ("smollm2",), "smollm3": ("smollm3",),
+    "olmo-2": ("olmo-2",), "OLMo-": ("olmo-3",), "falcon3": ("falcon-3",), "DeepSeek-V3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "GLM-4 ": ("glm-4",), "GLM-4.5": ("glm-4.5",), "Command-R7B": ("command-r7b",), "Command-R": ("command-r",),
+    "EXAONE-4": ("exaone-4",), "ERNIE-4.5": ("ernie-4.5",), "MiniMax-M2": ("minimax-m2",),
 }  # fmt: skip
 """Beginning of a model's name in docs/families.md -> the shapes of its template; the longest beginning counts."""
 

@@ -70,8 +70,9 @@ class Chat:
 
     def message(self, messages: Sequence[Message], answer: Sequence[int], tools: Any = None) -> Message:
         """Return the message that the model has written after these, from its tokens (see `read_answer`)."""
-        body = answer[:-1] if answer and answer[-1] in self.ending.ends else answer
-        return read_answer(self.template, messages, self.text(body), tools)
+        ended = bool(answer) and answer[-1] in self.ending.ends
+        body = self.text(answer[:-1] if ended else answer)
+        return read_answer(self.template, messages, body, tools, self.text(answer)[len(body) :])
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise rendered texts; the template has written the special tokens."""
