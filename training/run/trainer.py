@@ -233,9 +233,9 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, source: FeatureSource) -> DrafterTrainer:
     """Build the trainer of a drafter that has its initial or resumed weights."""
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
-    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective)
+    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective, recipe.train.compile)
     if lora is not None:
-        step = JointStep(source, drafter, recipe.objective, lora)
+        step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
     trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)
