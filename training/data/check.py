@@ -15,7 +15,7 @@ from typing import Any
 
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
-from headstart.support.chat.template import TemplateRefusal, plain_message
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
 from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
@@ -144,7 +144,7 @@ def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
 def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] | None) -> Difference | None:
     """Compare a turn made from text; ``written``: its stored answer, if any."""
     asked = chat.tokenizer.apply_chat_template(
-        [plain_message(message) for message in row.messages[:i]], tools=row.tools or chat.template.tools, add_generation_prompt=True,
+        chat.template.plain(row.messages[:i], row.tools), tools=row.tools or chat.template.tools, add_generation_prompt=True,
         return_dict=False, **chat.template.arguments(row.tools),
     )  # fmt: skip
     length = len(asked)
