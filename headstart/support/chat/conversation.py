@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.ending import Ending, find_ending
 from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.pieces import Pieces
+from headstart.support.chat.pieces import Pieces, tokenise
 from headstart.support.chat.reading import read_answer
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import Template
@@ -77,8 +77,7 @@ class Chat:
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise rendered texts; the template has written the special tokens."""
-        how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return list(self.tokenizer(texts, **how)["input_ids"]) if texts else []
+        return tokenise(self.tokenizer, texts)
 
     def continued(self, texts: list[str]) -> list[list[int]]:
         """Tokenise texts that continue others."""
