@@ -18,7 +18,7 @@ from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.chat.pieces import Pieces, tokenise
 from headstart.support.chat.reading import read_answer
 from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import Template
+from headstart.support.chat.template import Template, TemplateRefusal
 from headstart.support.chat.trace import TokenSample, Trace
 from headstart.support.chat.written import Written, written
 from headstart.support.errors import UserError
@@ -120,6 +120,8 @@ class Chat:
     def _ended(self, answer: Written, tokens: list[int]) -> list[int]:
         """Return an answer's tokens up to and with its end."""
         if (length := self.ending.length(tokens)) is not None:
+            if answer.calls and not self.ending.after.endswith(self.text(tokens[length:])):
+                raise TemplateRefusal("it ends the answer before its calls")
             return tokens[:length]
         if answer.calls and self.ending.called:
             return [*tokens, *self.ending.called]
