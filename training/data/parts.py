@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import current_process
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ def in_parts(work: Callable[[range], T], items: int, processes: int | None = Non
     """
     parts = [range(first, min(first + PART, items)) for first in range(0, items, PART)]
     count = min(free_cpus() if processes is None else processes, items // LEAST)
-    if count < 2 or sys.platform != "linux":   # elsewhere a fork is not safe
+    if count < 2 or sys.platform != "linux" or current_process().daemon:   # elsewhere a fork is not safe, and a daemon may have none
         yield from map(work, parts)
         return
     settings: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, "worker_init_fn": _begin, "multiprocessing_context": "fork"}
