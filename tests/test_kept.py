@@ -98,6 +98,30 @@ def test_a_fault_in_a_process_is_the_same_line(monkeypatch: pytest.MonkeyPatch) 
         list(in_parts(fails, 40, 2))
 
 
+def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def big(part: range) -> bytes:
+        (tmp_path / str(os.getpid())).touch()
+        return bytes(1 << 20)   # more than a pipe takes
+
+    def alive(pid: str) -> bool:
+        status = Path(f"/proc/{pid}/stat")
+        return status.exists() and status.read_text().split()[2] != "Z"
+
+    in_children(monkeypatch)
+    if not (parent := os.fork()):
+        next(in_parts(big, 100, 2))
+        time.sleep(60)
+    end = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    started = [path.name for path in tmp_path.iterdir()]
+    while any(map(alive, started)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(started) == 2 and not any(map(alive, started))
+
+
 @pytest.mark.slow   # ten seconds, until the loader is sure
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(part: range) -> int:

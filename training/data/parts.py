@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from headstart.support.errors import UserError, cause
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+"""Of Linux: the signal that a process gets when its parent ends."""
 PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
 
@@ -77,4 +81,5 @@ def _as_it_is(item: T) -> T:
 
 def _begin(_: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # else it would wait for ever for a killed parent to read its results
     gc.freeze()   # a collection would write to, and so copy, all memory that is shared with the first process
