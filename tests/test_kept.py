@@ -109,8 +109,11 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkey
 
     in_children(monkeypatch)
     if not (parent := os.fork()):
-        next(in_parts(big, 100, 2))
-        time.sleep(60)
+        try:
+            next(in_parts(big, 100, 2))
+            time.sleep(60)
+        finally:
+            os._exit(1)
     end = time.monotonic() + 30
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.05)
