@@ -250,4 +250,4 @@ def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     expected = on.model(text[None]).logits[0, -1]
     assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - expected).abs().max() < 0.15 * expected.abs().max()
     cache.keep([lines(tree, 0, 8)], [len(lines(tree, 0, 8))])
-    assert {one.dtype for one in list_tensors(cache.states)} == {torch.float32, torch.bfloat16}
+    assert {one.dtype for one in list_tensors(cache.states)} == {torch.float64, torch.bfloat16}

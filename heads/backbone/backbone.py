@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
+from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
@@ -27,7 +28,7 @@ from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
-from headstart.heads.backbone.tree_attention import tree_attention
+from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -146,6 +147,11 @@ class Backbone:
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
+    @property
+    def exact(self) -> bool:
+        """True if a token of a pass on a CPU gets the same bits among any number of tokens."""
+        return self.device.type == "cpu" and (self.dtype != torch.float32 or self.dim >= EXACT_FROM)
+
     def readout(self, hidden: Tensor) -> Tensor:
         """Map final hidden states ``[..., D]`` to logits ``[..., V]``, soft-capped or scaled as in the model's own forward."""
         return self._postprocess(self.unembed(hidden))
@@ -188,7 +194,8 @@ class Backbone:
     def _mode(self, differentiable: bool, masked: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
-        with dropout, tree_attention() if masked else nullcontext():
+        repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
+        with dropout, tree_attention(self.exact) if masked else nullcontext(), repeated:
             yield
 
     def fingerprint(self) -> list[float]:

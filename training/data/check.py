@@ -15,8 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.encoded import read_tools
-from headstart.support.chat.messages import ASSISTANT, Message, read_messages
+from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
@@ -127,7 +126,7 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
 
 
 def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
-    messages, tools = read_messages(row[source.column], where, source.form), read_tools(row.get("tools"), where)
+    messages, tools = read_conversation(row, source.column, where, source.form)
     stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
     samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
     return Conversation(where, messages, tools, samples, stored)

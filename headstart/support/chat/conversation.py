@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.ending import Ending, find_ending
 from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.pieces import Pieces, tokenise
 from headstart.support.chat.reading import read_answer
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import Template, TemplateRefusal
@@ -76,8 +77,7 @@ class Chat:
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise rendered texts; the template has written the special tokens."""
-        how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return list(self.tokenizer(texts, **how)["input_ids"]) if texts else []
+        return tokenise(self.tokenizer, texts)
 
     def continued(self, texts: list[str]) -> list[list[int]]:
         """Tokenise texts that continue others."""
@@ -96,6 +96,10 @@ class Chat:
         return find_ending(self.template, self.tokenizer, self.settings.ends, lambda text: self.continued([text])[0])
 
     @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces(self.tokenizer)
+
+    @cached_property
     def _anchor(self) -> list[int]:
         """Tokens of `ANCHOR` where a text alone is tokenised otherwise than one that follows it; else empty."""
         anchor, alone, after = self.tokens([ANCHOR, "a b", f"{ANCHOR}a b"])
@@ -106,7 +110,7 @@ class Chat:
         return ANCHOR if self._anchor else ""
 
     def _turns(self, answers: list[Written]) -> list[Turn]:
-        prompts, texts = self.tokens([one.prompt for one in answers]), self.continued([one.text for one in answers])
+        prompts, texts = self.pieces.tokens([one.prompt for one in answers], self.tokens), self.continued([one.text for one in answers])
         return [self._turn(*parts) for parts in zip(answers, prompts, texts, strict=True)]
 
     def _turn(self, answer: Written, prompt: list[int], tokens: list[int]) -> Turn:
