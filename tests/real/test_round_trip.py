@@ -19,9 +19,9 @@ from served import serving
 import headstart
 
 KEPT = int(os.environ.get("ROUND_TRIP", "200"))
-ASKED = KEPT * 3 // 2
+ASKED = 2 * KEPT
 """Questions: answers that do not end within the limit are dropped."""
-FORMS = ("What is the capital of {}?", "Tell me the capital city of {}.")
+FORMS = ("What is the capital of {}?", "Tell me the capital city of {}.", "Where is {}? Answer in a few words.")
 PLACES = (
     "France, Italy, Spain, Portugal, Germany, Austria, Poland, Hungary, Greece, Turkey, Norway, Sweden, Finland, Denmark, Iceland, "
     "Ireland, Belgium, Luxembourg, Switzerland, Malta, Cyprus, Croatia, Serbia, Slovenia, Slovakia, Romania, Bulgaria, Albania, "
@@ -66,7 +66,7 @@ def questions() -> list[str]:
 
 
 def words(out: str) -> list[str]:
-    settings = {"limit": ASKED, "max_new_tokens": 24, "batch_size": 32, "concurrency": 64, "out": out, "temperature": "[0, 1]"}
+    settings = {"limit": ASKED, "max_new_tokens": 32, "batch_size": 32, "concurrency": 64, "out": out, "temperature": "[0, 1]"}
     given = [f"regenerate.{name}={value}" for name, value in settings.items()]
     first = ["regenerate", "recipe.yaml", "backbone.dtype=fp32", "data.train=questions.jsonl", "data.eval_rows=0"]
     return [*first, "regenerate.timeout=900", *given]
