@@ -49,7 +49,8 @@ def build() -> tuple[Backbone, Drafter]:
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
     with torch.device(device):
         torch.set_default_dtype(dtype)
-        backbone = Backbone(LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192)))
+        model = LlamaForCausalLM(LlamaConfig(**(LARGE if cuda else TINY), max_position_embeddings=8192))
+        backbone = Backbone(model.eval().requires_grad_(False))
         drafter = build_drafter("eagle3", backbone, {"depth": DEPTH, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
     return backbone, drafter
