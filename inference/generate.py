@@ -42,6 +42,7 @@ from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.errors import UserError
+from headstart.support.numerics import plain_arithmetic, without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +173,9 @@ class SpeculativeModel:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """The context of a call: evaluation mode, and weights without gradients, which captures could not hold."""
+        """The context of a call: the model's own dtype, evaluation mode, and weights without gradients, which captures could not hold."""
         with ExitStack() as stack:
+            stack.enter_context(without_autocast())
             stack.enter_context(self.backbone.evaluation())
             stack.enter_context(frozen(self.backbone.model))
             for drafter in self.drafters:
@@ -229,8 +231,9 @@ def load(
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
     Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
-    on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
-    drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+    with plain_arithmetic():
+        on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
+        drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=proposers, capture=capture)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,45 @@ def test_unloading(saved: Path) -> None:
         assert torch.equal(say(heads, ROW, max_new_tokens=8), text)
         say(heads, ROW, max_new_tokens=8 // 0)
     assert state(model) == before
+
+
+SETTINGS = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "deterministic": lambda: deterministic(),
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["autocast", "bfloat16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("float64", "deterministic"))])
+def test_settings_of_the_process_change_no_text(saved: Path, name: str) -> None:
+    """Loaded and called inside them or outside, with captures made outside or inside."""
+    calls = [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}, {"num_beams": 3}]
+    plain, model = headstart.load(saved, backbone=tiny("gpt2")), tiny("gpt2")
+    texts = [say(plain, ROWS, max_new_tokens=10, **options) for options in calls]
+    with SETTINGS[name]():
+        loaded = headstart.load(saved, backbone=model, capture="trace")
+        for heads in (plain, loaded):
+            assert all(torch.equal(say(heads, ROWS, max_new_tokens=10, **how), text) for how, text in zip(calls, texts, strict=True))
+        assisted = headstart.assisted(loaded)
+        alone = say(plain, ROW, max_new_tokens=10)
+        assert torch.equal(model.generate(**ROW, max_new_tokens=10, custom_generate=assisted, do_sample=False), alone)
+    assert all(torch.equal(say(loaded, ROWS, max_new_tokens=10, **how), text) for how, text in zip(calls, texts, strict=True))

@@ -199,7 +199,7 @@ class Backbone:
         values: list[float] = []
         for weight in (self.embed.weight, self.unembed.weight):
             if weight.dtype.is_floating_point:
-                places = torch.linspace(0, weight.numel() - 1, 32, device=weight.device).long()
+                places = torch.linspace(0, weight.numel() - 1, 32, dtype=torch.float32, device=weight.device).long()
                 values += weight.detach().flatten()[places].float().tolist()
         return [float(f"{value:.6g}") for value in values]
 

@@ -251,7 +251,7 @@ class BeamDecoder:
 
     def sequences_scores(self) -> Tensor:
         """The sum of log-probabilities of each sequence, with the length penalty."""
-        return torch.tensor([float(beam.score) for beam in self._best()], device=self.device)
+        return torch.tensor([float(beam.score) for beam in self._best()], dtype=torch.float32, device=self.device)
 
     def beam_indices(self) -> Tensor:
         """For each token of each sequence, the index in the whole batch of the beam it continued; -1 after the end."""

@@ -39,6 +39,7 @@ from headstart.inference.engine.turn import turn
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import entry, handed_streamer
 from headstart.support.errors import UserError
+from headstart.support.numerics import without_autocast
 
 
 def assisted(heads: SpeculativeModel, depth: int | None = None) -> Any:
@@ -83,7 +84,8 @@ class AssistedDecoding:
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
         processing = Processing(logits_processor, [pads])
-        with turn(model), self.backbone.evaluation(), Evaluation(self.drafter)(), _reading(self.backbone, self.drafter.taps) as outputs:
+        modes = (self.backbone.evaluation(), Evaluation(self.drafter)(), without_autocast())
+        with turn(model), modes[0], modes[1], modes[2], _reading(self.backbone, self.drafter.taps) as outputs:
             ends = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
             limits = Limits(self.depth, generation_config.max_length, frozenset(ends))
             candidates = HeadCandidates(self.drafter, outputs, limits, processing if generation_config.do_sample else None, pads)

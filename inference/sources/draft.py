@@ -47,7 +47,8 @@ class DraftScoring:
         if noise_BPV is None:
             return DraftScoring()
         device = noise_BPV.device
-        return DraftScoring(torch.full((1,), processing.temperature, device=device), noise_BPV, processing.filters(device))
+        temperature_1 = torch.full((1,), processing.temperature, dtype=torch.float32, device=device)
+        return DraftScoring(temperature_1, noise_BPV, processing.filters(device))
 
 
 @dataclass(eq=False)
