@@ -18,11 +18,10 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
-from headstart.inference.engine.processing import History
 from headstart.inference.engine.prompts import Prompts
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.sequence import DecodedSequence
+from headstart.inference.engine.texts import Texts
 from headstart.inference.engine.timing import Clock, Pass
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree, root_only
 from headstart.inference.engine.verify import accept, pick
@@ -42,17 +41,15 @@ class Decoder:
     ) -> None:
         self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
-        self.sequences = [DecodedSequence(request, row) for row in range(len(request.ids_BT))]
+        self.texts = Texts(request)
         self.noise = None if seeds_B is None else NoiseBuffer(partial(reader.noise, None), reader.backbone.vocab, seeds_B)
-        self.waiting = list(range(len(self.sequences)))
+        self.waiting = list(range(len(request.ids_BT)))
         self.rows: list[int] = []
         """The number of each row's sequence."""
         self.roots: list[int] = []
         self.cache: RaggedCache
         self.tree: CandidateTree
         """The candidates of the last step."""
-        self.scores: list[list[Tensor]] = [[] for _ in self.sequences]
-        self.logits: list[list[Tensor]] = [[] for _ in self.sequences]
         speculation.start(seeds_B is not None)
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
@@ -71,7 +68,7 @@ class Decoder:
             draft, tree, noise_BPV = self._draft()
             self.tree, drafting = tree, clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
-            scores_BNV = self.request.processing(logits_BNV, self._histories(self.rows), tree)
+            scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
             verifying = clock.lap()
             paths = accept(tree, picks)
@@ -94,7 +91,7 @@ class Decoder:
     def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
         """The lengths of the rows of these sequences, by sequence; 0 for the others."""
         counts = dict(zip(numbers, map(len, rows), strict=True))
-        return [counts.get(number, 0) for number in range(len(self.sequences))]
+        return [counts.get(number, 0) for number in range(len(self.texts.written))]
 
     # Drafting.
 
@@ -107,7 +104,7 @@ class Decoder:
         processing, in_full = self.request.processing, self.shape is not None and self.shape.chain
         draft = Draft(
             pools=[Pool(root) for root in self.roots],
-            remaining=[self.prompts.remaining(number, len(self.sequences[number].written), in_full) for number in self.rows],
+            remaining=[self.prompts.remaining(number, len(self.texts.written[number]), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
             shape=self.shape,
@@ -127,7 +124,7 @@ class Decoder:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None
-        positions = [self.prompts.lengths[number] + len(self.sequences[number].written) + first for number in self.rows]
+        positions = [self.prompts.lengths[number] + len(self.texts.written[number]) + first for number in self.rows]
         return self.noise.of(self.rows, positions, end - first)
 
     def _noise_by_node(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
@@ -144,13 +141,9 @@ class Decoder:
         self, paths: list[list[int]], picks: list[list[int]], scores_BNV: Tensor, logits_BNV: Tensor, features: Features
     ) -> Accepted:
         """Write each row's picks along its path until its sequence ends."""
-        written = []
-        for b, (number, path) in enumerate(zip(self.rows, paths, strict=True)):
-            tokens = [picks[b][node] for node in path]
-            count = self.sequences[number].write(tokens)
-            self._collect(number, path[:count], scores_BNV[b], logits_BNV[b])
-            written.append(tokens[:count])
-        self.roots = [picked[path[-1]] for picked, path in zip(picks, paths, strict=True)]
+        runs = [[picked[node] for node in path] for picked, path in zip(picks, paths, strict=True)]
+        written = self._add(self.rows, runs, paths, scores_BNV, logits_BNV)
+        self.roots = self.texts.ids_BT[:, -1].tolist() if self.request.in_order else [run[-1] for run in runs]
         return Accepted(self.rows, written, paths, features)
 
     def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
@@ -161,7 +154,7 @@ class Decoder:
         self._leave()
 
     def _leave(self) -> None:
-        going = [b for b, number in enumerate(self.rows) if not self.sequences[number].ended]
+        going = [b for b, number in enumerate(self.rows) if self.texts.goes_on(number)]
         if len(going) == len(self.rows):
             return
         self.rows, self.roots = [self.rows[b] for b in going], [self.roots[b] for b in going]
@@ -182,14 +175,12 @@ class Decoder:
     def _start(self, numbers: list[int]) -> None:
         """Prefill the prompts of these sequences, pick their first tokens, and append them to the rows."""
         features, cache, logits_B1V = self.prompts.prefill(numbers)
-        scores_B1V = self.request.processing(logits_B1V, self._histories(numbers), None)
+        scores_B1V = self._scores(logits_B1V, numbers, None)
         noise_B1V = None
         if self.seeds_B is not None:
             noise_B1V = gumbel(self.seeds_B[numbers], self.prompts.lengths_B[numbers][:, None], self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
-        for b, (number, root) in enumerate(zip(numbers, roots, strict=True)):
-            self.sequences[number].write([root])
-            self._collect(number, [0], scores_B1V[b], logits_B1V[b])
+        self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
         if self.rows:
             self.cache.join(cache)
         else:
@@ -200,15 +191,20 @@ class Decoder:
         self.rows, self.roots = self.rows + numbers, self.roots + roots
         self._leave()
 
-    def _histories(self, numbers: list[int]) -> list[History]:
+    def _scores(self, logits_BNV: Tensor, numbers: list[int], tree: CandidateTree | None) -> Tensor:
+        """Processed scores of the nodes of these sequences."""
         processing = self.request.processing
-        if not processing.processors:
-            return []
-        return [self.sequences[number].history for number in (numbers[:1] if processing.blind else numbers)]
+        if processing.unknown:
+            return processing.in_order(self.texts.ids_BT, logits_BNV[:, 0])[:, None]
+        needed = [] if not processing.processors else numbers[:1] if processing.blind else numbers
+        return processing(logits_BNV, [self.texts.history(number) for number in needed], tree)
 
-    def _collect(self, number: int, path: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
-        """Collect scores and logits if the call asks for them."""
-        if self.request.scores:
-            self.scores[number].extend(scores_NV[path].float())
-        if self.request.logits:
-            self.logits[number].extend(logits_NV[path].float())
+    def _add(
+        self, numbers: list[int], runs: list[list[int]], paths: list[list[int]], scores_BNV: Tensor, logits_BNV: Tensor
+    ) -> list[list[int]]:
+        """Write runs of tokens, with their scores and logits if the call asks for them; returns what was kept."""
+        scores, logits = (
+            [values_NV[path] for values_NV, path in zip(values_BNV, paths, strict=True)] if asked else []
+            for values_BNV, asked in ((scores_BNV, self.request.scores), (logits_BNV, self.request.logits))
+        )
+        return self.texts.write(numbers, runs, scores, logits)

@@ -27,10 +27,11 @@ from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.watch import HOOKED, dependencies, hooks, sample_of
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.request import read_request, require_one_side
+from headstart.inference.engine.request import read_request, require_all_rows, require_one_side
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.engine.turn import turn
 from headstart.inference.handover import entry, handed_streamer
@@ -151,6 +152,7 @@ class SpeculativeModel:
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:
             require_count("batch_size", batch_size, of="generate")
+            require_all_rows(request, batch_size)
         if tree != "auto" and not isinstance(tree, TreeShape):
             raise UserError(f"tree is 'auto' or a TreeShape; got {tree!r}")
         shape = tree if isinstance(tree, TreeShape) else None
@@ -159,8 +161,11 @@ class SpeculativeModel:
                 drafter.require_depth(shape.depth)
         rows = min(batch_size or len(input_ids), len(input_ids))
         require_memory(self.backbone, rows, input_ids.shape[1], shape.nodes if shape is not None else 1)
+        for processor in request.processing.unknown:
+            if speculate and (self.drafters or self.proposers):
+                say_undeclared(name_of(processor))
         with turn(model), self._running():
-            engine = self.engine(speculate and bool(self.drafters or self.proposers))
+            engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
             decoder: Decoder | BeamDecoder
             if request.beams is not None:
                 decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))

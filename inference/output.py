@@ -11,7 +11,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from headstart.inference.beam.beam import BeamDecoder
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.sequence import output_ids
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import VerifiedTree
 from headstart.inference.sources.drafter_source import DrafterSource
@@ -48,18 +47,21 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 def sequences_of(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
-    return decoder.sequences() if isinstance(decoder, BeamDecoder) else output_ids(decoder.sequences, request)
+    return decoder.steps.sequences() if isinstance(decoder, BeamDecoder) else decoder.texts.sequences()
 
 
 def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
+    if isinstance(decoder, Decoder):
+        _cut(passes, list(map(len, decoder.texts.written)))
     lengths = [written for one in passes for written in one.written if written]
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
-    beams = decoder if isinstance(decoder, BeamDecoder) else None
+    beams = decoder.steps if isinstance(decoder, BeamDecoder) else None
+    kept = decoder.texts if isinstance(decoder, Decoder) else decoder.steps
     own = [[one for one in passes if one.written[row]] for row in range(len(request.ids_BT))]
     return GenerateOutput(
         sequences=sequences_of(decoder, request),
-        scores=_by_step(decoder.scores) if request.scores else None,
-        logits=_by_step(decoder.logits) if request.logits else None,
+        scores=_by_step(kept.scores) if request.scores else None,
+        logits=_by_step(kept.logits) if request.logits else None,
         passes=len(passes),
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
@@ -73,6 +75,16 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
     )
+
+
+def _cut(passes: list[Pass], lengths: list[int]) -> None:
+    """Take off what passes wrote behind the end of a text: tokens written before it was known that another row ends all."""
+    for row, length in enumerate(lengths):
+        over = sum(one.written[row] for one in passes) - max(length - 1, 0)
+        for one in reversed(passes):
+            taken = min(max(over, 0), one.written[row])
+            one.written[row] -= taken
+            over -= taken
 
 
 def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:

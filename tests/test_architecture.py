@@ -37,6 +37,7 @@ PUBLIC = {
     "TreeShape",
     "__version__",
     "show",
+    "stateless",
     "assisted",
     "custom_generate",
     "load",

@@ -275,7 +275,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", ["autocast", "bfloat16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("float64", "deterministic"))])
+@pytest.mark.matrix(cells=2)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_process_change_no_text(saved: Path, name: str) -> None:
     """Loaded and called inside them or outside, with captures made outside or inside."""
     calls = [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}, {"num_beams": 3}]

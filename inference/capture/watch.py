@@ -17,6 +17,8 @@ from headstart.inference.capture.packed import version
 
 SAMPLED = 32
 """Values of a weight that are compared."""
+RECORDING = "transformers.utils.output_capturing"
+"""Where hooks are from that transformers leaves on a model whose hidden states were asked for; they do nothing otherwise."""
 HOOKED = "forward hooks of your own are on the model, which a capture would not call"
 
 
@@ -26,10 +28,11 @@ def dependencies(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     return (*weights, *(tuner_state(module) for module in modules), *hooks(modules))
 
 
-def hooks(modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:
-    """Return the numbers of the hooks on forward passes of these modules and of what is in them; none if there are none."""
+def hooks(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the numbers of the user's hooks on forward passes of these modules and of what is in them; none if there are none."""
     parts = (part for module in modules for part in module.modules())
-    return [(*part._forward_hooks, *part._forward_pre_hooks) for part in parts if part._forward_hooks or part._forward_pre_hooks]
+    tables = (table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks) if table)
+    return [number for table in tables for number, hook in table.items() if getattr(hook, "__module__", "") != RECORDING]
 
 
 def sample_of(modules: Sequence[nn.Module]) -> Tensor:

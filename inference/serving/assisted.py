@@ -34,12 +34,15 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.hooks import Evaluation, tapped
 from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter
+from headstart.inference.engine.known_processors import name_of
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.turn import turn
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import entry, handed_streamer
 from headstart.support.errors import UserError
 from headstart.support.numerics import without_autocast
+
+OTHER = "decode with custom_generate=heads.generate"
 
 
 def assisted(heads: SpeculativeModel, depth: int | None = None) -> Any:
@@ -83,7 +86,12 @@ class AssistedDecoding:
         streamer = handed_streamer(model) if streamer is None else streamer
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
-        processing = Processing(logits_processor, [pads])
+        processing = Processing(logits_processor, 1)
+        for processor in processing.unknown:
+            raise UserError(
+                f"{name_of(processor)} may keep a state, and assisted decoding asks it about drafts that are rejected later: leave it out, "
+                f"or {OTHER}"
+            )
         modes = (self.backbone.evaluation(), Evaluation(self.drafter)(), without_autocast())
         with turn(model), modes[0], modes[1], modes[2], _reading(self.backbone, self.drafter.taps) as outputs:
             ends = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
@@ -201,7 +209,7 @@ def _candidates_of(model: PreTrainedModel, candidates: CandidateGenerator) -> It
 
 
 def _refuse(input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    other = "decode with custom_generate=heads.generate"
+    other = OTHER
     if len(input_ids) > 1:
         raise UserError(f"transformers' assisted decoding takes one row; got a batch of {len(input_ids)}: {other}")
     mode = config.get_generation_mode()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.cost_model import Costs
-from headstart.inference.engine.processing import Filters, Processing
+from headstart.inference.engine.filters import Filters
+from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.sizes import BEAM_WIDTH
 from headstart.inference.engine.tree import Pool, TreeShape
 
