@@ -37,6 +37,7 @@ from headstart.inference.engine.turn import turn
 from headstart.inference.handover import entry, handed_streamer
 from headstart.inference.output import GenerateOutput, output_of, sequences_of
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
@@ -73,6 +74,8 @@ class SpeculativeModel:
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""
+        self._forced = ForcedProposer()
+        self._forced_source = ProposerSource(self._forced)
         self._engines: dict[bool, Engine] = {}
         self._state: tuple[Any, ...] = ()
         """What the engines depend on."""
@@ -166,12 +169,16 @@ class SpeculativeModel:
                 say_undeclared(name_of(processor))
         with turn(model), self._running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
-            decoder: Decoder | BeamDecoder
-            if request.beams is not None:
-                decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
-            else:
-                decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
-            passes = list(decoder.run(timed))
+            with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
+                decoder: Decoder | BeamDecoder
+                if request.beams is not None:
+                    decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
+                else:
+                    decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
+                    self._forced.texts = decoder.texts
+                passes = list(decoder.run(timed))
+            if request.processing.forked:
+                request.processing.settle(decoder.texts.histories())   # type: ignore[union-attr]
         if streamer is not None:
             streamer.end()
         return output_of(decoder, passes, request) if request.dictionary else sequences_of(decoder, request)

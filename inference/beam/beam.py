@@ -122,7 +122,7 @@ class BeamDecoder:
         if self.request.in_order:
             first = self._in_order(logits_B1V[:, 0].repeat_interleave(beams, 0))
         else:
-            histories = [History(self.request.ids_BT[number], number) for number in numbers]
+            histories = [History(self.request.ids_BT[number], [], number) for number in numbers]
             first = [nodes * beams for nodes in self._top_k(logits_B1V, histories)]
         self._step(self.rows, first)
         self.drafting.start(features)
@@ -202,7 +202,7 @@ class BeamDecoder:
             ids_T, trie = self.request.ids_BT[row.number], row.trie
             new = range(trie.verified, len(trie.tokens))
             written = [trie.shared_tokens + [trie.tokens[above] for above in trie.path(node)] for node in new]
-            histories = [History(torch.cat([ids_T, ids_T.new_tensor(tokens)]), row.number) for tokens in written]
+            histories = [History(ids_T, tokens, row.number) for tokens in written]
             padded += histories + histories[:1] * (nodes - len(histories))
         return padded
 

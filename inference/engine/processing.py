@@ -9,6 +9,7 @@ Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +18,29 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from transformers.generation import logits_process as known
 
 from headstart.inference.engine.filters import Filters
+from headstart.inference.engine.forked import Forked, allowed, is_forkable
 from headstart.inference.engine.known_processors import is_blind, is_stateless, of_row
 from headstart.inference.engine.tree import CandidateTree
 
 
 @dataclass(frozen=True)
 class History:
-    """The ids ``[T]`` up to a root, padding included, and the number of its row in the call."""
+    """The text up to a root, padding included, and the number of its row in the call."""
 
-    ids_T: Tensor
+    prompt_T: Tensor
+    written: list[int]
     row: int
+    ends: Callable[[list[int]], bool] = lambda written: False
+    """Whether a text ends with these tokens, so that nothing is asked about what follows."""
+
+    @property
+    def ids_T(self) -> Tensor:
+        """All ids."""
+        return self.after(self.written)
+
+    def after(self, written: list[int]) -> Tensor:
+        """The ids of the prompt followed by these tokens."""
+        return torch.cat([self.prompt_T, self.prompt_T.new_tensor(written)])
 
 
 class Processing:
@@ -34,12 +48,18 @@ class Processing:
 
     def __init__(self, processors: LogitsProcessorList, rows: int, beams: int = 1) -> None:
         self.processors = processors
-        self.unknown = [processor for processor in processors if not is_stateless(processor)]
-        """Those that may keep a state."""
+        stateful = [processor for processor in processors if not is_stateless(processor)]
+        self.unknown = [processor for processor in stateful if beams > 1 or not is_forkable(processor, rows)]
+        """Those that may keep a state which cannot be undone."""
+        self.forked: list[dict[int, Forked]] = []
+        """For each row, those whose state forks along trees, by their place among the processors."""
+        if stateful and not self.unknown:
+            places = [place for place, processor in enumerate(processors) if not is_stateless(processor)]
+            self.forked = [{place: Forked(processors[place], row, rows) for place in places} for row in range(rows)]
         self._by_row = [[of_row(processor, row, beams) for processor in processors] for row in range(rows)]
         self._alike = all(one is other for of in self._by_row for one, other in zip(of, processors, strict=True))
         """True if no processor goes by row numbers."""
-        self.blind = all(is_blind(processor) for processor in processors)
+        self.blind = not stateful and all(is_blind(processor) for processor in processors)
 
     @property
     def temperature(self) -> float:
@@ -65,6 +85,8 @@ class Processing:
         scores_BNV = logits_BNV.float()
         if not self.processors:
             return scores_BNV
+        if self.forked:
+            return torch.stack([self._fork(*one, tree, b) for b, one in enumerate(zip(scores_BNV, histories, strict=True))])
         B, N, V = scores_BNV.shape
         if self.blind:
             return self.processors(histories[0].ids_T[None], scores_BNV.reshape(B * N, V)).view(B, N, V)
@@ -77,6 +99,39 @@ class Processing:
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             out_BNV[rows, nodes] = _applied(self._by_row[row], torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes])
         return out_BNV
+
+
+    def _fork(self, scores_NV: Tensor, history: History, tree: CandidateTree | None, b: int) -> Tensor:
+        """Processed scores of one row's nodes, from one node to the next along the tree; those that no pick can reach are left out."""
+        processors, forked, out_NV = self._by_row[history.row], self.forked[history.row], scores_NV.clone()
+        tokens, parents = ([0], [0]) if tree is None else (tree.tokens[b], tree.parents[b])
+        below: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            below[parents[node]].append(node)
+        waiting = [(0, history.written)]
+        while waiting:
+            node, written = waiting.pop()
+            if node and history.ends(written):
+                continue
+            for place, processor in enumerate(processors):
+                if place in forked:
+                    out_NV[node] = forked[place](history.prompt_T, written, out_NV[node])
+                else:
+                    out_NV[node] = processor(history.after(written)[None], out_NV[node][None])[0]
+            # The first child, which is mostly the likeliest, comes last: its calls then need not be made again.
+            waiting += [(child, [*written, tokens[child]]) for child in below[node] if allowed(out_NV[node], tokens[child])]
+        return out_NV
+
+    @property
+    def forces(self) -> bool:
+        """True if a processor names tokens that must follow."""
+        return any(one.forced is not None for forked in self.forked for one in forked.values())
+
+    def settle(self, histories: list[History]) -> None:
+        """Leave states as calls for these texts, each without its last token, leave them, as after transformers' loop."""
+        for history, forked in zip(histories, self.forked, strict=True):
+            for one in forked.values():
+                one.settle(history.prompt_T, history.written[:-1])
 
 
 def _applied(processors: list[LogitsProcessor], ids_RT: Tensor, scores_RV: Tensor) -> Tensor:

@@ -40,7 +40,11 @@ class Texts:
         return torch.cat([self.prompts_BT[row], self.prompts_BT.new_tensor(self.written[row])])
 
     def history(self, row: int) -> History:
-        return History(self.ids(row), row)
+        return History(self.prompts_BT[row], list(self.written[row]), row, self._ends)
+
+    def histories(self) -> list[History]:
+        """The texts of all rows."""
+        return [self.history(row) for row in range(len(self.written))]
 
     def goes_on(self, row: int) -> bool:
         """True if the row is to be decoded further."""
@@ -67,15 +71,15 @@ class Texts:
             return 0
         for count, token in enumerate(run, 1):
             self.written[row].append(token)
-            self.ended[row] = self._ends(row, token)
+            self.ended[row] = self._ends(self.written[row])
             if not self.request.in_steps and self.request.criteria:
                 self.ended[row] |= bool(self.request.criteria(self.ids(row)[None], None).any())
             if self.ended[row]:
                 return count
         return len(run)
 
-    def _ends(self, row: int, token: int) -> bool:
-        return token in self.request.eos or self.prompts_BT.shape[1] + len(self.written[row]) >= self.request.limit
+    def _ends(self, written: list[int]) -> bool:
+        return written[-1] in self.request.eos or self.prompts_BT.shape[1] + len(written) >= self.request.limit
 
     def _step(self) -> bool:
         """Take a step if every row has a token for it; returns False if one has none, or if all rows have ended."""
