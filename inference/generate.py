@@ -23,6 +23,7 @@ from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import load_drafter
+from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.watch import HOOKED, dependencies, hooks, sample_of
@@ -36,7 +37,9 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.engine.turn import turn
 from headstart.inference.handover import entry, handed_streamer
 from headstart.inference.output import GenerateOutput, output_of, sequences_of
+from headstart.inference.sources.by_name import made
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
@@ -234,20 +237,31 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     allow_finetuned: bool = False,
     depth: int | None = None,
-    proposers: Sequence[Proposer | Drafter] = (),
+    proposers: str | Sequence[str | Proposer | Drafter] = (),
+    draft_model: str | PreTrainedModel | None = None,
+    early_exit: int | None = None,
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
-    """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only ``proposers`` or autoregressive decoding.
+    """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only what follows, or autoregressive decoding.
 
+    ``proposers``: drafts that need no training, by name: "suffix", "recycling", "history", "lookahead", one or several. ``draft_model``: a
+    smaller model of the same vocabulary, loaded or by its folder or hub id. ``early_exit``: draft with the model's own first layers.
     ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
     Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
     """
     with plain_arithmetic():
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
+        beside: list[Proposer | Drafter] = made(proposers)
         drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+        if isinstance(draft_model, str):
+            beside.append(load_draft_model(draft_model, on, tokenizer=tokenizer))
+        elif draft_model is not None:
+            beside.append(DraftModel.of(on, draft_model))
+        if early_exit is not None:
+            beside.append(EarlyExit(on, layers=early_exit))
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)
-    heads = SpeculativeModel(on, drafter, proposers=proposers, capture=capture)
+    heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
     heads.tuned = read_tuned(path, on)
     return heads

@@ -1,8 +1,8 @@
 """Logits processors whose state can be undone, such as matchers of grammars: the state forks along a tree.
 
-Contract: a processor with a method ``rollback(n)``, which undoes its last n calls; each call has one token more than the one before, and
-the state follows from the ids alone. For batches it also has ``of_row(row)``, which returns the processor of one row, with a state of its own.
-With ``forced(ids)``, it names tokens that must or will follow these ids ``[1, T]``, which are drafted; its state is then as before.
+Contract: a processor with a method ``rollback(n)``, which undoes its last n calls. Each call has one token more than the one before, and
+the state follows from the ids alone. For batches it also has ``of_row(row)``, which returns the processor of one row, with a state of its
+own. With ``forced(ids)``, it names the tokens that must follow these ids ``[1, T]``, which are drafted; its state is then as before.
 
 Shape suffixes: T positions, V vocabulary.
 """
