@@ -56,7 +56,7 @@ def measured(trained: Run, asked: dict[str, list[Tensor]]) -> dict[str, Any]:
     row["draft_vocabulary"] = trainer.coverage
     with trainer.eval_weights() as drafter:
         for domain, given in asked.items():
-            found = evaluate(trained.backbone, drafter, given, trained.recipe.eval, seed=0)
+            found = evaluate(drafter, given, trained.recipe.eval, seed=0)
             row[f"tau_{domain}"] = round(found["tau"], 3)
             row[f"accepted_{domain}"] = [round(rate, 3) for rate in found["acceptance_per_depth"]]
     return row

@@ -66,7 +66,7 @@ def run_one(name: str, seed: int, steps: int, args: argparse.Namespace) -> dict[
         sys.exit(status)
     row: dict[str, Any] = {**key_of(name, seed, steps, args), "tokens": run.tokens}
     for temperature in (0.0, 1.0):
-        found = evaluate(run.backbone, run.drafter, run.prompts, run.recipe.eval.model_copy(update={"temperature": temperature}), seed=0)
+        found = evaluate(run.drafter, run.prompts, run.recipe.eval.model_copy(update={"temperature": temperature}), seed=0)
         row[f"tau_{temperature:g}"] = round(found["tau"], 4)
         row[f"accepted_{temperature:g}"] = [round(rate, 4) for rate in found["acceptance_per_depth"]]
     return row

@@ -28,8 +28,9 @@ from headstart.cli.decoding import Subject, bench_plan, bench_subject
 from headstart.cli.failures import guarded
 from headstart.heads.backbone.embedded import resolve
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
+from headstart.inference.bench.judging import FAULT
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem
-from headstart.inference.bench.table import name, verdict
+from headstart.inference.bench.verdict import name, sentence
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.export.export import Request, export
 from headstart.inference.serving.verification import vllm
@@ -78,9 +79,8 @@ def main(args: argparse.Namespace) -> int:
     report |= {"versions": report["versions"] | versions, "peers": sorted(rows, key=lambda row: (row["temperature"], row["batch"]))}
     write_json(args.json, report)
     print(table(report) if args.table else json.dumps(report, indent=2))
-    fine, sentence = verdict(report)
-    print(sentence if jobs else f"{sentence}\n{NOT_MEASURED}", file=sys.stderr)
-    return 0 if fine else 1
+    print(sentence(report) if jobs else f"{sentence(report)}\n{NOT_MEASURED}", file=sys.stderr)
+    return 1 if report["verdict"] == FAULT else 0
 
 
 def own_rows(report: Row) -> list[Row]:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from program import options, run
 
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
-from headstart.inference.bench.logits import LogitsComparison, compare_batch
+from headstart.inference.bench.logits import LogitsComparison, continued
 from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture.capture import BackendName
@@ -33,7 +33,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for temperature in args.temperature:
         settings, found = Settings(args.max_new_tokens, temperature, tree=TreeShape(args.nodes, args.width)), LogitsComparison()
-        differing = sum(compare_batch(drafting, ar, {i: prompt_T}, settings, 0, found) for i, prompt_T in enumerate(prompts))
+        differing = 0
+        for i, prompt_T in enumerate(prompts):
+            differing += found.add_texts(*(continued(one, {i: prompt_T}, settings, 0) for one in (drafting, ar)))
         rows.append({"temperature": temperature, "prompts": len(prompts), "texts_differing": differing, **vars(found)})
     given = {name: getattr(args, name) for name in ("backbone", "heads", "dtype", "capture", "nodes", "width", "threads")}
     return {**given, "rows": rows}

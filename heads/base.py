@@ -138,10 +138,15 @@ class Drafter(nn.Module, ABC):
             if callable(reset):
                 reset()
 
-    def fit_start(self, features: Iterator[Features]) -> str:
-        """Fit a new drafter's start values to features of training texts, one row at a time; called after `init_from`.
+    @property
+    def start_positions(self) -> int:
+        """Number of positions of training text that `fit_start` is to be given; 0, the default: none."""
+        return 0
 
-        It reads as many as it needs, by default none. Returns a line for the log, or "".
+    def fit_start(self, features: Iterator[Features]) -> str:
+        """Fit a new drafter's start values to batches of features of training texts; called after `init_from`.
+
+        Returns a line for the log, or "".
         """
         return ""
 

@@ -20,6 +20,12 @@ class Weights(Form):
 class Contract(Form):
     weights: list[FiniteFloat] | None = None
     """Fingerprint of the backbone's weights."""
+    fingerprint: int | None = None
+    """Version of the fingerprint."""
+    precision: str | None = None
+    """Dtype of the backbone, and how its weights are quantized."""
+    stored: list[str] | None = None
+    """How a GGUF file stores the embedding and the output layer, if in blocks."""
     adapter: str | None = None
 
 
@@ -40,6 +46,14 @@ class Start(Form):
     weights: File
 
 
+class Chat(Form):
+    """How conversations become tokens (`ChatSettings.to_card`)."""
+
+    template: str | dict[str, str] | None
+    template_kwargs: dict[str, Any]
+    eos_token_id: list[int]
+
+
 class Provenance(Form):
     steps: int | None = None
     tokens: int | None = None
@@ -47,6 +61,8 @@ class Provenance(Form):
     command: str | None = None
     versions: dict[str, Any] | None = None
     chat_template: str | None = None
+    """Hash of the chat template."""
+    chat: Chat | None = None
     init: Start | None = None
     draft_vocabulary: Vocabulary | None = None
 

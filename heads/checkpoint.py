@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +28,30 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve_heads
+from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.fingerprint import VERSION
+from headstart.heads.backbone.fingerprint import same_weights as same_weights
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.settings import ChatSettings, template_hash
 from headstart.support.errors import UserError
-from headstart.support.files import discard, file_hash, value_hash
+from headstart.support.files import atomic, discard, file_hash
 from headstart.support.form import fault
 from headstart.support.hub import find_folder, upload
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
-from headstart.support.transaction import settle, transaction
+from headstart.support.notice import notice
+from headstart.support.transaction import flush, settle, transaction
 
 METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"
 FORMAT = 1
 ADAPTER_FILES = [f"{folder}/{file}" for folder in (ADAPTER, DRAFTER_ADAPTER) for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Hash the chat template; None if the tokenizer has none."""
-    template = tokenizer.chat_template
-    return value_hash(template) if template else None
 
 
 def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
@@ -59,16 +61,35 @@ def recipe_section(provenance: dict[str, Any], name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def recipe_template(card: dict[str, Any]) -> str | None:
-    """Return the chat template set in the checkpoint's recipe, if any."""
-    template = recipe_section(card["provenance"], "data").get("chat_template")
-    return template if isinstance(template, str) else None
+def chat_settings(card: dict[str, Any]) -> ChatSettings:
+    """Return how the conversations that the heads were trained on became tokens; heads of earlier versions keep their recipe's template."""
+    provenance = card["provenance"]
+    if provenance.get("chat") is None:
+        template = recipe_section(provenance, "data").get("chat_template")
+        return ChatSettings(template if isinstance(template, str) else None)
+    return ChatSettings.from_card(provenance["chat"])
+
+
+def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, backbone: Backbone) -> Chat | None:
+    """Return what makes prompts as the heads' training did, on this backbone; None without a tokenizer or chat template."""
+    if tokenizer is None:
+        return None
+    settings = ChatSettings() if path is None else chat_settings(read_metadata(path)[1])
+    if not settings.template_of(tokenizer):
+        return None
+    if tokenizer.chat_template not in (None, settings.template_of(tokenizer)):
+        advice = "make prompts with the chat attribute of the loaded heads: heads.chat.prompt(messages)"
+        warnings.warn(f"{path} was trained with another chat template than this tokenizer's; {advice}", stacklevel=3)
+    return Chat(tokenizer, replace(settings, ends=end_tokens(backbone.model.generation_config)))
 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
     config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
     backbone, weights = drafter.backbone, {"file": drafter.file_name}
+    trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
+    if backbone.gguf is not None:
+        trained_on["stored"], extra = backbone.gguf.stored, {**extra, "gguf": backbone.gguf.provenance}
     with transaction(folder) as new:
         for name, content in (files | carried_files()).items():
             (new / name).parent.mkdir(exist_ok=True)
@@ -90,13 +111,30 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
             "kind": type(drafter).__module__.removeprefix("headstart.heads."),
             "arguments": drafter.arguments,
             "backbone": backbone.name,
-            "contract": backbone.contract() | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
+            "contract": backbone.contract() | trained_on | {"taps": list(drafter.taps), "adapter": backbone.adapter_digest},
             "weights": weights | {"sha256": file_hash(file)},
             "provenance": extra,
         }
         (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
     if drafter.lora is None:
         discard(folder / DRAFTER_ADAPTER)   # of an earlier save
+
+
+def add_provenance(folder: Path, added: dict[str, Any]) -> None:
+    """Add to the provenance of a saved checkpoint, or replace entries of it, atomically; no other file is touched."""
+    settle(folder)
+    card = read_json(folder / METADATA, AGAIN)
+    card["provenance"] |= added
+    with atomic(folder / METADATA) as temporary:
+        temporary.write_text(json.dumps(card, indent=2) + "\n")
+        flush(temporary)
+
+
+def require_savable(drafter: Drafter) -> None:
+    """Make what `save_drafter` writes beside the weights, so that what it would raise is raised before a training."""
+    drafter.engine_config()
+    drafter.engine_files()
+    drafter.backbone.contract()
 
 
 def push_drafter(drafter: Drafter, repo_id: str, private: bool) -> None:
@@ -139,10 +177,9 @@ def load_drafter(
     """
     folder, card = read_metadata(path)
     check_contract(str(path), card, backbone, allow_finetuned)
-    stored = card["provenance"].get("chat_template")
-    if tokenizer is not None and stored and stored != template_hash(tokenizer) and not allow_finetuned:
-        found = template_hash(tokenizer)
-        raise UserError(f"{path} was trained with the chat template {stored}; this tokenizer's is {found}: use the same one")
+    _say_precision(str(path), card, backbone)
+    if tokenizer is not None and not allow_finetuned:
+        _require_template(str(path), card, tokenizer)
     try:
         drafter = read_drafter(str(path), folder, card, backbone)
         replaced = read_metadata(path)[1] != card
@@ -154,6 +191,24 @@ def load_drafter(
         return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def _say_precision(path: str, card: dict[str, Any], backbone: Backbone) -> None:
+    """Say if the heads were trained on the backbone in another precision."""
+    contract = card["contract"]
+    trained = contract.get("precision") or ("another precision" if backbone.match(contract) == "rounded" else None)
+    if trained is not None and trained != backbone.precision:
+        notice(f"{path} was trained on {card['backbone']} in {trained}; here it is in {backbone.precision}: fewer drafts may be accepted")
+
+
+def _require_template(path: str, card: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the heads' chat template is neither kept with them nor the tokenizer's."""
+    stored, settings = card["provenance"].get("chat_template"), chat_settings(card)
+    found = template_hash(settings.template_of(tokenizer))
+    if stored and stored != found:
+        raise UserError(
+            f"{path} was trained with the chat template {stored}, which it does not keep; this tokenizer's is {found}: use the same one"
+        )
 
 
 def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbone) -> Drafter:
@@ -193,8 +248,8 @@ def require_adapter(path: str | Path, backbone: Backbone, allow_finetuned: bool 
 
 def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_finetuned: bool) -> None:
     """Raise UserError, naming both backbones, if the heads were trained on another one."""
-    trained, found = dict(card["contract"]), backbone.contract()
-    weights, own_weights = trained.pop("weights", None), found.pop("weights")
+    trained, found = card["contract"], backbone.contract()
+    found.pop("weights")
     on, here = card["backbone"] or "another backbone", backbone.name or type(backbone.model).__name__
     for key, value in found.items():
         if trained.get(key) != value:
@@ -202,16 +257,8 @@ def check_contract(path: str, card: dict[str, Any], backbone: Backbone, allow_fi
                 f"{path} was trained on {on} ({key} {trained.get(key)}); this backbone is {here} ({key} {value}): "
                 "load the backbone it was trained on"
             )
-    if not allow_finetuned and not same_weights(weights, own_weights):
+    if not allow_finetuned and backbone.match(trained) == "other":
         raise UserError(
             f"{path} was trained on {on}; this backbone is {here}, of that shape with other weights: load the one it was trained on, "
             "or, if this is a fine-tune of it, pass allow_finetuned=True (--allow-finetuned)"
         )
-
-
-def same_weights(ours: Any, theirs: Any) -> bool:
-    """Compare two fingerprints, allowing for rounding to different dtypes."""
-    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
-        return False
-    scale = max(map(abs, ours), default=0.0)
-    return all(abs(a - b) <= 0.01 * abs(a) + 1e-4 * scale for a, b in zip(ours, theirs, strict=True))

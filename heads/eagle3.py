@@ -112,13 +112,19 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
                 residual = self.midlayer.residual(features.hidden_BTD.to(self.midlayer.dtype))
                 cached.layer.scale_outputs(size_of(residual) / size_of(features.taps[backbone.num_layers]))
 
+    @property
+    def start_positions(self) -> int:
+        return LinearFit.enough(self.fc.in_features)
+
     @torch.no_grad()
     def fit_start(self, features: Iterator[Features]) -> str:
         """Fit the fused state to the backbone's final hidden state of the next position: what later depths feed back in its place."""
         fit = LinearFit(self.fc.in_features, self.fc.out_features, self.fc.weight.device)
-        while not fit.enough and (one := next(features, None)) is not None:
-            # Not from the first position, which is often an outlier.
-            fit.add(self._normed(one.concatenated(self.taps))[0, 1:-1], one.hidden_BTD[0, 2:])
+        for one in features:
+            document_BT = torch.zeros_like(one.tokens_BT) if one.document_BT is None else one.document_BT
+            before_BN, at_BN, next_BN = (document_BT[:, i : document_BT.shape[1] - 2 + i] for i in range(3))
+            chosen_BN = (at_BN >= 0) & (at_BN == before_BN) & (at_BN == next_BN)   # not the first position, which is often an outlier
+            fit.add(self._normed(one.concatenated(self.taps))[:, 1:-1][chosen_BN], one.hidden_BTD[:, 2:][chosen_BN])
         if not fit.positions:
             return ""
         weight_DX, explained = fit.solve()

@@ -37,6 +37,7 @@ from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.start_values import probe
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers
+from headstart.support.spread import spread
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ class Hydra(OwnReadoutDrafter):
 
 def _embedding_scale(backbone: Backbone) -> float:
     """Return the power of two that makes embeddings nearest to unit size."""
-    tokens_N = torch.linspace(0, backbone.vocab - 1, min(1024, backbone.vocab), device=backbone.device).long()
+    tokens_N = torch.tensor(spread(0, backbone.vocab - 1, min(1024, backbone.vocab)), device=backbone.device)
     size = backbone.embed(tokens_N).float().square().mean().sqrt().clamp(min=2.0**-20)
     return float(2.0 ** -size.log2().round().item())
 

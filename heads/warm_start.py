@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata, same_weights
+from headstart.heads.checkpoint import check_contract, read_drafter, read_metadata
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.support.errors import UserError
 
@@ -112,9 +112,7 @@ def read_warm_start(path: str, kind: str, backbone: Backbone) -> WarmStart:
         drafter = read_drafter(path, folder, card, backbone)
     except UserError as error:
         raise UserError(f"drafter.init: {error}") from None
-    here = backbone.contract() | {"adapter": None if backbone.adapter is None else backbone.adapter.digest()}
-    there = card["contract"]
-    same = same_weights(there.get("weights"), here["weights"]) and there.get("adapter") == here["adapter"]
+    same = backbone.match(card["contract"]) != "other" and card["contract"].get("adapter") == backbone.adapter_digest
     weights = {key: value for key, value in card["weights"].items() if value is not None}
     return WarmStart(path, drafter.to(backbone.device), weights, same)
 

@@ -1,14 +1,13 @@
 """The decoding loop: draft a tree, verify it in one forward pass, keep the tokens that autoregressive decoding would have written.
 
-A row is removed when its sequence has ended and a waiting sequence takes its place; rows do not affect each other's tokens.
+When a sequence has ended, a waiting one takes the place of its row, or else the row is removed; rows do not affect each other's tokens.
 
 Shape suffixes: B batch, N tree nodes, P positions after the root, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +28,9 @@ from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted
 from headstart.inference.speculation.speculation import Speculation
 
+PREFILL_POSITIONS = 16_384
+"""Positions of a prefill of several prompts, padding included: more take memory and bring no speed."""
+
 
 class Decoder:
     """Decodes the sequences of one call. Sequences being decoded are rows; each has a root: its last token, not yet read by the backbone.
@@ -42,25 +44,35 @@ class Decoder:
         self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
         self.texts = Texts(request)
-        self.noise = None if seeds_B is None else NoiseBuffer(partial(reader.noise, None), reader.backbone.vocab, seeds_B)
-        self.waiting = list(range(len(request.ids_BT)))
+        self.noise = None if seeds_B is None else NoiseBuffer(reader.noise, reader.backbone.vocab, seeds_B)
+        self.waiting = list(self.texts.of)
         self.rows: list[int] = []
         """The number of each row's sequence."""
+        self.over: list[int] = []
+        """The rows whose sequences have ended, until others take their places or they are removed."""
         self.roots: list[int] = []
         self.cache: RaggedCache
         self.tree: CandidateTree
         """The candidates of the last step."""
         speculation.start(seeds_B is not None)
 
+    def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
+        """Let another sequence wait: a prompt that ends at a length of ``limit``. ``number``: new, or that of one which has ended."""
+        self.prompts.put(number, ids_T, limit)
+        self.texts.put(number, ids_T, limit)
+        self.waiting.append(number)
+        if self.noise is not None:
+            self.noise.put(number, seed)
+
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """Make decoding steps until every sequence has ended."""
-        self._admit()
-        clock = Clock(self.device, exact_times)
-        while self.rows:
-            step = self._step(clock)
-            self._admit()
-            clock.lap()
+        while (step := self.advance(exact_times)) is not None:
             yield step
+
+    def advance(self, exact_times: bool = False) -> Pass | None:
+        """Start waiting sequences and make a decoding step; None: every sequence has ended."""
+        self._admit()
+        return self._step(Clock(self.device, exact_times)) if self.rows else None
 
     def _step(self, clock: Clock) -> Pass:
         with Stopwatch() as watch:
@@ -79,19 +91,16 @@ class Decoder:
             host = clock.lap()
         if watch.valid:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
-        written, *drafts = (self._by_sequence(accepted.sequences, rows) for rows in (accepted.tokens, paths, tree.tokens))
-        kept, drafted = ([max(nodes - 1, 0) for nodes in counts] for counts in drafts)   # nodes without the root
+        numbers = accepted.sequences
+        written = dict(zip(numbers, map(len, accepted.tokens), strict=True))
+        # Without the root.
+        kept, drafted = ({n: len(nodes) - 1 for n, nodes in zip(numbers, of, strict=True)} for of in (paths, tree.tokens))
         trees = self._trees(accepted.sequences, tree, paths) if self.request.dictionary else {}
         return Pass(written, tree.size, drafting, verifying, host, kept, drafted, trees)
 
     @staticmethod
     def _trees(numbers: list[int], tree: CandidateTree, paths: list[list[int]]) -> dict[int, VerifiedTree]:
         return {number: VerifiedTree(*row) for number, *row in zip(numbers, tree.tokens, tree.parents, paths, strict=True)}
-
-    def _by_sequence(self, numbers: list[int], rows: Sequence[Sequence[int]]) -> list[int]:
-        """The lengths of the rows of these sequences, by sequence; 0 for the others."""
-        counts = dict(zip(numbers, map(len, rows), strict=True))
-        return [counts.get(number, 0) for number in range(len(self.texts.written))]
 
     # Drafting.
 
@@ -104,7 +113,7 @@ class Decoder:
         processing, in_full = self.request.processing, self.shape is not None and self.shape.chain
         draft = Draft(
             pools=[Pool(root) for root in self.roots],
-            remaining=[self.prompts.remaining(number, len(self.texts.written[number]), in_full) for number in self.rows],
+            remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
             shape=self.shape,
@@ -124,7 +133,7 @@ class Decoder:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None
-        positions = [self.prompts.lengths[number] + len(self.texts.written[number]) + first for number in self.rows]
+        positions = [self.prompts.length(number) + len(self.texts.of[number].written) + first for number in self.rows]
         return self.noise.of(self.rows, positions, end - first)
 
     def _noise_by_node(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
@@ -147,49 +156,74 @@ class Decoder:
         return Accepted(self.rows, written, paths, features)
 
     def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
-        """Keep the accepted paths and remove rows whose sequences have ended."""
+        """Keep the accepted paths."""
         self.cache.keep(paths, list(map(len, paths)))
         for source in self.speculation.sources:
             source.extend(accepted)
-        self._leave()
+        self.over = [b for b, number in enumerate(self.rows) if not self.texts.goes_on(number)]
 
-    def _leave(self) -> None:
-        going = [b for b, number in enumerate(self.rows) if self.texts.goes_on(number)]
-        if len(going) == len(self.rows):
+    # Admitting.
+
+    def _admit(self) -> None:
+        """Start waiting sequences in the places of those that have ended and in free rows; remove the other rows that have ended."""
+        while True:
+            self._remove(self.over[len(self.waiting) :])
+            numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
+            fewest = len(numbers) if self.request.in_order else 1
+            while len(numbers) > fewest and len(numbers) * max(map(self.prompts.length, numbers)) > PREFILL_POSITIONS:
+                numbers = numbers[: len(numbers) // 2]
+            if not numbers:
+                return
+            self.waiting = self.waiting[len(numbers) :]
+            self._start(numbers)
+
+    def _remove(self, over: list[int]) -> None:
+        """Remove these rows."""
+        if not over:
             return
+        going = [b for b in range(len(self.rows)) if b not in {*over}]
+        self.over = [going.index(b) for b in self.over if b not in over]
         self.rows, self.roots = [self.rows[b] for b in going], [self.roots[b] for b in going]
         for source in self.speculation.sources:
             source.select(going)
         if going:
             self.cache.select(going)
 
-    # Admitting.
-
-    def _admit(self) -> None:
-        """Start waiting sequences in free rows."""
-        while self.waiting and len(self.rows) < self.batch:
-            count = self.batch - len(self.rows)
-            numbers, self.waiting = self.waiting[:count], self.waiting[count:]
-            self._start(numbers)
-
     def _start(self, numbers: list[int]) -> None:
-        """Prefill the prompts of these sequences, pick their first tokens, and append them to the rows."""
+        """Prefill the prompts of these sequences and pick their first tokens: rows in places of `over`, or after the others."""
         features, cache, logits_B1V = self.prompts.prefill(numbers)
         scores_B1V = self._scores(logits_B1V, numbers, None)
         noise_B1V = None
         if self.seeds_B is not None:
-            noise_B1V = gumbel(self.seeds_B[numbers], self.prompts.lengths_B[numbers][:, None], self.reader.backbone.vocab)
+            lengths_B1 = torch.tensor([[self.prompts.length(number)] for number in numbers], device=self.device)
+            noise_B1V = gumbel(self.seeds_B[numbers], lengths_B1, self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
         self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
-        if self.rows:
-            self.cache.join(cache)
-        else:
+        self._place(numbers, roots, cache, features)
+
+    def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:
+        """Put the rows of new sequences in the places of the first of `over`, or after the others if there are none."""
+        replaced = self.over[: len(numbers)]
+        going = [b for b in range(len(self.rows)) if b not in {*replaced}]
+        places = replaced or [*range(len(going), len(going) + len(numbers))]
+        if not going:
             self.cache = cache
+        elif replaced:
+            self.cache.replace(replaced, cache)
+        else:
+            self.cache.join(cache)
         tokens = [[*self.prompts.tokens(number), root] for number, root in zip(numbers, roots, strict=True)]
+        order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)   # of the rows that go on, then the new ones
         for source in self.speculation.sources:
+            if replaced:
+                source.select(going)
             source.join(numbers, tokens, features)
-        self.rows, self.roots = self.rows + numbers, self.roots + roots
-        self._leave()
+            if order != sorted(order):
+                source.select(order)
+        rows, picked = [self.rows[b] for b in going] + numbers, [self.roots[b] for b in going] + roots
+        self.rows, self.roots = [rows[i] for i in order], [picked[i] for i in order]
+        ended = [place for place, number in zip(places, numbers, strict=True) if not self.texts.goes_on(number)]
+        self.over = sorted(self.over[len(replaced) :] + ended)
 
     def _scores(self, logits_BNV: Tensor, numbers: list[int], tree: CandidateTree | None) -> Tensor:
         """Processed scores of the nodes of these sequences."""

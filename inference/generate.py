@@ -22,7 +22,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
-from headstart.heads.checkpoint import load_drafter
+from headstart.heads.checkpoint import chat_of, load_drafter
 from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
@@ -37,6 +37,7 @@ from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.engine.turn import turn
 from headstart.inference.handover import entry, handed_streamer
 from headstart.inference.output import GenerateOutput, output_of, sequences_of
+from headstart.inference.self_check.check import self_check
 from headstart.inference.sources.by_name import made
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.early_exit import EarlyExit
@@ -46,6 +47,7 @@ from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
 from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
+from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
 from headstart.support.numerics import plain_arithmetic, without_autocast
 
@@ -75,6 +77,7 @@ class SpeculativeModel:
         """Results of `headstart tune` on this machine, if any."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
+        self.chat: Chat | None = None   # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""
         self._forced = ForcedProposer()
@@ -170,8 +173,11 @@ class SpeculativeModel:
         for processor in request.processing.unknown:
             if speculate and (self.drafters or self.proposers):
                 say_undeclared(name_of(processor))
-        with turn(model), self._running():
+        with turn(model), self.running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
+            if engine.capturer.unchecked:
+                engine.reader.start(request.limit)
+                self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
             with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
                 decoder: Decoder | BeamDecoder
                 if request.beams is not None:
@@ -181,13 +187,13 @@ class SpeculativeModel:
                     self._forced.texts = decoder.texts
                 passes = list(decoder.run(timed))
             if request.processing.forked:
-                request.processing.settle(decoder.texts.histories())   # type: ignore[union-attr]
+                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
         if streamer is not None:
             streamer.end()
         return output_of(decoder, passes, request) if request.dictionary else sequences_of(decoder, request)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """The context of a call: the model's own dtype, evaluation mode, and weights without gradients, which captures could not hold."""
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
@@ -213,7 +219,7 @@ class Engine:
         self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources, few_sizes=self.capturer.slow)
+        self.speculation = Speculation(sources, self.capturer.slow, self.capturer.fixed)
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()
             for source in sources:
@@ -243,12 +249,13 @@ def load(
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
     """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only what follows, or autoregressive decoding.
+    ``tokenizer``: the backbone's; ``heads.chat`` then makes prompts with the chat template that the heads were trained with.
 
     ``proposers``: drafts that need no training, by name: "suffix", "recycling", "history", "lookahead", one or several. ``draft_model``: a
     smaller model of the same vocabulary, loaded or by its folder or hub id. ``early_exit``: draft with the model's own first layers.
     ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
-    Raises UserError if the checkpoint is missing, damaged, or was trained on another backbone (see `load_drafter`).
+    Raises UserError if the checkpoint is missing, damaged, or of another backbone (see `load_drafter`).
     """
     with plain_arithmetic():
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
@@ -264,4 +271,5 @@ def load(
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
     heads.tuned = read_tuned(path, on)
+    heads.chat = chat_of(path, tokenizer, on)
     return heads

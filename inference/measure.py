@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
+from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.support.errors import UserError
@@ -97,6 +98,26 @@ class Tally:
                 kept=[sum(count > depth for count in kept) for depth in range(max([len(depths), *kept]))],
                 nodes=Counter(output.nodes),
                 seconds={part: output.seconds[part] for part in PARTS},
+            )
+        )
+
+    def add_pass(self, one: Pass) -> None:
+        """Add the counts of one forward pass."""
+        lengths = [*one.written.values()]
+        drafted, kept = [*one.drafted.values()], [*one.kept.values()]
+        self.join(
+            Tally(
+                tokens=sum(lengths),
+                passes=1,
+                reads=1,
+                row_passes=len(lengths),
+                emitted=sum(lengths),
+                accepted=[sum(length > depth + 1 for length in lengths) for depth in range(max(lengths) - 1)],
+                drafts=sum(count > 0 for count in drafted),
+                draft_tokens=sum(drafted),
+                kept=[sum(count > depth for count in kept) for depth in range(max(kept, default=0))],
+                nodes=Counter([one.nodes]),
+                seconds={part: getattr(one, part) for part in PARTS},
             )
         )
 

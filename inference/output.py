@@ -51,40 +51,53 @@ def sequences_of(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
 
 
 def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
+    """``passes``: those of the call; what they wrote behind the end of a text is taken off."""
     if isinstance(decoder, Decoder):
-        _cut(passes, list(map(len, decoder.texts.written)))
-    lengths = [written for one in passes for written in one.written if written]
+        _cut(passes, {number: len(text.written) for number, text in decoder.texts.of.items()})
+    own: list[list[tuple[int, Pass]]] = [[] for _ in request.ids_BT]
+    for one in passes:
+        for number, written in one.written.items():
+            own[number] += [(written, one)] if written else []
+    lengths = [written for row in own for written, _ in row]
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
     beams = decoder.steps if isinstance(decoder, BeamDecoder) else None
-    kept = decoder.texts if isinstance(decoder, Decoder) else decoder.steps
-    own = [[one for one in passes if one.written[row]] for row in range(len(request.ids_BT))]
+    scores, logits = _kept(decoder)
     return GenerateOutput(
         sequences=sequences_of(decoder, request),
-        scores=_by_step(kept.scores) if request.scores else None,
-        logits=_by_step(kept.logits) if request.logits else None,
+        scores=_by_step(scores) if request.scores else None,
+        logits=_by_step(logits) if request.logits else None,
         passes=len(passes),
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
         seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        accept_lengths=[[one.written[row] for one in its] for row, its in enumerate(own)],
-        kept=None if beams else [[one.kept[row] for one in its] for row, its in enumerate(own)],
-        drafted=None if beams else [[one.drafted[row] for one in its] for row, its in enumerate(own)],
+        accept_lengths=[[written for written, _ in its] for its in own],
+        kept=None if beams else [[one.kept[row] for _, one in its] for row, its in enumerate(own)],
+        drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
         nodes=[one.nodes for one in passes],
         pass_seconds=[one.seconds for one in passes],
-        trees=None if beams else [[one.trees[row] for one in its] for row, its in enumerate(own)],
+        trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
     )
 
 
-def _cut(passes: list[Pass], lengths: list[int]) -> None:
+def _kept(decoder: Decoder | BeamDecoder) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Scores and logits by row or beam."""
+    if isinstance(decoder, BeamDecoder):
+        return decoder.steps.scores, decoder.steps.logits
+    texts = decoder.texts.of.values()
+    return [text.scores for text in texts], [text.logits for text in texts]
+
+
+def _cut(passes: list[Pass], lengths: dict[int, int]) -> None:
     """Take off what passes wrote behind the end of a text: tokens written before it was known that another row ends all."""
-    for row, length in enumerate(lengths):
-        over = sum(one.written[row] for one in passes) - max(length - 1, 0)
+    for number, length in lengths.items():
+        over = sum(one.written.get(number, 0) for one in passes) - max(length - 1, 0)
         for one in reversed(passes):
-            taken = min(max(over, 0), one.written[row])
-            one.written[row] -= taken
-            over -= taken
+            taken = min(max(over, 0), one.written.get(number, 0))
+            if taken:
+                one.written[number] -= taken
+                over -= taken
 
 
 def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:

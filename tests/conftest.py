@@ -16,6 +16,7 @@ from collections.abc import Iterator  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402  (the libraries read these when imported)
 from matrix import mark_slow_cells  # noqa: E402
+from recorded import graphs  # noqa: E402, F401  (a fixture)
 
 torch.set_num_threads(1)
 

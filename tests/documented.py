@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from gguf_models import chat_model, write_gguf
 from transformers import AutoTokenizer
 
 from headstart.cli.main import COMMANDS
@@ -78,6 +79,8 @@ def make_home(folder: Path) -> Path:
     for name, lines in rows.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "models").mkdir()
+    write_gguf(folder / "models" / "chat.Q4_K_M.gguf", *chat_model())
     for name in ("question.txt", "long_text.txt"):
         (folder / name).write_text("def read(path):\n")
     return folder

@@ -16,6 +16,8 @@ os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
 import torch  # noqa: E402
 from architectures import Architecture, refused, served  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
+from released_run import dtypes  # noqa: E402
+from released_sizes import SMALLEST  # noqa: E402
 
 from headstart.heads.backbone.backbone import Backbone  # noqa: E402
 from headstart.support.errors import UserError  # noqa: E402
@@ -25,7 +27,8 @@ HEAD = """# Families
 Which models Headstart serves, as shown by its tests. The models are tiny and random, their configurations the published ones with
 width, depth, vocabulary and context reduced; what an architecture computes is as published: grouped keys and values, tied
 embeddings, sliding windows, soft-capping, experts, partial rotary embeddings, attention sinks, scaled embeddings and logits, hybrid
-layers. From DeepSeek-V3 on the configuration is the default one of `transformers`. None of it says how much faster a real model becomes.
+layers. From DeepSeek-V3 on the configuration is the default one of `transformers`. The last column names the released model with whose
+published sizes all of it was done again. None of it says how much faster a real model becomes.
 
 | column | what is shown, in fp32 on a CPU |
 |---|---|
@@ -40,6 +43,13 @@ MEANING = {
     "save, load": "trained heads are loaded, saved and loaded again with equal weights and drafts",
     "export": "`headstart export --to vllm` of EAGLE-3, read by `headstart verify`, drafts the same tokens; no engine has run it here",
 }
+SIZES = "published sizes"
+"""The last column, which tests/test_released_sizes.py shows."""
+SIZES_MEANING = (
+    "a random model of this one's widths, heads, vocabulary and rotary settings, with as many layers as it has kinds, at least two, and "
+    "three experts, in fp32 and bf16: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, after "
+    "8,000 tokens or as many as its context has room for), regenerated from, exported and verified"
+)
 TAIL = """
 ## Refused
 
@@ -89,6 +99,12 @@ def start_of(architecture: Architecture) -> list[str]:
     return [", ".join(architecture.models), f"`{architecture.title}`"]
 
 
+def size_of(architecture: Architecture) -> str:
+    """The cell of the last column."""
+    model = SMALLEST[architecture.name]
+    return model if len(dtypes(model)) > 1 else f"{model} ({dtypes(model)[0]})"
+
+
 def rows_of(text: str) -> dict[str, list[str]]:
     """First cell -> all cells of each row of the page's tables."""
     return {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
@@ -103,11 +119,12 @@ def measured(architecture: Architecture) -> list[str]:
 def page(before: str, only: list[str]) -> str:
     """The whole page; with ``only``, other rows are taken from the page before."""
     known, text = rows_of(before) if only else {}, HEAD
-    text += "".join(row([name, MEANING[name]]) for name in CHECKS) + "\n"
-    text += row(["models", "class", *CHECKS]) + "|" + "---|" * (2 + len(CHECKS)) + "\n"
+    text += "".join(row([name, MEANING[name]]) for name in CHECKS) + row([SIZES, SIZES_MEANING]) + "\n"
+    text += row(["models", "class", *CHECKS, SIZES]) + "|" + "---|" * (3 + len(CHECKS)) + "\n"
     for architecture in served():
         kept = known.get(start_of(architecture)[0])
-        text += row(kept if kept and not set(only) & set(architecture.models) else measured(architecture))
+        shown = kept[:-1] if kept and not set(only) & set(architecture.models) else measured(architecture)
+        text += row([*shown, size_of(architecture)])
         print(text.splitlines()[-1], flush=True)
     text += TAIL
     return text + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END

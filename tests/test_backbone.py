@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from shrink import shrunk
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.checkpoint import same_weights
+from headstart.inference.serving.reference.target import Target
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}
@@ -56,6 +58,23 @@ def test_taps_are_the_models_hidden_states(family: str) -> None:
     assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in on.layers] == hooks, "hooks are left behind"
 
 
+def test_the_layers_are_the_language_models_where_an_image_tower_has_as_many() -> None:
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    text = transformers.LlamaConfig(vocab_size=61, pad_token_id=0, bos_token_id=None, eos_token_id=None, **WIDE)
+    both = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=60)
+    on, tokens = Backbone(transformers.LlavaForConditionalGeneration(both)), texts(1, 9)
+    states = on.model(tokens, output_hidden_states=True).hidden_states
+    read, reference = on.read(tokens, taps=(0, 2, 5)), Target(on.model).read(tokens[0].tolist(), (0, 2, 5))
+    assert read.taps is not None
+    for tap in (0, 2, 5):
+        torch.testing.assert_close(read.taps[tap], states[tap])
+        torch.testing.assert_close(reference.streams[tap], states[tap][0])
+    start = layer_weights(on)
+    assert start is not None and torch.equal(start[0]["mlp.up_proj.weight"], on.layers[-1].mlp.up_proj.weight)   # type: ignore[union-attr]
+
+
 def test_a_backbone_is_frozen_and_evaluates() -> None:
     model = tiny("gpt2").train()  # has dropout
     on = Backbone(model)
@@ -86,6 +105,16 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_type() -> None:
     assert all(same_weights(a, b) for a in prints for b in prints)
     other = Backbone(tiny("llama", seed=1)).fingerprint()
     assert not any(same_weights(a, other) for a in prints) and not same_weights(prints[0], prints[0][:5])
+
+
+def test_the_fingerprint_of_a_huge_vocabulary_reads_its_last_element_and_copies_nothing() -> None:
+    on = Backbone(tiny("llama"))
+    rows, columns = 2**19, 2**12   # 2^31 elements that share the memory of 4,096
+    on.embed.weight = torch.nn.Parameter(torch.arange(columns, dtype=torch.float32).expand(rows, columns), requires_grad=False)
+    on.unembed.weight = torch.nn.Parameter(torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns), requires_grad=False)
+    places = [i * (rows * columns - 1) // 31 for i in range(32)]
+    expected = [place % columns for place in places] + [float(f"{place // columns:.6g}") for place in places]
+    assert on.fingerprint() == expected and expected[31] == columns - 1
 
 
 def refused(path: Path | str, **options: Any) -> str:

@@ -18,6 +18,7 @@ from headstart.inference.capture import capture as capture_module
 from headstart.inference.capture.backend import Call, Capture, Function
 from headstart.inference.capture.capture import PATIENCE, SHORT_PATIENCE, BackendName, Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.capture.trace import Trace
 from headstart.inference.engine.filters import Filters
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -204,7 +205,7 @@ def test_moved_weights_are_captured_anew() -> None:
 
 def test_captures_and_shapes_of_a_function_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each constant among the arguments, such as a width, has captures of its own: a long-lived process would keep them all."""
-    monkeypatch.setattr(capture_module, "MOST_CAPTURES", 3)
+    monkeypatch.setattr(Trace, "most_captures", 3)
     monkeypatch.setattr(capture_module, "MOST_SHAPES", 4)
     scale = Capturer("trace", torch.device("cpu")).capture(lambda held, x_N, factor: x_N * factor, "scale")
     for factor in (1.0, 2.0, 3.0, 1.0, 4.0, 1.0, 5.0, 2.0):
@@ -222,7 +223,7 @@ def compiled_functions() -> int:
 
 def test_nothing_is_left_of_a_capture_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.jit.trace` would leave its graph with torch, some MB of a model's forward pass."""
-    monkeypatch.setattr(capture_module, "MOST_CAPTURES", 1)
+    monkeypatch.setattr(Trace, "most_captures", 1)
     layer, before = torch.nn.Linear(8, 8).requires_grad_(False), compiled_functions()
     scale = Capturer("trace", CPU).capture(lambda held, x, factor: layer(x) * factor, "scale", layer)
     scale(None, torch.ones(2, 8), 1.0)

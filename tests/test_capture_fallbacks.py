@@ -165,3 +165,17 @@ def test_a_function_may_be_left_out_for_a_reason() -> None:
     for captured in (one, other):
         captured(torch.zeros(9), torch.ones(2, 3), 1.0)
     assert capturer.report() == CaptureReport("trace", "other: its weights are being trained")
+
+
+def test_giving_up_turns_every_function_off_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    capturer, function = Capturer("trace", CPU), Counted()
+    captured, later = capturer.capture(function, "f"), capturer.capture(Counted(), "g")
+    captured(torch.zeros(9), torch.ones(2, 3), 1.0)
+    for _ in range(2):
+        capturer.give_up("a text differs")
+    before = function.calls
+    captured(torch.zeros(9), torch.ones(2, 3), 1.0)
+    later(torch.zeros(9), torch.ones(2, 3), 1.0)
+    assert function.calls == before + 1 and captured.captures_made == 1 and not later.captures_made
+    assert capturer.report() == CaptureReport("off", "a text differs") and capturer.capture(function, "h").backend is None
+    assert [record.message for record in caplog.records] == ["forward passes are no longer captured, which is slower: a text differs"]

@@ -13,14 +13,12 @@ import pytest
 import torch
 from families import DRAFTERS, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, say, texts, tiny
 from safetensors import safe_open
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import headstart
 from headstart.heads import checkpoint
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import load_drafter, read_metadata, template_hash
+from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -255,20 +253,6 @@ def test_load_gives_heads_in_the_backbones_type(tmp_path: Path) -> None:
     assert of.drafter is not None and {p.dtype for p in of.drafter.parameters()} == {torch.bfloat16}
     assert say(of, {"input_ids": texts(1, 6)}, max_new_tokens=8).shape == (1, 14)
     assert headstart.load(None, backbone=of.backbone).drafter is None
-
-
-def test_the_chat_template(tmp_path: Path) -> None:
-    def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])), chat_template=template)
-
-    trained = tokenizer("{{ messages }}")
-    random_drafter("medusa", backbone("llama")).save_pretrained(tmp_path, {"chat_template": template_hash(trained)})
-    load_drafter(tmp_path, backbone("llama"), tokenizer=trained)
-    load_drafter(tmp_path, backbone("llama"))
-    for other in ("{{ messages }} ", None):
-        assert "chat template" in refused(tmp_path, tokenizer=tokenizer(other))
-        load_drafter(tmp_path, backbone("llama"), tokenizer=tokenizer(other), allow_finetuned=True)
-    assert template_hash(tokenizer(None)) is None
 
 
 @pytest.mark.parametrize("stage", ["tensors", "engine_config", "save_file", "file_hash"])

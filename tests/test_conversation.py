@@ -2,9 +2,8 @@
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
-from headstart.support.chat import read_messages
+from headstart.support.chat.messages import read_messages
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import Chat, encode
 from headstart.training.data.data import Sample, make_samples
 from headstart.training.recipe.recipe import Data
 
@@ -28,16 +27,16 @@ def samples_of(tokenizer, *conversations: list[dict], **data) -> list[Sample]:
         (LLAMA3, ["It is four.<|eot_id|>", "Six, ünder one condition.<|eot_id|>"]),
         (VICUNA, [" It is four.</s>", " Six, ünder one condition.</s>"]),
         (GEMMA, ["It is four.<end_of_turn>", "Six, ünder one condition.<end_of_turn>"]),
-        (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>\n</s>"]),
-        (PLAIN, [" It is four.\n", " Six, ünder one condition.\n"]),
+        (PHI3, ["It is four.<|end|>", "Six, ünder one condition.<|end|>"]),
     ],
-    ids=["chatml", "llama3", "vicuna", "gemma", "phi3", "plain"],
+    ids=["chatml", "llama3", "vicuna", "gemma", "phi3"],
 )
 def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_offsets):
     tokenizer = make_tokenizer(template, trim_offsets)
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == runs
-    assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)   # complete, with at most one <s>
+    whole = tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)
+    assert sample.tokens.tolist() == whole[: len(sample.tokens)] and sample.loss_mask[-1]   # up to the last end, with at most one <s>
 
 
 MARKED = {
@@ -61,8 +60,9 @@ def test_generation_blocks_and_rendering_twice_give_the_same_loss_mask(name):
     tokenizer.chat_template = with_blocks
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert sample.tokens.equal(unmarked.tokens) and sample.loss_mask.equal(unmarked.loss_mask)
-    expected = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True)
-    assert sample.tokens.tolist() == expected["input_ids"] and sample.loss_mask.int().tolist() == expected["assistant_masks"]
+    expected, length = tokenizer.apply_chat_template(chat(*TURNS), return_dict=True, return_assistant_tokens_mask=True), len(sample.tokens)
+    assert sample.tokens.tolist() == expected["input_ids"][:length]
+    assert sample.loss_mask.int().tolist() == expected["assistant_masks"][:length] and not any(expected["assistant_masks"][length:])
 
 
 def test_generation_blocks_decide_what_is_learned():
@@ -73,7 +73,7 @@ def test_generation_blocks_decide_what_is_learned():
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == ["It is four.", "Six, ünder one condition."]
     (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))   # an opening is no label even if marked
-    assert learned(tokenizer, sample) == ["It is four.<|im_end|>"]
+    assert learned(tokenizer, sample) == ["It is four."]
 
 
 def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per_turn():
@@ -85,13 +85,18 @@ def test_generation_blocks_of_a_template_that_drops_thoughts_make_one_sample_per
     assert len(samples_of(tokenizer, chat(*TURNS))) == 2
 
 
-def test_a_token_of_spaces_before_the_answer_is_the_prompts():
-    for trim in (False, True):
-        tokenizer = make_tokenizer(PLAIN.replace("assistant: ", "assistant:   ").replace("m.role + ': '", "m.role + ':   '"), trim)
-        (sample,) = samples_of(tokenizer, chat(*TURNS[:2]))
-        assert learned(tokenizer, sample) == [" It is four.\n"]
-        (sample,) = samples_of(tokenizer, chat(TURNS[0], ("assistant", "<s>It is four.")))    # the last space cannot join a token here
-        assert learned(tokenizer, sample) == ["<s>It is four.\n"]
+@pytest.mark.parametrize("blanks", [" ", "   "])
+def test_blanks_that_the_prompt_ends_with_are_not_merged_into_the_answer(blanks):
+    """The tokenizer has a token " It", which decoding cannot write after a prompt that ends with a blank."""
+    tokenizer = make_tokenizer(PLAIN.replace("assistant: ", f"assistant:{blanks}").replace("m.role + ': '", f"m.role + ':{blanks}'"))
+    samples = samples_of(tokenizer, chat(*TURNS))
+    assert [learned(tokenizer, sample) for sample in samples] == [["It is four."], ["Six, ünder one condition."]]
+    for sample, turns in zip(samples, (TURNS[:1], TURNS[:3]), strict=True):
+        asked = tokenizer.apply_chat_template(chat(*turns), add_generation_prompt=True, return_dict=False)
+        answer = tokenizer("It is four." if len(turns) == 1 else "Six, ünder one condition.", add_special_tokens=False)["input_ids"]
+        assert sample.tokens.tolist() == asked + answer and sample.loss_mask.tolist() == [False] * len(asked) + [True] * len(answer)
+    it, alone = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (" It", "It"))
+    assert it[0] not in (alone[0], tokenizer(" ", add_special_tokens=False)["input_ids"][0])
 
 
 def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
@@ -108,10 +113,13 @@ def test_thoughts_dropped_from_earlier_turns_make_one_sample_a_turn():
     assert len(samples_of(tokenizer, turns[:2])) == 1
 
 
-def test_an_answer_that_does_not_continue_its_prompt_is_refused():
+@pytest.mark.parametrize("answer", ["so\n</think>\n\nFour.", "<think>\nso\n</think>\n\nFour.", "Four."])
+def test_an_answer_follows_what_the_generation_prompt_opens(answer):
     tokenizer = make_tokenizer(OPENING)
-    with pytest.raises(UserError, match=r"x.jsonl, row 2, turn 1: the chat template does not write .* data.loss_on=all"):
-        samples_of(tokenizer, chat(("user", "Hi"), ("assistant", "<think>\nso</think>")), chat(*TURNS))
+    (sample,) = samples_of(tokenizer, chat(("user", "Hi"), ("assistant", answer)))
+    asked = tokenizer.apply_chat_template(chat(("user", "Hi")), add_generation_prompt=True, return_dict=False)
+    assert sample.tokens[: len(asked)].tolist() == asked and asked[-1] == tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    assert learned(tokenizer, sample) == [answer.removeprefix("<think>\n") + "<|im_end|>"]
     assert samples_of(tokenizer, chat(*TURNS), loss_on="all")[0].loss_mask.all()
 
 
@@ -222,15 +230,10 @@ def test_a_column_of_another_name():
         make_samples([row, {"other": 1}], tokenizer, Data(train="x", column="story"), source="x")
 
 
-def test_a_slow_tokenizer_is_refused(monkeypatch):
+def test_a_slow_tokenizer_is_refused_where_characters_count(monkeypatch):
     tokenizer = make_tokenizer(CHATML)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert learned(tokenizer, samples_of(tokenizer, chat(*TURNS))[0])[0] == "It is four.<|im_end|>"
+    tokenizer.chat_template = MARKED["chatml"][1]
     with pytest.raises(UserError, match="is a slow one"):
         samples_of(tokenizer, chat(*TURNS))
-
-
-def test_the_mask_of_a_rendering_is_on_characters_and_tokens_alike():
-    tokenizer = make_tokenizer(CHATML)
-    (rendered,) = Chat(tokenizer).answers(chat(*TURNS), "x")
-    tokens, learn = encode(tokenizer, rendered)
-    assert tokenizer.decode(tokens[learn]) == "".join(rendered.text[start:end] for start, end in rendered.spans)

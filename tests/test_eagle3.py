@@ -6,7 +6,6 @@ Shape suffixes: B batch, T positions, D width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
 from headstart.heads.layers.start_values import probe, size_of
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
+from headstart.support.pytree import list_tensors, map_tensors
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 OTHER_LAYER = {
@@ -131,24 +131,25 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
 
 
 def test_the_fused_state_is_fitted_to_the_next_final_hidden_state() -> None:
-    on, seen = backbone("llama"), []
-    drafter, random_start = fresh(on), fresh(on)
-
-    def rows(seed: int) -> Iterator[Features]:
-        for i in range(400):
-            seen.append(i)
-            yield read(on, texts(1, 50, seed + i), drafter)
-
-    line = drafter.fit_start(rows(0))
-    assert 12_000 <= 48 * len(seen) < 12_100 and "12," in line, "it reads as many texts as it needs"
+    on = backbone("llama")
+    drafter, random_start, padded = fresh(on), fresh(on), fresh(on)
+    rows = [read(on, texts(1, 50, i), drafter) for i in range(250)]
+    line = drafter.fit_start(iter(rows))
+    assert drafter.start_positions == 12_000 and "on 12,000 positions" in line
     features = read(on, texts(8, 50, 1000), drafter)
     missed = [(one.states(features)[:, 1:-1] - features.hidden_BTD[:, 2:]).square().mean() for one in (drafter, random_start)]
     assert missed[0] < features.hidden_BTD[:, 2:].square().mean() < missed[1]
     weight = drafter.fc.weight.clone()
     assert drafter.fit_start(iter([])) == "" and torch.equal(weight, drafter.fc.weight), "without texts it stays as it is"
-    again = fresh(on)
-    again.fit_start(rows(0))
-    assert torch.equal(again.fc.weight, weight)
+    batch = [join_rows([one.padded(60) for one in rows[i : i + 25]]) for i in range(0, 250, 25)]
+    assert "on 12,000 positions" in padded.fit_start(iter(batch)), "padding does not count"
+    torch.testing.assert_close(padded.fc.weight, weight, rtol=1e-3, atol=1e-4)
+
+
+def join_rows(rows: list[Features]) -> Features:
+    """One batch of them."""
+    columns = zip(*map(list_tensors, rows), strict=True)
+    return map_tensors(lambda _: torch.cat(next(columns)), rows[0])
 
 
 def test_draft_vocabulary_follows_the_device() -> None:

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 from architectures import Architecture, refused, served
-from families_table import cells, outcome, refusal, rows_of, start_of
+from families_table import SIZES, cells, outcome, refusal, rows_of, size_of, start_of
 from family_checks import CHECKS, Subject
 from shrink import FOLDER
 from small_run import ROOT
@@ -44,8 +44,12 @@ def test_every_published_configuration_and_no_other_is_in_the_table() -> None:
     models = {path.stem for path in FOLDER.glob("*.json")}
     assert models == {name for one in served() for name in one.models if (FOLDER / f"{name}.json").exists()}
     names = {", ".join(one.models) for one in (*served(), *refused())}
-    assert names == set(written()) - {"column", "models", *CHECKS}
+    assert names == set(written()) - {"column", "models", *CHECKS, SIZES}
     assert all(cell for line in written().values() for cell in line), "no cell is empty"
+
+
+def test_the_last_column_names_the_released_sizes_that_are_tested() -> None:
+    assert {start_of(one)[0]: written()[start_of(one)[0]][-1] for one in served()} == {start_of(one)[0]: size_of(one) for one in served()}
 
 
 def test_a_page_is_read_as_it_is_written() -> None:

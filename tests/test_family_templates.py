@@ -52,4 +52,4 @@ def test_generation_blocks_are_what_is_learned() -> None:
     tokenizer = tokenizer_of(SMOLLM3)
     (sample,) = samples_of(tokenizer, WITH_TOOLS)
     expected = tokenizer.apply_chat_template(WITH_TOOLS, return_dict=True, return_assistant_tokens_mask=True)
-    assert sample.loss_mask.int().tolist() == expected["assistant_masks"]
+    assert sample.loss_mask.int().tolist() == expected["assistant_masks"][: len(sample.tokens)]

@@ -15,8 +15,8 @@ from small_run import make_recipe
 from transformers import LlamaConfig
 
 from headstart.cli.main import main
-from headstart.heads.checkpoint import template_hash
 from headstart.heads.methods import build_drafter
+from headstart.support.chat.settings import template_hash
 from headstart.training.inspect.recipe import layer_name, norm_name
 from headstart.training.recipe.yaml_text import dump_yaml
 
@@ -98,7 +98,7 @@ def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.C
     assert contract["taps"] == {
         "2": "model.layers.1 (LlamaDecoderLayer)", "4": "model.layers.3 (LlamaDecoderLayer)", "5": "model.layers.4 (LlamaDecoderLayer)",
     }  # fmt: skip
-    assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(make_tokenizer(CHATML))
+    assert contract["final_norm"] == "model.norm (LlamaRMSNorm)" and contract["chat_template"] == template_hash(CHATML)
     assert contract["chat_template"] in out and "model.layers.1" in out
     drafted = report["vocabulary"]["drafters"]["eagle3"]
     learned = [piece["token"] for piece in report["sample"] if piece["loss"]]

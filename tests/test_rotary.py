@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from families import SIZES, build, left_padded, prompts, random_drafter, say
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.eagle3 import Eagle3
+from headstart.heads.layers.gated_layer import partial_rotary
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 TURN = 32
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "longrope": {"short_factor": [1.2, 1.5], "long_factor": [1.5, 3.0], "original_max_position_embeddings": TURN},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": TURN},
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": TURN} | LLAMA3,
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "default": {},
+}
+"""Kinds of rotary embeddings, and their settings for a model that rotates half of each head of 8."""
 
 
 def heads(kind: str) -> SpeculativeModel:
@@ -43,3 +61,34 @@ def test_on_one_side_the_text_is_the_models_own(kind: str, lengths: tuple[int, .
 def test_across_it_is_refused(kind: str, lengths: tuple[int, ...], allowed: str) -> None:
     with pytest.raises(UserError, match=f"rotary frequencies beyond {TURN} positions.*{allowed}"):
         say(heads(kind), left_padded(prompts(lengths)), max_new_tokens=18, do_sample=False)
+
+
+def rope(kind: str) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": 0.5} | SCALED[kind]
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_heads_rotate_whole_heads_alike_at_every_length_and_what_engines_read_says_the_same(kind: str) -> None:
+    longer = {"max_position_embeddings": 128} | ({"original_max_position_embeddings": TURN} if kind == "longrope" else {})
+    on = Backbone(build("Phi3" if kind in ("longrope", "default") else "StableLm", SIZES | longer | {"rope_parameters": rope(kind)}))
+    drafter = random_drafter("eagle3", on)
+    assert isinstance(drafter, Eagle3)
+    engines = LlamaRotaryEmbedding(LlamaConfig(**{key: value for key, value in drafter.engine_config().items() if key != "model_type"}))
+    places = torch.arange(TURN)
+    cos, sin = (part[0] for part in engines(torch.ones(1), places[None]))
+    rotary = drafter.cached.layers[0].rotary
+    own_cos, own_sin = rotary.table(TURN, places.device)
+    torch.testing.assert_close(rotary.table(8 * TURN, places.device)[0][:TURN], own_cos)
+    assert own_cos.shape == (TURN, 8), "the whole head"
+    torch.testing.assert_close(own_cos, cos)
+    torch.testing.assert_close(own_sin.abs(), sin.abs())
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear", "default"])
+def test_mtp_modules_rotate_the_part_that_the_backbone_rotates(kind: str) -> None:
+    sizes = {"head_dim": 8, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    stated = transformers.Qwen3_5TextConfig(**sizes, rope_parameters=rope(kind) | {"mrope_section": [1, 1, 0]})
+    cos, sin = (part[0] for part in Qwen3_5TextRotaryEmbedding(stated)(torch.ones(1), torch.arange(TURN)[None]))
+    own_cos, own_sin = partial_rotary(LlamaConfig(**sizes, rope_parameters=rope(kind))).table(TURN, cos.device)
+    torch.testing.assert_close(own_cos, cos)
+    torch.testing.assert_close(own_sin.abs(), sin.abs())

@@ -12,24 +12,17 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor
 
-from headstart.heads.backbone.sharding import is_sharded
-from headstart.support.errors import UserError
-from headstart.support.files import discard_unfinished
 from headstart.training.data.packing import Batch
-from headstart.training.log.backbone_loss import backbone_losses
-from headstart.training.log.evaluate import evaluate
+from headstart.training.evaluation import evaluate_all, prepare_evaluations
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import Sums
-from headstart.training.recipe.recipe import to_dict
-from headstart.training.run.checkpoint import write_state
 from headstart.training.run.schedule import learning_rate
-from headstart.training.run.sharding import all_finite
 from headstart.training.run.signals import StopSignal
 from headstart.training.run.trainer import DrafterTrainer
+from headstart.training.saving import diverged, of, save, save_missing_heads
 from headstart.training.setup import Run
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -50,24 +43,60 @@ class Outcome:
 def train(run: Run) -> int:
     """Train to the last step or until a signal; returns the exit status."""
     steps = run.feed.steps
-    if run.done >= steps:
-        run.log.say(f"{run.folder} is already at step {run.done} of {steps}; raise train.steps or train.epochs to go on")
-        return 0
+    prepare_evaluations(run)
     with StopSignal() as signal:
+        if run.pending and evaluate_all(run, signal):   # the run was ended before or during it
+            return _stopped(run, signal)
+        if run.done >= steps:
+            save_missing_heads(run)
+            run.log.say(f"{run.folder} is already at step {run.done} of {steps}; raise train.steps or train.epochs to go on")
+            return 0
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
             outcome = training_step(run, step, signal)
             run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
             for trainer, result in zip(run.trainers, outcome.results, strict=True):
                 trainer.meter.add(result, outcome.tokens, seconds)
-            _log_and_evaluate(run)
-            if outcome.stop or step == steps or _due(step, run.recipe.save.every):
-                save(run)
-            if outcome.stop and step < steps:
-                run.log.say(f"stopped by a signal after step {step} of {steps}, all saved; the same command goes on from there")
-                return 128 + signal.number
+            if _finish_step(run, outcome.stop, signal):
+                return _stopped(run, signal)
     run.log.say(f"done: the heads are in {', '.join(str(trainer.folder) for trainer in run.trainers)}{_skipped_steps(run)}")
     return 0
+
+
+def _stopped(run: Run, signal: StopSignal) -> int:
+    left = " and its evaluation is left out" if run.pending else ""
+    run.log.say(f"stopped by a signal after step {run.done} of {run.feed.steps}, all saved{left}; the same command goes on from there")
+    return 128 + signal.number
+
+
+def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
+    """Log, save and evaluate, as far as is due, in this order: no evaluation costs a training. Returns True if the run is to stop."""
+    last = run.done == run.feed.steps
+    run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
+    for trainer in run.trainers if run.pending else []:
+        trainer.tau = None   # the one before was of other weights
+    try:
+        _log(run, last)
+    finally:   # a log that cannot be written costs no training either
+        if stop or last or _due(run.done, run.recipe.save.every):
+            save(run)
+    if stop and (run.pending or not last):
+        return True
+    if not run.pending or not evaluate_all(run, signal):
+        return False
+    if run.saved != run.done:
+        save(run)
+    return run.pending or not last
+
+
+def _log(run: Run, last: bool) -> None:
+    """Write the log lines that are due at this step."""
+    run.log.advance()
+    for trainer in run.trainers:
+        if last or _due(run.done, run.recipe.log.every):
+            rate = learning_rate(run.done, run.feed.steps, trainer.recipe.train)
+            run.log.line(run.done, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
+            trainer.meter = Meter()
 
 
 def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
@@ -110,9 +139,10 @@ def micro_batch_seed(seed: int, step: int, number: int, process: int) -> int:
 def _sum_over_processes(
     accelerator: Accelerator, counts: list[Tensor], sums: list[Sums]
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """Sum the counts and each trainer's sums over all processes in one all-reduce."""
+    """Sum the counts and each trainer's sums over all processes in one all-reduce, in fp64, which counts beyond 2^24."""
     parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], each.lm_kl[None], *each.per_depth)]
-    reduced = accelerator.reduce(torch.cat([part.float() for part in parts]), "sum")
+    parts = [part.cpu() if part.device.type == "mps" else part for part in parts]   # which has no fp64, and one process
+    reduced = accelerator.reduce(torch.cat([part.double() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]
     return values[: len(counts)], [totals[i : i + 6] for i in range(0, len(totals), 6)]
@@ -122,97 +152,17 @@ def _is_finite(run: Run, trainer: DrafterTrainer, result: Result, step: int) -> 
     """Return True if the weights should be updated. Raises UserError if the run must end."""
     if trainer.is_finite(result):
         return True
-    fault = f"the loss{_of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
+    fault = f"the loss{of(trainer)} is {result.loss:g} and the norm of its gradient {result.grad_norm:g} at step {step}"
     if trainer.recipe.train.non_finite == "stop":
-        raise _diverged(run, trainer, fault)
+        raise diverged(run, trainer, fault)
     if trainer.consecutive_skips + 1 >= MAX_CONSECUTIVE_SKIPS:
-        raise _diverged(run, trainer, f"{fault}, the last of {MAX_CONSECUTIVE_SKIPS} such steps in a row")
+        raise diverged(run, trainer, f"{fault}, the last of {MAX_CONSECUTIVE_SKIPS} such steps in a row")
     return False
 
 
-def _diverged(run: Run, trainer: DrafterTrainer, fault: str) -> UserError:
-    train = trainer.recipe.train
-    skip = ", or train.non_finite=skip to pass over such steps" if train.non_finite == "stop" else ""
-    return UserError(
-        f"{fault}; stopped, and {_last_checkpoint(run)}. Try a lower train.lr (now {train.peak_lr:g}), "
-        f"a longer train.warmup_ratio ({train.warmup_ratio:g}), a smaller train.max_grad_norm ({train.max_grad_norm:g})"
-        f"{'' if train.precision == 'no' else ' or train.precision=no'}{skip}"
-    )
-
-
-def _last_checkpoint(run: Run) -> str:
-    saved = sorted((run.folder / "state").glob("step-*"))
-    return f"the last good checkpoint, {saved[-1]}, is kept" if saved else "no checkpoint had been saved yet (save.every)"
-
-
-def _of(trainer: DrafterTrainer) -> str:
-    return f" of {trainer.name}" if trainer.name else ""
-
-
 def _skipped_steps(run: Run) -> str:
-    counts = [f"{trainer.skipped}{_of(trainer)}" for trainer in run.trainers if trainer.skipped]
+    counts = [f"{trainer.skipped}{of(trainer)}" for trainer in run.trainers if trainer.skipped]
     return f"; steps skipped since their loss or gradient was not finite: {', '.join(counts)}" if counts else ""
-
-
-def _log_and_evaluate(run: Run) -> None:
-    """Write log lines and evaluate, if due at this step."""
-    step, last = run.done, run.done == run.feed.steps
-    run.log.advance()
-    for trainer in run.trainers:
-        if last or _due(step, run.recipe.log.every):
-            rate = learning_rate(step, run.feed.steps, trainer.recipe.train)
-            run.log.line(step, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
-            trainer.meter = Meter()
-        if run.prompts and (last or _due(step, run.recipe.eval.every)):
-            _evaluate(run, trainer)
-    if run.prompts and _due(step, run.recipe.eval.every):   # after the last step, closing the log writes the report
-        run.log.report()
-
-
-def _evaluate(run: Run, trainer: DrafterTrainer) -> None:
-    """Decode the held-out prompts in the main process, or in all processes if the backbone is sharded."""
-    with trainer.eval_weights() as drafter:
-        if run.accelerator.is_main_process or is_sharded(run.backbone):
-            scores = evaluate(run.backbone, drafter, run.prompts, run.recipe.eval, run.recipe.seed, run.tokenizer)
-            trainer.tau = scores["tau"]
-            if run.backbone.trainable:
-                scores |= backbone_losses(run.backbone, run.held_out, run.recipe.objective.chunk_size)
-            run.log.line(run.done, scores, trainer.name)
-    run.accelerator.wait_for_everyone()
-
-
-def save(run: Run) -> None:
-    """Save the heads in ``save.dir`` and the state to resume from in its subfolder ``state``."""
-    tensors = {name: tensor for trainer in run.trainers for name, tensor in trainer.pack().items()}
-    progress = {"recipe": to_dict(run.recipe), "data": run.feed.samples_hash, "tokens": run.tokens}
-    if not run.backbone.trainable:
-        progress["adapter"] = run.backbone.adapter_digest
-    progress["heads"] = {trainer.name: trainer.progress() for trainer in run.trainers}
-    for trainer in run.trainers:
-        finite = all(all_finite(tensors, f"{trainer.prefix}{part}/") for part in ("drafter", "lora", "adapter"))
-        if run.accelerator.is_main_process and not finite:
-            raise _diverged(run, trainer, f"the weights{_of(trainer)} are no longer finite after step {run.done}")
-    try:
-        for trainer in run.trainers:
-            _save_heads(run, trainer)
-        if run.accelerator.is_main_process:
-            write_state(run.folder, run.done, tensors, progress, run.recipe.save.keep)
-    except (OSError, SafetensorError) as error:   # no space, no permission, lost disk
-        raise UserError(
-            f"step {run.done} could not be saved in {run.folder}: {error}; stopped, and {_last_checkpoint(run)}. "
-            "Make room there, and the same command goes on"
-        ) from None
-    run.accelerator.wait_for_everyone()
-
-
-def _save_heads(run: Run, trainer: DrafterTrainer) -> None:
-    with trainer.eval_weights(merge=trainer.merges) as drafter:
-        if run.accelerator.is_main_process:
-            recipe = to_dict(trainer.recipe)
-            provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
-            provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
-            discard_unfinished(trainer.folder / "*")   # from a killed run
-            drafter.save_pretrained(trainer.folder, extra=provenance)
 
 
 def _due(step: int, every: int) -> bool:

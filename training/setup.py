@@ -16,15 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
+from headstart.heads.checkpoint import require_savable
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Sample, Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.sample import Sample
+from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import dtype_in_training, open_backbone, read_config
 from headstart.training.features.cached import open_source
+from headstart.training.features.manifest import cached_time
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
 from headstart.training.log.log import Log
@@ -67,6 +72,12 @@ class Run:
     """Optimiser steps so far."""
     tokens: int = 0
     """Tokens trained on so far, padding excluded."""
+    saved: int = 0
+    """Optimiser steps at the last save."""
+    pending: bool = False
+    """True if the evaluation that is due after these steps has not been made."""
+    control: Any = None
+    """The processes' group for what they agree on apart from their passes; None: the run's own."""
 
     @property
     def drafter(self) -> Drafter:
@@ -85,6 +96,7 @@ def prepare(recipe: Recipe) -> Run:
     accelerator = _accelerator(recipe)
     state = _find_state(recipe, accelerator)
     backbone, tokenizer = _load_backbone(recipe, accelerator)
+    recipe = _with_time(recipe, tokenizer, state)
     drafters = _build_drafters(recipe, backbone, fresh=state is None)
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
@@ -92,8 +104,9 @@ def prepare(recipe: Recipe) -> Run:
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
-    started += fit_starts(drafters, starts, splits.train) if state is None else []
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
+    fresh = [drafter for name, drafter in drafters.items() if state is None and name not in starts]
+    started += fit_starts(fresh, splits.train, source, accelerator)
     source = with_cache(recipe, source)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
@@ -103,7 +116,7 @@ def prepare(recipe: Recipe) -> Run:
             trainer.coverage = coverage_report(counts, trainer.drafter.vocabulary)
     log = Log(recipe, feed.steps, state.step if state else 0, accelerator.is_main_process)
     eval_prompts = prompts(splits.eval, recipe.eval, backbone.max_positions or sys.maxsize)
-    origin = provenance(recipe, tokenizer)
+    origin = provenance(recipe, tokenizer, end_tokens(backbone.model.generation_config))
     run = Run(recipe, accelerator, backbone, trainers, feed, source, eval_prompts, splits.eval, tokenizer, log, origin)
     if state is not None:
         _resume(run, state)
@@ -176,6 +189,15 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
     return backbone, load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
 
 
+def _with_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, state: State | None) -> Recipe:
+    """Return the recipe with the instant that the run, or its feature cache, has begun with, if the chat template prints dates."""
+    if not prints_date(recipe, tokenizer):
+        return recipe
+    cached = cached_time(Path(recipe.cache.dir)) if recipe.cache.dir is not None else None
+    kept = None if state is None else state.progress["recipe"]["data"].get("template_time")
+    return begun_at(recipe, [kept, cached], broadcast_object_list([now()])[0])
+
+
 def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str, Drafter]:
     """Build the drafters by name: initialised if ``fresh``, else without weights, which the saved state has."""
     drafters = {name: build(one, backbone, fresh) for name, one in recipe.per_drafter().items()}
@@ -187,7 +209,8 @@ def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
     with accelerator.main_process_first():   # the main process downloads a dataset, others use its cache
-        splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, progress=accelerator.is_main_process)
+        context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
+        splits = load_data(recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
@@ -205,6 +228,7 @@ def _trainer(
         chosen = Chosen(**state.progress["heads"][name]["chosen"])
         unpack_drafter(drafter, without_prefix(state.tensors, f"{name}/" if name else ""))
         unpack_adapter(drafter.backbone.trainable, state.tensors)
+    require_savable(drafter)
     trainer = build_trainer(name, chosen.put_into(recipe), _accelerator(recipe), drafter, source)
     trainer.chosen = chosen
     return trainer
@@ -223,7 +247,8 @@ def _resume(run: Run, state: State) -> None:
             f"{state.folder} was trained with adapter {adapter}; {run.recipe.backbone.adapter} is now {run.backbone.adapter_digest}: "
             "restore it, or choose another save.dir"
         )
-    run.done, run.tokens = state.step, state.progress["tokens"]
+    run.done = run.saved = state.step
+    run.tokens, run.pending = state.progress["tokens"], bool(run.prompts) and not state.progress.get("evaluated", True)
     for trainer in run.trainers:
         trainer.restore(state.tensors, state.progress["heads"][trainer.name])
     run.log.say(f"resuming from {state.folder}")
@@ -243,6 +268,8 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
         f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
+        *([] if splits.check is None else [f"answers   {splits.check}"]),
+        *([f"warning   {splits.check.warning}"] if splits.check is not None and splits.check.warning else []),
         *([] if splits.mix is None else [f"mix       {splits.mix}"]),
         *([] if cache_summary is None else [f"features  {cache_summary}"]),
         f"training  {run.feed.steps:,} steps of {train.batch_size} {'rows' if packed else 'samples'}, "

@@ -5,7 +5,7 @@ All handling of model classes is here. Shape suffixes: B batch, T positions, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.fingerprint import Match, fingerprint, match
+from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
+from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows
 from headstart.heads.backbone.probes import find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
@@ -48,6 +50,8 @@ class Backbone:
         self.recomputing = False
         """Recompute each layer's activations in the backward (gradient checkpointing), if trainable."""
         self._heads_without_adapter: str | None = None
+        self.gguf: GgufFile | None = None
+        """The GGUF file that the weights were read from, if any."""
         self.model, self.evaluation = model, Evaluation(model)
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
@@ -63,7 +67,7 @@ class Backbone:
         """Context length stated by the configuration."""
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
-        self.layers = decoder_layers(self.base, self.num_layers)
+        self.layers = decoder_layers(model, self.num_layers)
         self.windows = attention_windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
@@ -131,14 +135,15 @@ class Backbone:
 
     @property
     def name(self) -> str:
-        """Folder or hub id the model was loaded from; ``embedded`` for the one that ships with the package."""
+        """Folder, GGUF file or hub id the model was loaded from; ``embedded`` for the one that ships with the package."""
         name = str(self.model.config.name_or_path)
         return EMBEDDED if name == resolve(EMBEDDED) else name
 
     @property
     def precision(self) -> str:
-        """Compute dtype, followed by the quantization scheme if the weights are quantized."""
-        return f"{str(self.dtype).removeprefix('torch.')} {quantization(self.model)}".strip()
+        """Compute dtype, followed by the quantization scheme if the weights are quantized, or were in a GGUF file."""
+        scheme = quantization(self.model) if self.gguf is None else f"gguf {self.gguf.type}"
+        return f"{str(self.dtype).removeprefix('torch.')} {scheme}".strip()
 
     @property
     def device(self) -> torch.device:
@@ -195,13 +200,16 @@ class Backbone:
             yield
 
     def fingerprint(self) -> list[float]:
-        """Return 32 values each of the embedding and the output layer, in the current dtype; `checkpoint.same_weights` compares them."""
-        values: list[float] = []
-        for weight in (self.embed.weight, self.unembed.weight):
-            if weight.dtype.is_floating_point:
-                places = torch.linspace(0, weight.numel() - 1, 32, dtype=torch.float32, device=weight.device).long()
-                values += weight.detach().flatten()[places].float().tolist()
-        return [float(f"{value:.6g}") for value in values]
+        """Return 32 values each of the embedding and the output layer, in the current dtype (fingerprint.py)."""
+        return fingerprint(self._matrices)
+
+    def match(self, contract: Mapping[str, Any]) -> Match:
+        """Compare the weights with those that a checkpoint's contract states."""
+        return match(self._matrices, None if self.gguf is None else self.gguf.stored, contract)
+
+    @property
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        return self.embed.weight, self.unembed.weight
 
     def contract(self) -> dict[str, Any]:
         """Return the properties that a drafter depends on; its checkpoint stores them, and loading compares them."""
@@ -223,41 +231,44 @@ def load_backbone(
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
 ) -> Backbone:
-    """Load a frozen backbone from a folder, a hub id or ``embedded``; safetensors only.
+    """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
     moves the model from the CPU to the device; by default it is moved whole. Raises UserError.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    config = load_config(path, trust_remote_code=trust_remote_code)
+    config, gguf = load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
+    source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else {**gguf.arguments, "config": config}
+    kind = loaded_dtype(dtype, config, on)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            resolve(path),
-            dtype=loaded_dtype(dtype, config, on),
-            quantization_config=quantizing(dtype),
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attention_kernel(attention),
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with nullcontext() if gguf is None else gguf.reading(kind):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=kind, quantization_config=quantizing(dtype, gguf is not None), trust_remote_code=trust_remote_code,
+                attn_implementation=attention_kernel(attention), use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
         if report["missing_keys"]:
             lacking = sorted(report["missing_keys"])
             raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:   # what transformers raises for a damaged folder depends on the model and on the damage
-        raise _cannot_load("backbone", path, error) from error
-    return Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False))
+        raise load_error("backbone", path, error) from error
+    if gguf is not None:
+        gguf.describe_in(model, path)
+    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False))
+    backbone.gguf = gguf
+    return backbone
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
     try:
-        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except MemoryError:
+        gguf = find_gguf(path)
+        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
+    except (UserError, MemoryError):
         raise
     except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
-        raise _cannot_load("backbone", path, error) from error
+        raise load_error("backbone", path, error) from error
     if config.is_encoder_decoder:
         raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
     return config
@@ -271,30 +282,18 @@ def attention_kernel(attention: Attention) -> str | None:
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a backbone's tokenizer. Raises UserError if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except MemoryError:
+        gguf = find_gguf(path)
+        source = {"pretrained_model_name_or_path": resolve(path)} if gguf is None else gguf.arguments
+        return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
+    except (UserError, MemoryError):
         raise
     except Exception as error:   # as with models: what is raised depends on the tokenizer and on the damage
-        raise _cannot_load("tokenizer", path, error) from error
+        raise load_error("tokenizer", path, error) from error
 
 
-def _cannot_load(what: str, path: str, error: Exception) -> UserError:
-    cause = " ".join(str(error).split())[:300]
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and path != EMBEDDED and not Path(path).exists():
-        return UserError(f"no {what} at {path!r}: no such folder; give a folder with config.json and safetensors, a hub id, or 'embedded'")
-    if "does not support an attention implementation" in str(error):
-        return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
-    if "trust_remote_code" in str(error):
-        return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
-    return UserError(f"cannot load {what} {path!r}: {cause} (allowed: a folder with config.json and safetensors, a hub id, or 'embedded')")
-
-
-def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """Find the model's list of decoder layers. Raises UserError if it has none."""
-    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if not lists:
-        raise UserError(f"{type(base).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
     return lists[0]

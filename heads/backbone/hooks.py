@@ -1,4 +1,4 @@
-"""Temporary changes to a model, undone after a forward pass or a call: evaluation mode, collected outputs, recomputed layers."""
+"""Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,6 +84,30 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
             add = layers[tap - 1].register_forward_hook if tap else layers[0].register_forward_pre_hook
             handles.callback((add(after(tap)) if tap else add(before, with_kwargs=True)).remove)
         yield kept
+
+
+@contextmanager
+def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
+    """Move every value that a layer returns by a unit in the last place, up, down or not at all, while the model runs in this thread.
+
+    What that changes is what rounding otherwise in every layer may change.
+    """
+    drawn: dict[torch.device, torch.Generator] = {}
+    thread = threading.get_ident()
+
+    def move(module: nn.Module, args: tuple, output: Any) -> Any:
+        if threading.get_ident() != thread:
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        generator = drawn.setdefault(hidden.device, torch.Generator(hidden.device).manual_seed(seed))
+        signs = torch.randint(-1, 2, hidden.shape, generator=generator, device=hidden.device)
+        moved = hidden + hidden.abs() * torch.finfo(hidden.dtype).eps * signs
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+    with ExitStack() as handles:
+        for layer in layers:
+            handles.callback(layer.register_forward_hook(move).remove)
+        yield
 
 
 @contextmanager

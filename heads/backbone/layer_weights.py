@@ -29,12 +29,13 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     """
     parameters = base_parameters(backbone.layers[index], backbone.adapter)
     weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
-    final = dict(backbone.base.named_parameters()).get(NORM)
+    decoder = backbone.model.get_decoder()
+    final = dict(decoder.named_parameters()).get(NORM)
     norms = {*weights} & QUERY_NORMS
     if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
-    new_norm: nn.Module = type(backbone.base.get_submodule("norm"))(1)
+    new_norm: nn.Module = type(decoder.get_submodule("norm"))(1)
     less = 0.0 if new_norm.get_parameter("weight").any() else 1.0   # a weight less one starts at zero
     plain = {name: plain_weight(weight) for name, weight in weights.items() if name not in left_out}
     return {name: weight + less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + less

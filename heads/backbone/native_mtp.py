@@ -97,6 +97,8 @@ LAYOUTS = {
 
 def checkpoint_folder(backbone: Backbone) -> Path:
     """Return the folder of the backbone's checkpoint, downloaded if it is on the hub. Raises UserError if it has none."""
+    if backbone.gguf is not None:
+        raise UserError(f"MTP weights are read from safetensors, and {backbone.name} is a GGUF file: set drafter.native=false")
     return find_folder(resolve(backbone.name), "checkpoint of the backbone", ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
 
 

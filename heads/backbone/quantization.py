@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel, QuantoConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from headstart.support.dtypes import bf16_instructions, torch_dtype
 from headstart.support.errors import UserError
@@ -34,13 +36,26 @@ def loaded_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> 
     return torch.bfloat16 if dtype == "auto" and saved == torch.bfloat16 and bf16_instructions() else torch.float32
 
 
-def quantizing(dtype: str) -> QuantoConfig | None:
-    """Return the ``quantization_config`` for `from_pretrained`, if any. Raises UserError if optimum-quanto is not installed."""
+def quantizing(dtype: str, gguf: bool) -> QuantizationConfigMixin | None:
+    """Return the ``quantization_config`` for `from_pretrained`, if any. Raises UserError if optimum-quanto is not installed.
+
+    ``gguf``: the weights are those of a GGUF file, which are dequantized; UserError for integers.
+    """
     if dtype not in INTEGERS:
-        return None
+        return _dequantizing() if gguf else None
+    if gguf:
+        raise UserError(f"dtype {dtype} quantizes safetensors, and this is a GGUF file: take auto, fp32, bf16 or fp16")
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         raise UserError(f"dtype {dtype} needs optimum-quanto: pip install 'headstart[quantized]', or take auto, fp32, bf16 or fp16")
     return QuantoConfig(weights=dtype)
+
+
+def _dequantizing() -> QuantizationConfigMixin:
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        raise UserError(f"transformers {transformers.__version__} is too old for GGUF files; 5.23 reads them") from None
+    return GgufConfig(dequantize=True)
 
 
 def quantization(model: PreTrainedModel) -> str:

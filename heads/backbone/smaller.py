@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.backbone.adapter import BASE_LAYER
-from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.backbone import Backbone, load_config, load_tokenizer
 from headstart.heads.backbone.layer_weights import plain_weight
 from headstart.heads.backbone.recurrent import KIND
 from headstart.support.errors import UserError
@@ -46,12 +45,11 @@ def pruned_config(backbone: Backbone, layers: Sequence[int]) -> PretrainedConfig
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """Load a model's configuration from a folder or hub id. Raises UserError."""
+    """Load a model's configuration. Raises UserError."""
     try:
-        return AutoConfig.from_pretrained(resolve(path))
-    except FAULTS as error:
-        allowed = "a folder with config.json and safetensors, or a hub id"
-        raise UserError(f"no draft model at {path!r}: {_cause(error)} (allowed: {allowed})") from None
+        return load_config(path)
+    except UserError as error:
+        raise UserError(f"no draft model at {path!r}: {error}") from None
 
 
 def config_from(stated: Mapping[str, Any]) -> PretrainedConfig:

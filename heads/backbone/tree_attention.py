@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from headstart.support.devices import is_accelerator
+
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
 MAX_EXACT = 64
@@ -49,7 +51,7 @@ def attend(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS
         mask_B1NS = mask_B1NS.float() if mask_B1NS.is_floating_point() else mask_B1NS
         return attend(query_BHNC.float(), keys_BGSC.float(), values_BGSC.float(), mask_B1NS, scale).bfloat16()
     shared = bool(query_BHNC.shape[1] != keys_BGSC.shape[1])
-    if not shared or query_BHNC.device.type == "cpu":
+    if not shared or not is_accelerator(query_BHNC.device):
         return scaled_dot_product_attention(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale=scale, enable_gqa=shared)
     return attend_as_queries(query_BHNC, keys_BGSC, values_BGSC, mask_B1NS, scale)
 
@@ -59,7 +61,8 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     B, H, N, C = query_BHNC.shape
     G = keys_BGSC.shape[1]
     query_BGMC, mask_B1MS = query_BHNC.reshape(B, G, H // G * N, C), mask_B1NS.repeat(1, 1, H // G, 1)
-    return scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale).view(B, H, N, -1)
+    output_BGMC = scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale)
+    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])   # kernels differ in the order of their output's memory
 
 
 def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:

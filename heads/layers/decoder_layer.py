@@ -34,11 +34,13 @@ class Frequencies:
 
 
 class Rotary(nn.Module):
-    """Rotary embedding: positions -> cosines and sines."""
+    """Rotary embedding of whole heads: positions -> cosines and sines."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.compute = [LlamaRotaryEmbedding(config)]  # not a submodule: .to(bfloat16) would round its frequencies
+        whole = LlamaConfig.from_dict(config.to_dict())   # transformers' scaled kinds would rotate the share that the backbone rotates
+        whole.rope_parameters = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
+        self.compute = [LlamaRotaryEmbedding(whole)]  # not a submodule: .to(bfloat16) would round its frequencies
 
     def table(self, positions: int, device: torch.device) -> Rotation:
         """Return cosines and sines ``[positions, C]`` of positions 0 to ``positions - 1``."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads.layers.decoder_layer import Frequencies, Rotary, Rotation, rotary_at
-from headstart.heads.layers.ragged import grown, join_rows, put, select_rows, sized, whole_steps
+from headstart.heads.layers.ragged import grown, join_rows, octave_up, put, select_rows, sized, whole_steps
 from headstart.heads.layers.row_state import RowState
+from headstart.support.devices import is_accelerator
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Ring:
 class DraftCache(RowState):
     """Keys and values of one layer, for rows of different lengths."""
 
+    stored = ("keys_BGSC", "values_BGSC", "rotation")
+
     keys_BGSC: Tensor
     values_BGSC: Tensor
     lengths_B: Tensor
@@ -83,16 +86,21 @@ class DraftCache(RowState):
         """Return a cache with capacity for ``length`` positions per row, drafted nodes included. A ring also shrinks to what it needs."""
         at_home = self.at_home()
         if self.ring is None:
-            if at_home.slots >= length:
-                return self
             keys, values = (grown(store, length) for store in at_home.past)
+            if keys is at_home.keys_BGSC:
+                return self
             rotation = self.rotary.table(keys.shape[2], self.lengths_B.device)
             return replace(at_home, keys_BGSC=keys, values_BGSC=values, rotation=rotation)
         behind = length - int(self.lengths_B.max())   # includes accepted positions still to be added, after drafting was paused
         assert behind >= 0, "a ring has no room for so few positions"
-        wanted = whole_steps(min(length, self.ring.slots + behind))
-        if wanted <= at_home.slots <= 2 * wanted:
-            return self
+        if is_accelerator(self.lengths_B.device):   # few sizes, of which none comes back
+            wanted = min(octave_up(length), whole_steps(self.ring.slots + octave_up(behind)))
+            if wanted <= at_home.slots:
+                return self
+        else:
+            wanted = whole_steps(min(length, self.ring.slots + behind))
+            if wanted <= at_home.slots <= 2 * wanted:
+                return self
         keys, values = (sized(store, wanted) for store in at_home.past)
         return replace(at_home, keys_BGSC=keys, values_BGSC=values)
 

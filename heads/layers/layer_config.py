@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -47,7 +48,7 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or backbone.dim // heads,
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
-        "rope_parameters": dict(rope),
+        "rope_parameters": _steady(rope),
     }
     try:
         return LlamaConfig(
@@ -64,6 +65,15 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
         )
     except StrictDataclassError as error:
         raise UserError(f"drafter.layer={given} is no shape of a decoder layer of width {backbone.dim}: {_cause(error)}") from None
+
+
+def _steady(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters with the same frequencies at every length.
+
+    LongRoPE's and dynamic NTK's change within a text, and engines do not agree on when: vLLM by the longest text that it may serve.
+    """
+    kind = rope["rope_type"]
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]} if kind == "longrope" or "dynamic" in kind else dict(rope)
 
 
 def _cause(error: Exception) -> str:

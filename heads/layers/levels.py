@@ -21,6 +21,8 @@ from headstart.heads.layers.tree_mask import extend_ancestors, masks_by_kind
 class Rows(RowState):
     """Keys and values of each row's ``lengths_B`` tokens, and of the nodes drafted after them."""
 
+    stored = ("stores",)
+
     stores: Stores
     lengths_B: Tensor
     ancestors_BNM: Tensor | None = drafted()

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headstart.support.devices import is_accelerator
+
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
 
 MAX_COARSE = 1024
 """Capacities on an accelerator are powers of two up to this, then multiples of it."""
+MAX_ROWS = 64
+"""Numbers of rows in fixed memory are powers of two up to this, then multiples of it."""
 
 
 def whole_steps(slots: int) -> int:
@@ -27,11 +31,27 @@ def whole_steps(slots: int) -> int:
 def rounded_up(slots: int, device: torch.device) -> int:
     """The number of slots that a pass attends to: a multiple of `STEP` on a CPU; on an accelerator a power of two or a multiple of 1,024.
 
-    Fewer sizes occur on an accelerator, since each is captured apart, and unused slots cost little there.
+    Fewer sizes occur on an accelerator, where each loads kernels and unused slots cost little.
     """
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return whole_steps(slots)
-    return -(-slots // MAX_COARSE) * MAX_COARSE if slots > MAX_COARSE else max(STEP, 1 << (slots - 1).bit_length())
+    return -(-slots // MAX_COARSE) * MAX_COARSE if slots > MAX_COARSE else octave_up(slots)
+
+
+def octave_up(slots: int) -> int:
+    """The number of slots where each is captured apart: `STEP` or a larger power of two."""
+    return max(STEP, 1 << (slots - 1).bit_length())
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows where each is captured apart: a power of two, above 64 a multiple of it."""
+    return 1 << (rows - 1).bit_length() if rows <= MAX_ROWS else -(-rows // MAX_ROWS) * MAX_ROWS
+
+
+def pad_rows(tensor: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """Repeat the last row until there are ``rows``."""
+    missing = rows - tensor.shape[dim]
+    return torch.cat([tensor, tensor.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim) if missing > 0 else tensor
 
 
 def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
@@ -76,8 +96,10 @@ def sized(store: Tensor, slots: int) -> Tensor:
 
 
 def grown(store: Tensor, slots: int) -> Tensor:
-    """Return the store with at least ``slots`` slots; capacity at least doubles, so that growing is cheap on average."""
+    """Return the store with at least ``slots`` slots; it about doubles, so that growing is cheap on average."""
     have = store.shape[-2]
+    if is_accelerator(store.device):
+        return sized(store, max(have, octave_up(slots)))
     return store if have >= slots else sized(store, whole_steps(max(slots, 2 * have)))
 
 
@@ -90,6 +112,15 @@ def join_rows(one: Tensor, other: Tensor) -> Tensor:
     """Concatenate the rows of two stores, with as many slots as the larger has."""
     slots = max(one.shape[-2], other.shape[-2])
     return _pinned_as(one, torch.cat([sized(one, slots), sized(other, slots)], -4))
+
+
+def replace_rows(store: Tensor, rows: list[int], other: Tensor) -> Tensor:
+    """Return the store with the rows of ``other`` in the places of ``rows``; in place, unless that needs more slots."""
+    slots = other.shape[-2]
+    store = grown(store, slots)
+    for row, new in zip(rows, other.unbind(-4), strict=True):
+        store.select(-4, row)[..., :slots, :] = new
+    return store
 
 
 def _pinned_as(like: Tensor, store: Tensor) -> Tensor:

@@ -17,7 +17,22 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.layers.ragged import grown, join_rows, move, put, put_layer, rounded_up, select_rows
+from headstart.heads.layers.fixed_memory import FixedMemory
+from headstart.heads.layers.ragged import (
+    grown,
+    join_rows,
+    move,
+    octave_up,
+    pad_rows,
+    padded_rows,
+    put,
+    put_layer,
+    replace_rows,
+    rounded_up,
+    select_rows,
+    sized,
+)  # fmt: skip
+from headstart.support.devices import is_accelerator
 from headstart.support.pytree import list_tensors, map_tensors
 
 Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -27,13 +42,22 @@ Stores = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 class RaggedCache:
     """The cache of all rows. The tokens of row b are in slots 0 to ``lengths_B[b] - 1``; the next pass overwrites the slots after them."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor] | None], lengths_B: Tensor, states: States | None = None) -> None:
-        """``layers``: keys and values ``[B, H, T, D]`` of right-padded prompts; None for recurrent layers, which are in ``states``."""
+    def __init__(
+        self,
+        layers: Sequence[tuple[Tensor, Tensor] | None],
+        lengths_B: Tensor,
+        states: States | None = None,
+        memory: FixedMemory | None = None,
+    ) -> None:
+        """``layers``: keys and values ``[B, H, T, D]`` of right-padded prompts; None for recurrent layers, which are in ``states``.
+
+        ``memory``: where the stores lie from the first pass on, with padded numbers of rows and slots; None: they are of this cache alone.
+        """
         there = {number: layer for number, layer in enumerate(layers) if layer is not None}
         self.groups = _groups(there)
         self.keys = tuple(torch.stack([there[i][0] for i in group]) for group in self.groups)
         self.values = tuple(torch.stack([there[i][1] for i in group]) for group in self.groups)
-        self.states = states
+        self.states, self.memory = states, memory
         self.added: Added | None = None
         """The contributions of the last pass's nodes to the states."""
         self.lengths_B = lengths_B
@@ -46,23 +70,34 @@ class RaggedCache:
 
     def stores(self, nodes: int) -> Stores:
         """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`rounded_up`)."""
+        if self.memory is not None:
+            self._place(self.memory, self.longest + nodes)
+            return self.keys, self.values
         slots = rounded_up(self.longest + nodes, self.lengths_B.device)
-        # On a CPU never exactly full, so that compiled passes meet one kind of strides; elsewhere stores are views of fixed memory.
-        room = slots + 1 if self.lengths_B.device.type == "cpu" else slots
+        # On a CPU never exactly full, so that compiled passes meet one kind of strides.
+        room = slots if is_accelerator(self.lengths_B.device) else slots + 1
         self.keys = tuple(grown(store, room) for store in self.keys)
         self.values = tuple(grown(store, room) for store in self.values)
         return tuple(store[..., :slots, :] for store in self.keys), tuple(store[..., :slots, :] for store in self.values)
 
-    def adopt(self, stores: Stores) -> Stores:
-        """Use these stores, which have the contents of `stores`, from now on; returns them."""
-        if any(new.data_ptr() != old.data_ptr() for new, old in zip(stores[0] + stores[1], self.keys + self.values, strict=True)):
-            self.keys, self.values = stores
-        return stores
+    def _place(self, memory: FixedMemory, slots: int) -> None:
+        """Have everything in the memory, with at least so many slots, never fewer than before. Rows are padded by copies of the last."""
+        rows, groups = padded_rows(len(self._lengths)), len(self.groups)
+        slots = octave_up(max([slots, *(store.shape[-2] for store in self.keys)]))
+        placed = memory.place("cache", [pad_rows(sized(store, slots), rows, -4) for store in self.keys + self.values])
+        self.keys, self.values = tuple(placed[:groups]), tuple(placed[groups:])
+        states = iter(memory.place("states", [pad_rows(state, rows, 1) for state in list_tensors(self.states)], slots=False))
+        self.states = map_tensors(lambda _: next(states), self.states)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, S, D]`` of one layer."""
         group, place = next((g, group.index(number)) for g, group in enumerate(self.groups) if number in group)
-        return self.keys[group][place], self.values[group][place]
+        keys, values = (self._rows(side[group])[place] for side in (self.keys, self.values))
+        return keys, values
+
+    def _rows(self, store: Tensor, dim: int = 1) -> Tensor:
+        """The store without the rows that pad it."""
+        return store.narrow(dim, 0, len(self._lengths))
 
     def keep(self, paths: list[list[int]], counts: list[int]) -> None:
         """Append the first ``counts[b]`` nodes of ``paths[b]`` to row b: move their keys and values to its end."""
@@ -77,19 +112,33 @@ class RaggedCache:
                 move(store, source_BP, target_BP)
         if self.states is not None:
             assert self.added is not None
-            self.states.overwrite(self.states.behind(self.added, torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)))
+            last_B = torch.tensor([path[-1] for path in moved], device=self.lengths_B.device)
+            self.states.overwrite(self.states.behind(self.added, pad_rows(last_B, len(self.added.seen_BNM))))
             self.added = None
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         self.lengths_B = self.lengths_B + (counts[0] if len({*counts}) == 1 else torch.tensor(counts, device=self.lengths_B.device))
 
     def join(self, other: RaggedCache) -> None:
         """Append the rows of another cache of the same layers."""
-        self.keys = tuple(join_rows(*pair) for pair in zip(self.keys, other.keys, strict=True))
-        self.values = tuple(join_rows(*pair) for pair in zip(self.values, other.values, strict=True))
-        theirs = iter(list_tensors(other.states))
-        self.states = map_tensors(lambda mine: torch.cat([mine, next(theirs)], 1), self.states)
+        self.keys, self.values = (
+            tuple(join_rows(self._rows(mine), other._rows(theirs)) for mine, theirs in zip(*sides, strict=True))
+            for sides in ((self.keys, other.keys), (self.values, other.values))
+        )
+        states = iter(list_tensors(other.states))
+        self.states = map_tensors(lambda mine: torch.cat([self._rows(mine), other._rows(next(states))], 1), self.states)
         self.lengths_B = torch.cat([self.lengths_B, other.lengths_B])
         self._lengths = self._lengths + other._lengths
+
+    def replace(self, rows: list[int], other: RaggedCache) -> None:
+        """Put the rows of another cache of the same layers in the places of ``rows``, which is less to move than `select` and `join`."""
+        rows_B = torch.tensor(rows, device=self.lengths_B.device)
+        self.keys = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.keys, other.keys, strict=True))
+        self.values = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.values, other.values, strict=True))
+        theirs = iter(list_tensors(other.states))   # a new cache is not padded yet
+        self.states = map_tensors(lambda mine: mine.index_copy(1, rows_B, next(theirs)), self.states)
+        self.lengths_B = self.lengths_B.index_copy(0, rows_B, other.lengths_B)
+        for row, length in zip(rows, other._lengths, strict=True):
+            self._lengths[row] = length
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from headstart.support.pytree import map_tensors
+
+
+def map_stores(change: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """Apply ``change`` to every store of a state (`RowState.stored`); other tensors are kept."""
+    if isinstance(state, tuple | list):
+        return type(state)(map_stores(change, part) for part in state)
+    if not is_dataclass(state) or isinstance(state, type):
+        return state
+    stored = getattr(state, "stored", ())
+    values = {one.name: getattr(state, one.name) for one in fields(state)}
+    return replace(state, **{name: (map_tensors if name in stored else map_stores)(change, value) for name, value in values.items()})
+
+
+def list_stores(state: Any) -> list[Tensor]:
+    """List the stores of a state, in order."""
+    stores: list[Tensor] = []
+
+    def note(store: Tensor) -> Tensor:
+        stores.append(store)
+        return store
+
+    map_stores(note, state)
+    return stores
 
 
 def drafted() -> Any:
@@ -17,6 +43,9 @@ def drafted() -> Any:
 @dataclass(frozen=True)
 class RowState:
     """Fields are tensors ``[B, ...]``, row states, tuples of either, or None if not set yet."""
+
+    stored: ClassVar[tuple[str, ...]] = ()
+    """Fields of stores: large tensors, written in place or not at all, which captured calls need where they were before."""
 
     def select(self, rows_B: Tensor) -> Self:
         """Select the rows ``rows_B`` (int64), in that order; rows may be repeated."""

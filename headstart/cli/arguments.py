@@ -69,6 +69,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart chat``; the chat template is always used."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_template_arguments(parser)
     _add_one_text(parser)
     _add_shared(parser)
 
@@ -137,7 +138,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_new_recipe(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart new-recipe``."""
-    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a hub id, or 'embedded'")
+    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
     methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
     parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
     data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
@@ -180,6 +181,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the sample, complete in itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 
@@ -214,6 +216,13 @@ def _add_style(parser: argparse.ArgumentParser) -> None:
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_const", const=True, help="use the chat template (default if there is one)")
     style.add_argument("--raw", dest="chat", action="store_const", const=False, help="continue the prompt as it is")
+    add_template_arguments(parser)
+
+
+def add_template_arguments(parser: argparse.ArgumentParser) -> None:
+    """The argument of every command that makes prompts from conversations."""
+    about = "set a variable of the chat template, as enable_thinking=false; may be repeated (default: those of the heads' recipe)"
+    parser.add_argument("--template-arg", action="append", metavar="KEY=VALUE", help=about)
 
 
 def _add_proposers(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +251,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backbone", metavar="PATH", help="folder, hub id or 'embedded' (default: what the heads were trained on)")
+    parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     about = "PEFT adapter to put on the backbone: folder or hub id (default: the one that the heads were trained with, if any)"
     parser.add_argument("--adapter", metavar="DIR", help=about)
     parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
@@ -252,5 +261,5 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
                              " int8, int4: its linear layers' weights, with optimum-quanto)")
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto",
-                        help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU, cuda-graph on CUDA,"
+                        help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU,"
                              " off elsewhere)")

@@ -74,7 +74,7 @@ class Chat:
             stopped = True
         speed = painter.tokens / (time.perf_counter() - start)
         answer = Answer(question, painter.text, self.conversation, painter.tokens, speed, None if stopped else tally.tau)
-        self.messages = [*messages, {"role": "assistant", "content": painter.text}]
+        self.messages = [*messages, self.prompter.answered(messages, torch.tensor(painter.written))]
         self.answers.append(answer)
         return answer
 
@@ -94,9 +94,14 @@ class Painter(BaseStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, colours: bool) -> None:
         self.stream, self.console, self.colours = TokenTextStream(tokenizer, skip_special_tokens=True), Console(file=out), colours
-        self.text, self.tokens = "", 0
+        self.text, self.written = "", list[int]()
         self.steps, self.last = 0, 0.0
         self.prompted = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens written."""
+        return len(self.written)
 
     def put(self, value: torch.Tensor) -> None:
         """Write new tokens; the first call has the prompt, which is not written."""
@@ -106,7 +111,7 @@ class Painter(BaseStreamer):
         if time.perf_counter() - self.last > BURST:
             self.steps += 1
         for token in value.flatten().tolist():
-            self.tokens += 1
+            self.written.append(token)
             self._write(self.stream.add(token))
         self.last = time.perf_counter()
 
@@ -123,10 +128,11 @@ class Painter(BaseStreamer):
             self.console.file.write(piece)
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template, so it cannot chat; use headstart generate")
+def require_template(prompter: Prompter) -> None:
+    """Raise UserError if there is no chat template."""
+    if not prompter.templated:
+        name = prompter.tokenizer.name_or_path
+        raise UserError(f"the tokenizer of {name} has no chat template, so it cannot chat; use headstart generate")
 
 
 def converse(talk: Chat) -> None:

@@ -13,15 +13,16 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from headstart.cli.chat import Chat, converse, require_template
-from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, quiet, tokenizer_of, tree_of
+from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, prompter_of, quiet, tree_of
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import require_adapter
 from headstart.inference.bench.bench import Plan, compare, require_room
 from headstart.inference.bench.curve import cost_curve
+from headstart.inference.bench.judging import FAULT
 from headstart.inference.bench.prompts import Prompt, Prompter, read_prompts
 from headstart.inference.bench.report import page
 from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, TransformersSystem, load_assistant
-from headstart.inference.bench.table import print_report, verdict
+from headstart.inference.bench.table import print_report
 from headstart.inference.bench.tune import TunePlan, contexts_of, summary
 from headstart.inference.bench.tune import tune as measure_machine
 from headstart.inference.engine.sizes import TUNED_SIZES
@@ -40,7 +41,7 @@ UNTRAINED = "untrained"
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Benchmark heads and write the report; the exit status is 1 if tokens that must be identical differ."""
+    """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
     require_writable("--json", args.json)
     require_writable("--html", args.html)
     subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
@@ -54,7 +55,7 @@ def bench(args: argparse.Namespace) -> int:
         del report["replays"]   # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
-    return 0 if verdict(report)[0] else 1
+    return 1 if report["verdict"] == FAULT else 0
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,10 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
     quiet()
     name = backbone_name(args.backbone, trained)
-    tokenizer = tokenizer_of(name, trained, args)
-    prompter = Prompter(tokenizer, args.chat, args.prompt_tokens)
+    prompter = prompter_of(name, trained, args, args.chat, args.prompt_tokens)
     prompts = [prompt for file in args.prompts for prompt in read_prompts(file, prompter, args.limit, args.per_task)]
     backbone = backbone_of(name, args)
-    heads = [(path or UNTRAINED, heads_of(path, backbone, tokenizer, args)) for path in trained or [None]]
+    heads = [(path or UNTRAINED, heads_of(path, backbone, prompter.tokenizer, args)) for path in trained or [None]]
     return Subject(name, heads, prompts, prompter, _assisted(args, backbone))
 
 
@@ -122,10 +122,9 @@ def tune(args: argparse.Namespace) -> int:
     """Measure step latency, calibrate draft scores, and write both to the file that is loaded with the heads."""
     require_writable("--json", args.json)
     quiet()
-    name, tokenizer = _model(args)
+    name, prompter = _model(args, args.chat, args.prompt_tokens)
     backbone = backbone_of(name, args)
-    heads = heads_of(args.heads, backbone, tokenizer, args)
-    prompter = Prompter(tokenizer, args.chat, args.prompt_tokens)
+    heads = heads_of(args.heads, backbone, prompter.tokenizer, args)
     prompts = [prompt.ids_T for file in args.prompts or [] for prompt in read_prompts(file, prompter, args.limit)]
     for number, prompt_T in enumerate(prompts, 1):
         require_room(f"prompt {number}", len(prompt_T), args.max_new_tokens, backbone)
@@ -144,8 +143,8 @@ def generate(args: argparse.Namespace) -> int:
     require_writable("--json", args.json)
     text = _prompt(args.prompt, args.file)
     quiet()
-    name, tokenizer = _model(args)
-    prompt_T = Prompter(tokenizer, args.chat).ask(text)
+    name, prompter = _model(args, args.chat)
+    prompt_T, tokenizer = prompter.ask(text), prompter.tokenizer
     if not len(prompt_T):
         raise UserError("the prompt is empty; give some text")
     backbone = backbone_of(name, args)
@@ -166,12 +165,12 @@ def chat(args: argparse.Namespace) -> int:
     """Chat in a terminal or through a pipe."""
     require_writable("--json", args.json)
     quiet()
-    name, tokenizer = _model(args)
-    require_template(tokenizer)
+    name, prompter = _model(args, None)
+    require_template(prompter)
     backbone = backbone_of(name, args)
-    heads = heads_of(_drafting_heads(args, backbone), backbone, tokenizer, args)
+    heads = heads_of(_drafting_heads(args, backbone), backbone, prompter.tokenizer, args)
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    talk = Chat(heads, Prompter(tokenizer), _settings(args), seed, args.system)
+    talk = Chat(heads, prompter, _settings(args), seed, args.system)
     converse(talk)
     write_json(args.json, {"backbone": name, "heads": None if args.no_draft else args.heads, **talk.report()})
     return 0
@@ -184,11 +183,11 @@ def _drafting_heads(args: argparse.Namespace, backbone: Backbone) -> str | None:
     return None if args.no_draft else args.heads
 
 
-def _model(args: argparse.Namespace) -> tuple[str, PreTrainedTokenizerBase]:
-    """Return the name of the backbone for commands that take one set of heads, and its tokenizer."""
+def _model(args: argparse.Namespace, style: bool | None, prompt_tokens: int = 64) -> tuple[str, Prompter]:
+    """Return the name of the backbone for commands that take one set of heads, and what makes its prompts."""
     trained = [args.heads] if args.heads else []
     name = backbone_name(args.backbone, trained)
-    return name, tokenizer_of(name, trained, args)
+    return name, prompter_of(name, trained, args, style, prompt_tokens)
 
 
 def _settings(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:

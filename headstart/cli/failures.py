@@ -22,6 +22,7 @@ from pathlib import Path
 
 from headstart import __version__
 from headstart.support.errors import UserError, cause
+from headstart.support.files import cache_folder
 
 USER, UNFORESEEN, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,7 +91,7 @@ def _unforeseen(error: Exception, folder: Path | None) -> str:
 
 def _log(error: Exception, folder: Path | None) -> Path | None:
     """Write the traceback into ``folder``, if it is there, or below the cache folder; returns the file, or None if neither works."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "failures"
+    home = cache_folder() / "failures"
     text = "".join(traceback.format_exception(error))
     command = " ".join(map(repr, sys.argv))
     for place in ([folder] if folder is not None and folder.is_dir() else []) + [home]:

@@ -9,13 +9,14 @@ import sys
 
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
-    from headstart.cli.loading import backbone_of, quiet
+    from headstart.cli.loading import backbone_of, chat_settings_of, quiet
     from headstart.inference.serving.imports import importer
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)
     quiet()
-    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code)
+    variables = chat_settings_of([], args.template_arg, ()).variables
+    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, variables)
     report = importer.import_heads(args.heads, args.backbone, args.out, lambda: backbone_of(args.backbone, args), wishes)
     write_json(args.json, report)
     print(f"{args.heads}: {report['layout']}, as {report['kind']} heads of {report['backbone']}")

@@ -10,13 +10,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import read_metadata, recipe_template
+from headstart.heads.checkpoint import chat_settings, read_metadata
 from headstart.heads.draft_model import load_draft_model
+from headstart.inference.bench.prompts import Prompter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.sources.proposer import Proposer
+from headstart.support.chat.settings import ChatSettings
 from headstart.support.errors import UserError
+from headstart.training.recipe.yaml_text import parse_yaml
 
 
 def quiet() -> None:
@@ -41,16 +45,33 @@ def backbone_name(asked: str | None, heads: list[str]) -> str:
     return backbone
 
 
-def tokenizer_of(name: str, heads: list[str], args: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """Load the backbone's tokenizer; if it has no chat template, set the one of the heads' recipe, if any."""
+def prompter_of(name: str, heads: list[str], args: argparse.Namespace, style: bool | None = None, prompt_tokens: int = 64) -> Prompter:
+    """Load the backbone's tokenizer, and make prompts as the heads were trained on; see `Prompter` for ``style`` and ``prompt_tokens``."""
     try:
         tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
-        if tokenizer.chat_template is None and heads:
-            tokenizer.chat_template = recipe_template(read_metadata(heads[0])[1])
-        return tokenizer
+        ends = read_end_tokens(name, trust_remote_code=args.trust_remote_code)
     except UserError as error:
         hint = "" if args.backbone else "; the heads name it as what they were trained on, if it is elsewhere say so with --backbone"
         raise UserError(f"{error}{hint}") from None
+    settings = chat_settings_of(heads, args.template_arg, ends)
+    tokenizer.chat_template = settings.template_of(tokenizer)
+    return Prompter(tokenizer, style, prompt_tokens, settings)
+
+
+def chat_settings_of(heads: list[str], changes: list[str] | None, ends: tuple[int, ...]) -> ChatSettings:
+    """Return how conversations become tokens: as for the heads' training, with variables of --template-arg instead of theirs."""
+    known = {path: chat_settings(read_metadata(path)[1]) for path in heads}
+    found = next(iter(known.values()), ChatSettings())
+    for path, other in known.items():
+        if (other.template, other.variables) != (found.template, found.variables):
+            raise UserError(f"{path} was trained with another chat template than {heads[0]}; measure them one at a time")
+    variables = dict(found.variables)
+    for change in changes or []:
+        key, equals, value = change.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--template-arg {change!r} is no variable; write KEY=VALUE, as in enable_thinking=false")
+        variables[key] = parse_yaml(value, f"--template-arg {key}")
+    return ChatSettings(found.template, variables, ends)
 
 
 def backbone_of(name: str, args: argparse.Namespace) -> Backbone:

@@ -51,13 +51,20 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.console import stdout_console
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.errors import UserError
+    from headstart.support.files import require_writable, write_json, write_text
     from headstart.training.inspect.command import inspect
+    from headstart.training.inspect.page import sample_page
 
     require_writable("--json", args.json)
+    require_writable("--html", args.html)
     quiet()
     console = stdout_console()
     report, screen = inspect(args.what, args.overrides, args.row, marks=console.color_system is None)
+    if args.html is not None:
+        if "sample" not in report:
+            raise UserError(f"--html shows a recipe's training sample, and {args.what} is trained heads; leave it out")
+        write_text(args.html, sample_page(report, args.what))
     console.print(*screen, sep="\n")
     write_json(args.json, report)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headstart.cli.arguments import add_template_arguments
 from headstart.cli.numbers import DEPTH, THREADS, count
 
 PUSH_EXAMPLE = """examples:
@@ -70,6 +71,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens to draft (default: as the files say, or the method's)")
     own = "the embedded backbone's own, or texts that the backbone writes itself"
     parser.add_argument("--prompts", metavar="FILE", help=f"prompts to measure acceptance on, as for bench (default: {own})")
+    add_template_arguments(parser)
     parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
@@ -93,6 +95,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
     )  # fmt: skip
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
+    add_template_arguments(parser)
     parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
     parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
     parser.add_argument("--max-new-tokens", type=count(2), default=32, metavar="N", help="tokens to generate after each prompt (32)")

@@ -12,7 +12,7 @@ from headstart.cli.arguments import DEBUG, TRAIN_EXAMPLE, add_debug, add_train
 from headstart.cli.failures import USER, guarded, rank, report
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.streams import open_streams, require_arguments_text
+from headstart.support.streams import lasting_stderr, open_streams, require_arguments_text
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
@@ -35,7 +35,8 @@ def train(args: argparse.Namespace) -> int:
     require_arguments_text(args.overrides)
     recipe = load_recipe(args.recipe, args.overrides)
     folder = require_folder("save.dir", recipe.save.dir)
-    return guarded(lambda: _train(recipe), lambda: folder, args.debug)
+    with lasting_stderr():
+        return guarded(lambda: _train(recipe), lambda: folder, args.debug)
 
 
 def _train(recipe: Recipe) -> int:

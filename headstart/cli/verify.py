@@ -51,7 +51,7 @@ def verify(args: argparse.Namespace) -> int:
             backbone=backbone,
             heads=None if heads == str(folder) else heads,
             engine=args.engine,
-            prompts=_prompts(args, backbone),
+            prompts=_prompts(args, backbone, heads),
             new_tokens=args.max_new_tokens,
             depth=args.depth,
             end_tokens=_end_tokens(backbone),
@@ -63,10 +63,11 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if verdict.equal else 1
 
 
-def _prompts(args: argparse.Namespace, backbone: Backbone) -> list[list[int]]:
+def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) -> list[list[int]]:
     """Return the token ids of the prompts, cut to fit. Without files: some texts, or random tokens if there is no tokenizer."""
     import torch
 
+    from headstart.cli.loading import chat_settings_of
     from headstart.heads.backbone.backbone import load_tokenizer
     from headstart.inference.bench.prompts import Prompter, read_prompts
     from headstart.support.errors import UserError
@@ -75,11 +76,12 @@ def _prompts(args: argparse.Namespace, backbone: Backbone) -> list[list[int]]:
     if room < 2:
         limit = f"the backbone's {backbone.max_positions} positions"
         raise UserError(f"--max-new-tokens {args.max_new_tokens} leaves no room for prompts in {limit}; lower it")
+    settings = chat_settings_of([heads] if heads else [], args.template_arg, _end_tokens(backbone))
     try:
         tokenizer = load_tokenizer(backbone.name)
         if not tokenizer(TEXTS[0])["input_ids"]:   # transformers gives an empty one for folders of some families that have none
             raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
-        prompter = Prompter(tokenizer)
+        prompter = Prompter(tokenizer, settings=settings)
     except UserError:
         if args.prompts:
             raise
@@ -93,5 +95,6 @@ def _prompts(args: argparse.Namespace, backbone: Backbone) -> list[list[int]]:
 
 
 def _end_tokens(backbone: Backbone) -> tuple[int, ...]:
-    end = backbone.model.generation_config.eos_token_id
-    return tuple(end) if isinstance(end, list) else () if end is None else (int(end),)
+    from headstart.heads.backbone.end_tokens import end_tokens
+
+    return end_tokens(backbone.model.generation_config)

@@ -82,6 +82,11 @@ def write_json(path: Path | None, value: dict[str, Any], indent: int = 2) -> Non
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
+def cache_folder() -> Path:
+    """The folder of files that may be removed at any time: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+
+
 def as_path(what: str, text: str | Path) -> Path:
     """Return a path, ``~`` expanded. Raises UserError, which begins with ``what``, for one that no file can have."""
     name = str(text)

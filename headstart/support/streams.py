@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from headstart.support.errors import UserError
 from headstart.support.text import SURROGATE, require_characters
@@ -22,6 +25,40 @@ def open_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             # Bytes that are no UTF-8 become halves of surrogate pairs, which the readers below refuse.
             stream.reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
+
+
+class _Lasting:
+    """A stream that drops what is written once nobody can read it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            self._stream = open(os.devnull, "w", encoding="utf-8")
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._stream = open(os.devnull, "w", encoding="utf-8")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting_stderr() -> Iterator[None]:
+    """Within this context, what can no longer be written to standard error, whose terminal or reader has gone, is dropped."""
+    stream = sys.stderr
+    sys.stderr = _Lasting(stream)
+    try:
+        yield
+    finally:
+        sys.stderr = stream
 
 
 def read_input() -> str:

@@ -143,7 +143,7 @@ class BeamDecoder:
             self.speculation.costs.add_pass(len(rows), logits_BNV.shape[1], verifying)
             self.speculation.costs.add(HOST_PART, len(rows), host)
         written = {row.number: made.count for row, made in zip(rows, steps, strict=True)}
-        return Pass([written.get(number, 0) for number in range(len(self.steps.searches))], nodes, drafting, verifying, host)
+        return Pass(written, nodes, drafting, verifying, host)
 
     def _draft(self) -> list[Drafts]:
         """Add the last token of each beam and the drafts to verify to the tries."""

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.layers.ragged import octave_up, whole_steps
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.heads.layers.tree_mask import ancestors_from_parents
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.sizes import padded_size
-
-TRIE_STEP = 64
-"""Tries are padded to multiples of this size, so that few shapes occur."""
+from headstart.inference.engine.sizes import graph_size, padded_size
 
 
 class BeamTrie:
@@ -119,10 +117,12 @@ class TopK:
 def read_tries(reader: Reader, cache: RaggedCache, tries: list[BeamTrie]) -> tuple[Features, Tensor]:
     """Compute the features ``[B, N]`` and logits ``[B, N, V]`` of every row's new nodes in one forward pass.
 
-    A row with fewer nodes is padded with its first new one. The cache's lengths count the shared tokens.
+    A row with fewer nodes is padded with its first new one, tries as slots are, so that few shapes occur. The cache's lengths count the
+    shared tokens.
     """
-    B, N = len(tries), padded_size(max(trie.new for trie in tries))
-    M = -(-max(trie.verified + N for trie in tries) // TRIE_STEP) * TRIE_STEP
+    padded, rounded = (padded_size, whole_steps) if cache.memory is None else (graph_size, octave_up)
+    B, N = len(tries), padded(max(trie.new for trie in tries))
+    M = rounded(max(trie.verified + N for trie in tries))
     tokens_BN, index_BN, levels_BM = np.empty((B, N), np.int64), np.empty((B, N), np.int64), np.empty((B, M), np.int64)
     ancestors_BNM = np.zeros((B, N, M), np.bool_)
     for b, trie in enumerate(tries):

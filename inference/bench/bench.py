@@ -24,6 +24,7 @@ from tqdm import tqdm
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.replay import record
@@ -82,7 +83,7 @@ def compare(
     fitting = those_that_fit(prompts, plan, backbone)
     ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=heads[0][1].capture))
     ar_transformers = TransformersSystem(AR_TRANSFORMERS, backbone)
-    drafting = _drafting_systems(heads, plan)
+    drafting, judging = _drafting_systems(heads, plan), Judging(backbone)
     report = _header(backbone, fitting, plan) | {"dropped_prompts": len(prompts) - len(fitting)}
     for temperature in plan.temperatures:
         first: SystemResult | None = None
@@ -93,19 +94,34 @@ def compare(
             by_system = {one.system: one for one in race.results}
             references = References(by_system[ar], by_system[ar_transformers], first)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
-            report["baselines"] += [baseline(by_system[system], references, sizes) for system in baselines]
-            for system in drafting:
-                measured = result(by_system[system], references, race.settings, sizes)
-                measured["logits"] = compare_logits(by_system[system], by_system[ar], race.groups, race.settings, plan.seed)
-                report["results"].append(measured)
+            ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
+            rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
+            _judge(judging, rows | ours, race)
+            report["baselines"] += rows.values()
+            report["results"] += ours.values()
             report["dropped_turns"] += race.dropped_turns
             if plan.replay and prompter is not None and batch == plan.batches[0]:
-                recorded = record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer)
-                report["replays"] = [*report.get("replays", []), *recorded]
+                report.setdefault("replays", []).extend(record([ar, *drafting], fitting, race.settings, plan.seed, prompter.tokenizer))
             if first is None and prompter is not None:
                 report["samples"] += samples([by_system[system] for system in drafting], fitting, prompter.tokenizer, temperature)
             first = first or by_system[ar]
+    judging.finish(report)
     return report
+
+
+def _judge(judging: Judging, rows: dict[System, dict[str, Any]], race: Race) -> None:
+    """Judge what the systems of a race wrote, and compare some logits. What transformers sampled follows noise of its own."""
+    by_system = {one.system: one for one in race.results}
+    greedy = race.settings.temperature == 0
+    entries = {
+        system: judging.add(row, by_system[system], race.seed)
+        for system, row in rows.items()
+        if greedy or isinstance(system, HeadstartSystem)
+    }
+    for system, row in rows.items():
+        if "head" in row:
+            ar = entries[race.leader.system]
+            row["logits"] = compare_logits(judging, entries[system], ar, race.groups, race.settings, race.seed)
 
 
 def _drafting_systems(heads: Sequence[tuple[str, SpeculativeModel]], plan: Plan) -> list[HeadstartSystem]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from pydantic import FiniteFloat
 from rich.console import RenderableType
 
-from headstart.inference.bench.table import name
+from headstart.inference.bench.judging import FAULT, IDENTICAL
+from headstart.inference.bench.verdict import TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
 from headstart.support.form import Form, fault
@@ -36,6 +37,7 @@ class Entry(Figures):
     temperature: FiniteFloat
     batch: int
     identical: bool | None
+    verdict: Literal["identical", "near-tie", "fault"] | None = None
     acceptance_per_depth: list[FiniteFloat] | None = None
 
 
@@ -170,7 +172,8 @@ def _systems(both: Comparison) -> Table:
     rows = []
     for pair in both.pairs:
         system = pair.system + (f", batch {pair.before['batch']}" if several else "")
-        identical = {None: "", True: "yes", False: "no"}[pair.after["identical"]]
+        older = {None: None, True: IDENTICAL, False: FAULT}[pair.after["identical"]]   # reports had no verdicts
+        identical = TITLES[pair.after.get("verdict", older)]
         cells = [f"{pair.before['temperature']:g}", system, *_changes(pair.before, pair.after), identical]
         rows.append(TableRow(cells, css="head" if "head" in pair.before else "base"))
     return Table(titles, rows, left=(1,))

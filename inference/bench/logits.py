@@ -2,7 +2,7 @@
 
 A pass over a tree may round differently from one over a single position. Then two nearly equal logits can change places, and another token
 is written. Both systems continue some prompts once more, keeping their logits: first those whose tokens differ. Logits are compared up to
-the first token that differs, since the texts are the same before it.
+the first token that differs, since the texts are the same before it; and those of each system with the uncaptured model's (`judging`).
 
 Shape suffixes: T positions, V vocabulary.
 """
@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference.bench.systems import HeadstartSystem, SystemResult
+from headstart.inference.bench.judging import Entry, Judging
+from headstart.inference.bench.systems import HeadstartSystem, System
 from headstart.inference.measure import Settings, continue_texts
 
+Kept = tuple[Tensor, Tensor]
+"""The tokens ``[T]`` of a text, and the logits ``[T, V]`` that they were chosen by."""
 PROMPTS, POSITIONS = 4, 64
 """How many batches of prompts are compared, and how many tokens of prompts whose tokens are the same."""
 MOST_LOGITS = 2**26
@@ -46,34 +49,35 @@ class LogitsComparison:
         self.largest_difference = max(self.largest_difference, float(largest_T.max()))
         self.largest_logit = max(self.largest_logit, float(logits_TV.max()))
 
+    def add_texts(self, texts: Sequence[Kept], others: Sequence[Kept]) -> int:
+        """Compare the texts of two systems up to the first token that differs; returns the number of texts that differ."""
+        differing = 0
+        for (tokens_T, logits_TV), (others_T, others_TV) in zip(texts, others, strict=True):
+            same = _same(tokens_T, others_T)
+            count = min(same + 1, len(tokens_T), len(others_T))
+            self.add(logits_TV[:count], others_TV[:count])
+            differing += not len(tokens_T) == len(others_T) == same
+        return differing
+
 
 def compare_logits(
-    measured: SystemResult, ar: SystemResult, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
+    judging: Judging, drafting: Entry, ar: Entry, groups: Sequence[dict[int, Tensor]], settings: Settings, seed: int
 ) -> dict[str, Any]:
     """Compare a system with autoregressive decoding on some of the batches ``groups``; prompt ``i`` has seed ``seed + i``."""
-    assert isinstance(measured.system, HeadstartSystem) and isinstance(ar.system, HeadstartSystem)
-    same = {i: _same(measured.sequences[i][0], ar.sequences[i][0]) for group in groups for i in group}
-    first = sorted(groups, key=lambda group: all(same[i] == len(ar.sequences[i][0]) for i in group))
+    texts, others = drafting.measured.sequences, ar.measured.sequences
+    same = {i: _same(texts[i][0], others[i][0]) for group in groups for i in group}
+    first = sorted(groups, key=lambda group: all(same[i] == len(others[i][0]) for i in group))
     found = LogitsComparison()
     for group in first[:PROMPTS]:
-        wanted = [POSITIONS if same[i] == len(ar.sequences[i][0]) else same[i] + 1 for i in group]
-        room = max(1, MOST_LOGITS // (len(group) * ar.system.heads.backbone.vocab))
+        wanted = [POSITIONS if same[i] == len(others[i][0]) else same[i] + 1 for i in group]
+        room = max(1, MOST_LOGITS // (len(group) * judging.judge.backbone.vocab))
         needed = replace(settings, max_new_tokens=min(settings.max_new_tokens, max(wanted), room))
-        compare_batch(measured.system, ar.system, group, needed, seed, found)
+        both = [continued(one.measured.system, group, needed, seed) for one in (drafting, ar)]
+        found.add_texts(*both)
+        for one, rows in zip((drafting, ar), both, strict=True):
+            for (i, prompt_T), (tokens_T, logits_TV) in zip(group.items(), rows, strict=True):
+                judging.add_logits(one, prompt_T, tokens_T, logits_TV, seed + i)
     return asdict(found)
-
-
-def compare_batch(
-    system: HeadstartSystem, ar: HeadstartSystem, group: dict[int, Tensor], settings: Settings, seed: int, found: LogitsComparison
-) -> int:
-    """Continue a batch of prompts with both systems and add what is found; returns the number of texts that differ."""
-    differing = 0
-    for (tokens_T, logits_TV), (others_T, others_TV) in zip(*(_continued(one, group, settings, seed) for one in (system, ar)), strict=True):
-        same = _same(tokens_T, others_T)
-        count = min(same + 1, len(tokens_T), len(others_T))
-        found.add(logits_TV[:count], others_TV[:count])
-        differing += not len(tokens_T) == len(others_T) == same
-    return differing
 
 
 def _same(tokens_T: Tensor, others_T: Tensor) -> int:
@@ -83,8 +87,9 @@ def _same(tokens_T: Tensor, others_T: Tensor) -> int:
     return int(differing[0]) if len(differing) else shorter
 
 
-def _continued(system: HeadstartSystem, group: dict[int, Tensor], settings: Settings, seed: int) -> list[tuple[Tensor, Tensor]]:
+def continued(system: System, group: dict[int, Tensor], settings: Settings, seed: int) -> list[Kept]:
     """The tokens ``[T]`` with which the system continues each prompt, and the logits ``[T, V]`` that they were chosen by."""
+    assert isinstance(system, HeadstartSystem)
     seeds = [seed + i for i in group]
     output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True)
     assert output.logits is not None and output.accept_lengths is not None

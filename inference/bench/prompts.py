@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat import ASSISTANT, Message, prompt_length, read_messages
-from headstart.support.errors import UserError, cause
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_messages
+from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import TemplateRefusal
+from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
 from headstart.support.jsonl import Row, read_jsonl, read_lines
 from headstart.support.shipped import local_or_shipped
@@ -46,16 +50,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompter:
-    """Turns text into prompts. ``chat``: use the chat template; None: if the tokenizer has one."""
+    """Turns text into prompts. ``chat``: use the chat template; None: if there is one."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool | None = None
     prompt_tokens: int = 64
     """The number of tokens of a row's plain ``text`` that form the prompt."""
+    settings: ChatSettings = field(default_factory=ChatSettings)
 
     def __post_init__(self) -> None:
-        if self.chat and not self.tokenizer.chat_template:
+        if self.chat and not self.settings.template_of(self.tokenizer):
             raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template; leave --chat out or give --raw")
+
+    @cached_property
+    def conversations(self) -> Chat:
+        """Prompts and answers of conversations. Raises UserError if there is no chat template."""
+        return Chat(self.tokenizer, self.settings)
 
     def ask(self, text: str) -> Tensor:
         """Encode a question or instruction (with a chat template) or the beginning of a text (without)."""
@@ -65,20 +75,22 @@ class Prompter:
         """Encode the text itself, to be continued."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
-    def converse(self, messages: Sequence[Message]) -> Tensor:
+    def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
         """Encode a conversation up to the start of the assistant's answer. The template writes the special tokens."""
-        if not self.tokenizer.chat_template:
-            raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template, so it cannot write conversations")
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:   # a template is a program that comes with a model, and may raise anything
-            raise UserError(f"the chat template refuses the conversation: {cause(error)}; change it, or give --raw") from None
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+            return torch.tensor(self.conversations.prompt(messages, tools), dtype=torch.int64)
+        except TemplateRefusal as refusal:
+            raise UserError(f"the chat template refuses the conversation: {refusal}; change it, or give --raw") from None
+
+    def answered(self, messages: Sequence[Message], answer_T: Tensor) -> Message:
+        """The message that was written after these. Without a chat template, its text without special tokens."""
+        if self.templated:
+            return self.conversations.message(messages, answer_T.tolist())
+        return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
 
     def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
         """The prompt of the next question, after this answer. Without a chat template, turns are separated by an empty line."""
-        answer = self.tokenizer.decode(answer_T, skip_special_tokens=True)
-        messages = (*prompt.messages, {"role": "assistant", "content": answer}, _question(prompt.later[0]))
+        messages = (*prompt.messages, self.answered(prompt.messages, answer_T), _question(prompt.later[0]))
         return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
 
     def excerpt(self, text: str) -> Tensor:
@@ -93,7 +105,7 @@ class Prompter:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
         value = row[column]
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
-            return Prompt(self.converse(_up_to_the_answer(value, column)))
+            return Prompt(self.converse(_up_to_the_answer(value, column), row.get("tools")))
         questions = value if column == "turns" and isinstance(value, list) else [value]
         odd = next((question for question in questions if not isinstance(question, str)), None)
         if odd is not None:
@@ -102,8 +114,13 @@ class Prompter:
             return Prompt(self.excerpt(value))
         return Prompt(self.ask(questions[0]), messages=(_question(questions[0]),), later=tuple(questions[1:]))
 
+    @property
+    def templated(self) -> bool:
+        """Whether questions are asked with a chat template."""
+        return self.chat is not False and bool(self.settings.template_of(self.tokenizer))
+
     def _render(self, messages: Sequence[Message]) -> Tensor:
-        if self.tokenizer.chat_template and self.chat is not False:
+        if self.templated:
             return self.converse(messages)
         return self.begin("\n\n".join(message["content"] for message in messages))
 

@@ -11,7 +11,6 @@ from headstart.inference.bench.systems import AR_TRANSFORMERS
 from headstart.inference.bench.table import (
     SPEEDS,
     STEP,
-    name,
     notes,
     rows_at,
     setting_cells,
@@ -19,8 +18,8 @@ from headstart.inference.bench.table import (
     settings_of,
     speeds,
     step_cells,
-    verdict,
 )
+from headstart.inference.bench.verdict import name, sentence
 from headstart.support.report.charts import Axes, Series, above, histogram, lines
 from headstart.support.report.page import Sample, Table, TableRow, render
 
@@ -29,7 +28,6 @@ Row = dict[str, Any]
 
 def page(report: Row) -> str:
     """Render the page."""
-    fine, sentence = verdict(report)
     versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
     about = (
         f"{report['dtype']}, {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to"
@@ -39,8 +37,8 @@ def page(report: Row) -> str:
         "bench.html.j2",
         title=report["backbone"],
         about=about,
-        fine=fine,
-        sentence=sentence,
+        verdict=report["verdict"],
+        sentence=sentence(report),
         speed=_speed(report),
         notes=notes(report),
         depths=_depths(report),
@@ -69,7 +67,9 @@ def _speed(report: Row) -> Table:
     for temperature, batch in settings_of(report):
         for i, row in enumerate(rows_at(report, temperature, batch)):
             css = ("head" if "head" in row else "base") + (" first" if i == 0 else "")
-            rows.append(TableRow([*setting_cells(report, row), *speeds(row), *step_cells(row)], css=css))
+            *cells, identical = step_cells(row)
+            marked = Markup('<span class="verdict {}">{}</span>').format(row["verdict"] or "", identical)
+            rows.append(TableRow([*setting_cells(report, row), *speeds(row), *cells, marked], css=css))
     titles = setting_titles(report)
     return Table([*titles, *SPEEDS, *STEP], rows, (len(titles) - 1,))
 

@@ -157,6 +157,8 @@ class SystemResult:
     tasks: dict[str, Tally] = field(default_factory=dict)
     sequences: dict[int, list[Tensor]] = field(default_factory=dict)
     """The answers to each prompt, one for each turn."""
+    prompts: dict[int, list[Tensor]] = field(default_factory=dict)
+    """What each of them answers."""
     accept_lengths: dict[int, list[int]] = field(default_factory=dict)
     """The accept lengths of each prompt's first answer, where the system reports them."""
     parts: Tally | None = None
@@ -171,7 +173,8 @@ class SystemResult:
             synchronize(device)
         written.tally.wall = watch.seconds
         self.tasks.setdefault(task, Tally()).join(written.tally)
-        for row, i in enumerate(asked):
+        for row, (i, prompt_T) in enumerate(asked.items()):
+            self.prompts.setdefault(i, []).append(prompt_T)
             self.sequences.setdefault(i, []).append(written.sequences[row])
             if written.accept_lengths is not None:
                 self.accept_lengths.setdefault(i, written.accept_lengths[row])

@@ -1,4 +1,4 @@
-"""A benchmark report on the terminal: tables, the capture backends in use, and one sentence on token identity."""
+"""A benchmark report on the terminal: tables, the capture backends in use, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headstart.inference.bench.systems import AR
+from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE
+from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
+from headstart.inference.bench.verdict import TITLES, name, sentence, setting
 from headstart.support.report.terminal import columns, show
 
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")
 STEP = ("MBU", "draft ms", "verify ms", "host ms", "identical")
-NEAR_TIES = (
-    " In 16 bits, passes of different widths may round differently, and near-ties then fall the other way; --dtype fp32 compares exactly."
-)
+STYLES = {IDENTICAL: "green", NEAR_TIE: "", FAULT: "bold red"}
 
 
 def print_report(report: Row, out: TextIO) -> None:
@@ -26,8 +26,7 @@ def print_report(report: Row, out: TextIO) -> None:
     if len(report["tasks"]) > 1:
         parts.append(_tasks_table(report))
     parts.append(Text("\n".join(notes(report))))
-    fine, sentence = verdict(report)
-    show([*parts, Text(sentence, style="green" if fine else "bold red")], out)
+    show([*parts, Text(sentence(report), style=STYLES[report["verdict"]])], out)
 
 
 def settings_of(report: Row) -> list[tuple[float, int]]:
@@ -38,11 +37,6 @@ def settings_of(report: Row) -> list[tuple[float, int]]:
 def rows_at(report: Row, temperature: float, batch: int) -> Iterator[Row]:
     """The entries of baselines and heads at one temperature and batch size."""
     return (row for row in (*report["baselines"], *report["results"]) if (row["temperature"], row["batch"]) == (temperature, batch))
-
-
-def name(row: Row) -> str:
-    """The name of an entry's system."""
-    return str(row["head"] if "head" in row else row["name"])
 
 
 def setting_titles(report: Row) -> list[str]:
@@ -61,8 +55,8 @@ def systems_table(report: Row) -> Table:
     rows: list[tuple[str, list[str | Text]]] = []
     for temperature, batch in settings_of(report):
         for row in rows_at(report, temperature, batch):
-            *cells, identical = step_cells(row)
-            marked = Text(identical, style={"yes": "green", "no": "bold red"}.get(identical, ""))
+            *cells, shown = step_cells(row)
+            marked = Text(shown, style=STYLES.get(row["verdict"], ""))
             rows.append((_style(row), [*setting_cells(report, row), *speeds(row), *cells, marked, _acceptance(row)]))
     return columns(titles, rows, left=[len(setting_titles(report)) - 1, len(titles) - 1])
 
@@ -84,41 +78,10 @@ def _style(row: Row) -> str:
     return "dim" if row["kind"] == "ar" else ""
 
 
-def verdict(report: Row) -> tuple[bool, str]:
-    """One sentence on token identity, and False before it for a fault: tokens that differ in fp32."""
-    rows = [*report["results"], *(row for row in report["baselines"] if name(row) == AR and row["identical"] is not None)]
-    differing = [row for row in rows if not row["identical"]]
-    if not differing:
-        to_transformers = {row["identical_to_transformers"] for row in report["results"] if row["temperature"] == 0}
-        also = "; at temperature 0 also to transformers' generate" if to_transformers == {True} else ""
-        return True, f"Every token of every prompt is identical to autoregressive decoding with the same seed{also}.{_bits(report)}"
-    systems = ", ".join(f"{name(row)} {_setting(row)} in {row['prompts_differing']}" for row in differing)
-    systems += f" of {report['prompts']} prompts"
-    if report["dtype"] == "fp32":
-        return False, f"NOT IDENTICAL to autoregressive decoding: {systems}. In fp32 this is a fault; please report it."
-    return True, f"Not every token is identical to autoregressive decoding: {systems}.{_bits(report)}{NEAR_TIES}"
-
-
-def _bits(report: Row) -> str:
-    """A sentence on the logits, where they were compared."""
-    compared = [row["logits"] for row in report["results"]]
-    positions, differing = (sum(one[key] for one in compared) for key in ("positions", "differing"))
-    if not positions:
-        return ""
-    if not differing:
-        return f" So is every bit of the logits ({positions:,} positions compared)."
-    largest, logit = (max(one[key] for one in compared) for key in ("largest_difference", "largest_logit"))
-    return f" Logits differ by at most {largest:.2g}, the largest is {logit:.3g} ({differing:,} of {positions:,} positions differ)."
-
-
-def _setting(row: Row) -> str:
-    batch = f", batch {row['batch']}," if row["batch"] > 1 else ""
-    return f"at temperature {row['temperature']:g}{batch}"
-
-
 def notes(report: Row) -> list[str]:
     """All lines below the table."""
-    return [*engine_notes(report), *capture_notes(report), *vocabulary_notes(report), *repetition_notes(report)]
+    parts = (engine_notes, capture_notes, transformers_notes, vocabulary_notes, repetition_notes)
+    return [line for part in parts for line in part(report)]
 
 
 def capture_notes(report: Row) -> list[str]:
@@ -136,7 +99,7 @@ def capture_notes(report: Row) -> list[str]:
 def engine_notes(report: Row) -> list[str]:
     """A line for each entry of heads with its acceptance under vLLM's names, as vLLM counts it (docs/serving.md)."""
     return [
-        f"as vLLM counts it: {name(row)} {_setting(row).rstrip(',')}: mean acceptance length {row['mean_acceptance_length']:.3f},"
+        f"as vLLM counts it: {name(row)} {setting(row).rstrip(',')}: mean acceptance length {row['mean_acceptance_length']:.3f},"
         f" draft acceptance rate {row['draft_acceptance_rate']:.1%},"
         f" per position {' '.join(f'{share:.3f}' for share in row['acceptance_rate_per_pos'])}"
         for row in report["results"]
@@ -144,10 +107,20 @@ def engine_notes(report: Row) -> list[str]:
     ]
 
 
+def transformers_notes(report: Row) -> list[str]:
+    """A line for each setting in which transformers' greedy ``generate`` wrote another text than autoregressive decoding here."""
+    return [
+        f"transformers: its generate wrote another text {setting(row).rstrip(',')} for {row['prompts_differing_from_headstart']} of"
+        f" {report['prompts']} prompts{', by more than rounding' if row['verdict'] == FAULT else ': near-ties'}"
+        for row in report["baselines"]
+        if row["name"] == AR_TRANSFORMERS and row["prompts_differing_from_headstart"]
+    ]
+
+
 def vocabulary_notes(report: Row) -> list[str]:
     """A line for each entry with a draft vocabulary: its share of the generated tokens, which bounds the acceptance."""
     return [
-        f"draft vocabulary: {name(row)} {_setting(row)}, {one['size']:,} of {one['vocab_size']:,} tokens,"
+        f"draft vocabulary: {name(row)} {setting(row)}, {one['size']:,} of {one['vocab_size']:,} tokens,"
         f" which are {one['coverage']:.1%} of those generated"
         for row in report["results"]
         if (one := row["draft_vocabulary"]) is not None
@@ -157,7 +130,7 @@ def vocabulary_notes(report: Row) -> list[str]:
 def repetition_notes(report: Row) -> list[str]:
     """A line for each temperature: how much of what AR wrote repeats itself, from which n-gram drafts gain."""
     return [
-        f"repetition: {row['repeated_8grams']:.1%} of the 8-grams written {_setting(row)} by {name(row)} occur earlier in the same text"
+        f"repetition: {row['repeated_8grams']:.1%} of the 8-grams written {setting(row)} by {name(row)} occur earlier in the same text"
         for row in report["baselines"]
         if row["name"] == AR and row["repeated_8grams"] is not None
     ]
@@ -184,8 +157,7 @@ def speeds(row: Row) -> list[str]:
 def step_cells(row: Row) -> list[str]:
     """The cells of `STEP`."""
     times = [f"{row[key]:.2f}" if key in row else "" for key in ("draft_ms", "verify_ms", "host_ms")]
-    identical = "" if row["identical"] is None else "yes" if row["identical"] else "no"
-    return [f"{row['mbu']:.0%}", *times, identical]
+    return [f"{row['mbu']:.0%}", *times, TITLES[row["verdict"]]]
 
 
 def _acceptance(row: Row) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.fixed_memory import FixedMemory
+from headstart.heads.layers.fixed_memory import FixedMemory
 from headstart.support.pytree import builder, flatten, list_tensors
 
 Function = Callable[..., Any]
@@ -68,12 +68,18 @@ class Flat:
 class Backend(ABC):
     """Captures one function.
 
-    ``module``: the module that the function runs. ``memory``: for held tensors, shared by functions that pass them on to each other.
+    ``module``: the module that the function runs. ``memory``: of a backend with ``fixed``, where stores lie; shared by its functions.
     """
 
     name: ClassVar[str]
     slow: ClassVar[bool] = False
     """Captures take so long that only the steps of modules are worth it: no prompts, no noise."""
+    fixed: ClassVar[bool] = False
+    """A capture is for one combination of sizes and for stores in fixed memory: sizes are padded, so that few occur."""
+    checked: ClassVar[bool] = False
+    """Before a model's first captured text, captured passes are compared with uncaptured ones (inference/self_check.py)."""
+    most_captures: ClassVar[int] = 64
+    """Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 
     def __init__(self, module: nn.Module | None, memory: FixedMemory) -> None:
         self.module, self.memory = module, memory
@@ -91,9 +97,9 @@ class Backend(ABC):
     def capture(self, function: Function, call: Call) -> Capture:
         """Capture the function as called here; any error means that it cannot be captured."""
 
-    def settle(self, held: Any) -> Any:
-        """Return ``held`` where replays need it, moved if it is elsewhere; by default it may be anywhere."""
-        return held
+    def layout(self, call: Call) -> Hashable:
+        """Where the held tensors lie, if a capture is only right for that place."""
+        return None
 
 
 class Capture(ABC):

@@ -20,25 +20,25 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from headstart.heads.layers.fixed_memory import FixedMemory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
 from headstart.inference.capture.compile import Compile
 from headstart.inference.capture.cuda_graph import CudaGraph
-from headstart.inference.capture.fixed_memory import FixedMemory
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.capture.trace import Trace
+from headstart.support.devices import is_accelerator
 from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
-"""auto: after `PATIENCE` calls of the first function, traces on a CPU and CUDA graphs on a GPU. The others capture at the first call."""
+"""auto: after `PATIENCE` calls of the first function, traces on a CPU, and nothing elsewhere. The others capture at the first call."""
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
 SHORT_PATIENCE = 3
 """The same once another function has been captured: decoding goes on for long, and sources are compared by their captured times."""
-MOST_CAPTURES = 64
-"""Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 MOST_SHAPES = 4096
 """Exact shapes of a function that are remembered."""
+_NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were mended"}
 logger = logging.getLogger(__name__)
 
 
@@ -60,10 +60,12 @@ class Capturer:
         self.backend, self.reason = choose(name, device)
         self.device = device
         self.patience = PATIENCE if name == "auto" else 0
-        self.loads_kernels = device.type != "cpu"
         self.functions: list[Captured] = []
-        self.memories: dict[nn.Module, FixedMemory] = {}
-        """Functions of one module pass its state on to each other."""
+        self.memory = FixedMemory()
+        self.unchecked = self.backend is not None and self.backend.checked
+        """True until captured passes were compared with uncaptured ones (`Backend.checked`)."""
+        self.accelerator = self.fixed or is_accelerator(device)
+        """Sizes are chosen as on an accelerator, where nodes cost little and calls much."""
 
     def capture(
         self,
@@ -80,15 +82,28 @@ class Capturer:
         ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions. ``every_step``:
         False for what is called once a text. What a slow backend would take too long for is traced on a CPU, and runs uncaptured elsewhere.
         """
-        memory = FixedMemory() if module is None else self.memories.setdefault(module, FixedMemory())
         kind = None if unless is not None else self.backend
         if kind is not None and kind.slow and (module is None or not every_step):
             kind = Trace if Trace.unavailable(self.device) is None else None
-        backend = kind(module, memory) if kind is not None else None
+        backend = kind(module, self.memory) if kind is not None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
-        captured.loads_kernels, captured.functions = self.loads_kernels, self.functions
+        captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
         self.functions.append(captured)
         return captured
+
+    def give_up(self, reason: str) -> None:
+        """Run every function uncaptured from now on, with one line in the log; the captures' memory is freed."""
+        if self.backend is None:
+            return
+        logger.warning("forward passes are no longer captured, which is slower: %s", reason)
+        self.backend, self.reason = None, reason
+        for one in self.functions:
+            one.drop()
+
+    @property
+    def fixed(self) -> bool:
+        """True if every combination of sizes is captured apart, and the stores of texts that begin now lie in ``memory``."""
+        return self.backend is not None and self.backend.fixed
 
     @property
     def slow(self) -> bool:
@@ -142,7 +157,7 @@ class Captured:
                 void_running()
             return self.function(held, *inputs)
         call = Call.of(held, inputs)
-        exact = (call.structure, call.shapes)
+        exact = (call.structure, call.shapes, self.backend.layout(call))
         try:
             capture = self._known.get(exact)
             if capture is None:
@@ -154,10 +169,6 @@ class Captured:
                 raise
             self._fall_back(error)
             return self.function(held, *inputs)
-
-    def settle(self, held: Any) -> Any:
-        """Return ``held`` where the backend's replays need it, moved if it is elsewhere; to be kept and passed from then on."""
-        return held if self.backend is None or self.calls < self.patience else self.backend.settle(held)
 
     def _void_first(self, call: Call) -> None:
         """Mark running stopwatches as not valid if the function is called at new shapes."""
@@ -186,9 +197,10 @@ class Captured:
         return capture(call)
 
     def _keep(self, key: Hashable, capture: Capture) -> None:
-        """Keep a capture in place of an earlier one of its key or, if there are `MOST_CAPTURES`, of the one not used for longest."""
+        """Keep a capture in place of an earlier one of its key or, if there are too many, of the one not used for longest."""
         dropped = self._captures.pop(key, None)
-        if dropped is None and len(self._captures) >= MOST_CAPTURES:
+        assert self.backend is not None
+        if dropped is None and len(self._captures) >= self.backend.most_captures:
             dropped = self._captures.pop(min(self._captures, key=lambda other: self._captures[other].used))
         self._captures[key], capture.used = capture, self.calls
         self._known = {exact: known for exact, known in self._known.items() if known is not dropped}
@@ -198,6 +210,10 @@ class Captured:
         assert self.backend is not None
         self.fallback = f"not capturable by {self.backend.name}: {_first_line(error)}"
         _warn_once(f"{self.name} is {self.fallback}; it runs uncaptured, which is slower")
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all captures and make no more."""
         self.backend = None
         self._captures, self._known = {}, {}
 
@@ -212,10 +228,8 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
         if reason := BACKENDS[name].unavailable(device):
             raise UserError(f"capture {name!r} cannot be used: {reason}; choose 'auto' or 'off'")
         return BACKENDS[name], None
-    if device.type == "cuda":
-        return CudaGraph, None
     if device.type != "cpu":
-        return None, f"auto captures nothing on {device.type}; choose a backend by name"
+        return None, f"auto captures nothing on {device.type}{_NOT_PROVED.get(device.type, '')}; choose a backend by name"
     if reason := Trace.unavailable(device):
         reason = f"{reason}; 'compile' is the other backend for the CPU"
         _warn_once(f"forward passes are not captured, which makes small models slower: {reason}")

@@ -1,37 +1,49 @@
-"""Backend ``cuda-graph``: one `torch.cuda.CUDAGraph` for each combination of shapes.
+"""Backend ``cuda-graph``: one `torch.cuda.CUDAGraph` for each combination of sizes.
 
-A graph reads and writes at the addresses it was captured with. Held tensors are therefore moved to memory at fixed addresses
-(`FixedMemory`), once: results that are held tensors are returned there, and the next call finds them in place. Inputs are copied in at
-every call, other results are copied out.
+A graph reads and writes at the addresses it was recorded with. Stores, such as KV caches, therefore lie in fixed memory
+(`headstart.heads.layers.fixed_memory`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
+every call, and results that are no held tensors are copied out.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
+from headstart.heads.layers.fixed_memory import FixedMemory, is_same_memory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function
-from headstart.inference.capture.fixed_memory import Writes, is_same_memory
-from headstart.inference.capture.stopwatch import void_running
-from headstart.support.pytree import builder, flatten, list_tensors
+from headstart.inference.capture.writes import Writes
+from headstart.support.pytree import builder, flatten
 
 
 class AtFixedAddresses(Backend):
     """Base of backends that replay operations at the addresses they were recorded with; subclasses record them."""
 
+    fixed = True
+    checked = True
+    most_captures = 512
+
     def variant(self, call: Call) -> Hashable:
         return call.shapes
+
+    def layout(self, call: Call) -> Hashable:
+        """Address and strides of each held tensor in the memory; None for one that is copied in."""
+        held = call.leaves[: call.held_leaves]
+        return tuple([(leaf.data_ptr(), leaf.stride()) if self.memory.holds(leaf) else None for leaf in held])
 
     def capture(self, function: Function, call: Call) -> Capture:
         return Replay(self, function, call)
 
-    def settle(self, held: Any) -> Any:
-        return builder(flatten(held, []))(iter(self.memory.place(list_tensors(held))))
+    def warm_up(self, work: Callable[[], list[Tensor]]) -> None:
+        """Do the work once: libraries choose their kernels on first use, which a recording cannot contain."""
+        work()
 
     @abstractmethod
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -39,7 +51,7 @@ class AtFixedAddresses(Backend):
 
 
 class CudaGraph(AtFixedAddresses):
-    """CUDA graphs, all in one pool of memory: they are replayed one after another and their results are copied out."""
+    """CUDA graphs. Those of a capturer share a pool of memory: they are replayed one after another and their results are copied out."""
 
     name = "cuda-graph"
 
@@ -47,68 +59,111 @@ class CudaGraph(AtFixedAddresses):
     def unavailable(cls, device: torch.device) -> str | None:
         return None if device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {device.type}"
 
+    def capture(self, function: Function, call: Call) -> Capture:
+        with torch.cuda.device(call.leaves[-1].device):
+            return super().capture(function, call)
+
+    @property
+    def pool(self) -> Pool:
+        """That of the capturer."""
+        if self.memory not in _pools:
+            _pools[self.memory] = Pool()
+        return _pools[self.memory]
+
+    def warm_up(self, work: Callable[[], list[Tensor]]) -> None:
+        stream = self.pool.stream   # libraries have a workspace for each stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()   # libraries choose their kernels on first use, which a graph cannot contain
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_pool()):
+        pool, graph = self.pool, torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local")
+        with _one_at_a_time, _same_stream(), recording:
             results = work()
+        pool.graphs.add(graph)
         return results, graph.replay
 
 
-@functools.cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+class Pool:
+    """The memory of a capturer's graphs, and the stream on which they are recorded."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    @property
+    def handle(self) -> Any:
+        """What names the memory; None if there are no graphs, with the last of which it ended: the next one begins another."""
+        return next((graph.pool() for graph in self.graphs), None)
+
+
+_pools: WeakKeyDictionary[FixedMemory, Pool] = WeakKeyDictionary()
+"""By the capturer's memory."""
+_one_at_a_time = threading.Lock()
+"""Recording waits for the whole device, which is an error while another thread records."""
+
+
+@contextmanager
+def _same_stream() -> Iterator[None]:
+    """Have the thread on its stream again in the end; `torch.cuda.graph` leaves it on another one when recording fails."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 class Replay(Capture):
-    """One function recorded at one combination of shapes."""
+    """One function recorded at one combination of sizes, with stores at one place."""
 
     def __init__(self, backend: AtFixedAddresses, function: Function, call: Call) -> None:
         super().__init__()
-        self.backend, self.function = backend, function
-        self._record(call)
-
-    def _record(self, call: Call) -> None:
         if any(leaf.device != call.leaves[-1].device for leaf in call.leaves):
             raise RuntimeError("its tensors are on several devices")
-        self.held = self.backend.memory.place(call.leaves[: call.held_leaves])
-        self.inputs = [leaf.clone() for leaf in call.leaves[call.held_leaves :]]
-        structure: Any = None
+        self.backend, self.layout = backend, backend.layout(call)
+        given, structure = call.leaves[: call.held_leaves], None
+        self.copied = [(i, leaf.clone()) for i, leaf in enumerate(call.leaves) if not (i < len(given) and backend.memory.holds(leaf))]
+        """The number of each tensor that is copied in, and where to."""
+        tensors = list(call.leaves)
+        for i, copy in self.copied:
+            tensors[i] = copy
 
         def work() -> list[Tensor]:
             nonlocal structure
             results: list[Tensor] = []
-            held, inputs = call.arguments([*self.held, *self.inputs])
-            structure = flatten(self.function(held, *inputs), results)
+            held, inputs = call.arguments(tensors)
+            structure = flatten(function(held, *inputs), results)
             return results
 
-        with Writes() as writes:
-            work()
-        self.written = [writes.into(tensor) for tensor in self.held]
-        self.results, self.replay = self.backend.record(work)
+        held = tensors[: len(given)]
+        with Writes(held) as writes:
+            backend.warm_up(work)
+        writes.undo()
+        self.results, self.replay = backend.record(work)
+        writes.undo()
         self.build = builder(structure)
-        self.returned = [self._place_of(result) for result in self.results]
+        self.returned = [self._place_of(result, held) for result in self.results]
+        self.written = [(i, copy) for i, copy in self.copied if i < len(given) and writes.into(copy)]
+        """Copies of held tensors that the function writes into."""
 
-    def _place_of(self, result: Tensor) -> int | None:
+    @staticmethod
+    def _place_of(result: Tensor, held: list[Tensor]) -> int | None:
         """The number of the held tensor that a result is; None: it is a tensor of its own."""
-        return next((i for i, tensor in enumerate(self.held) if is_same_memory(result, tensor) and result.dtype == tensor.dtype), None)
+        return next((i for i, one in enumerate(held) if is_same_memory(result, one) and result.dtype == one.dtype), None)
+
+    def follows(self, call: Call) -> bool:
+        return self.backend.layout(call) == self.layout
+
+    def compare(self, function: Function, call: Call) -> None:
+        """Nothing is compared: where the stores lie elsewhere, the function is recorded again."""
 
     def __call__(self, call: Call) -> Any:
-        given = call.leaves[: call.held_leaves]
-        held = self.backend.memory.place(given)
-        if not all(is_same_memory(*pair) for pair in zip(held, self.held, strict=True)):   # the memory of one has grown
-            void_running()
-            self._record(call)
-            held = self.held
-        for static, leaf in zip(self.inputs, call.leaves[call.held_leaves :], strict=True):
-            static.copy_(leaf)
+        for i, copy in self.copied:
+            copy.copy_(call.leaves[i])
         self.replay()
-        for tensor, home, written in zip(given, held, self.written, strict=True):
-            if written and not is_same_memory(tensor, home):
-                tensor.copy_(home)
+        for i, copy in self.written:
+            call.leaves[i].copy_(copy)
         results = zip(self.results, self.returned, strict=True)
-        return self.build(iter([result.clone() if place is None else held[place] for result, place in results]))
+        return self.build(iter([result.clone() if place is None else call.leaves[place] for result, place in results]))

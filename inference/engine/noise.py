@@ -61,6 +61,11 @@ class NoiseBuffer:
         """The first position of each row in the block."""
         self.block_BPV: Tensor | None = None
 
+    def put(self, row: int, seed: int) -> None:
+        """Give a row, whose sequence has ended, the seed of another one."""
+        self.seeds_B[row] = _signed(seed & (1 << 64) - 1)
+        self.rows = []
+
     def of(self, rows: list[int], positions: list[int], count: int) -> Tensor:
         """The noise ``[B, count, V]`` of ``count`` positions of these rows, from ``positions[b]`` on."""
         device = self.seeds_B.device

@@ -9,7 +9,7 @@ Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,8 @@ class Processing:
         out_BNV = scores_BNV.clone()   # padding nodes keep their raw scores
         for (_, row), group in alike.items():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
-            out_BNV[rows, nodes] = _applied(self._by_row[row], torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes])
+            processors = self.processors if self._alike else self._by_row[row]
+            out_BNV[rows, nodes] = _applied(processors, torch.stack([ids_T for _, _, ids_T in group]), scores_BNV[rows, nodes])
         return out_BNV
 
 
@@ -134,7 +135,7 @@ class Processing:
                 one.settle(history.prompt_T, history.written[:-1])
 
 
-def _applied(processors: list[LogitsProcessor], ids_RT: Tensor, scores_RV: Tensor) -> Tensor:
+def _applied(processors: Iterable[LogitsProcessor], ids_RT: Tensor, scores_RV: Tensor) -> Tensor:
     for processor in processors:
         scores_RV = processor(ids_RT, scores_RV)
     return scores_RV

@@ -7,32 +7,46 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.sizes import TREE_SIZES
 
 
 class Prompts:
-    """The prompts of a call, padded on the right instead of the left; a prompt is identified by its row number."""
+    """The prompts of a call, without padding; a prompt is identified by the number of its sequence."""
 
     def __init__(self, request: Request, reader: Reader) -> None:
-        self.request, self.reader = request, reader
-        T = request.ids_BT.shape[1]
-        pads_B = torch.tensor(request.pads_B, device=request.ids_BT.device)
-        index_BT = torch.arange(T, device=pads_B.device) + pads_B[:, None]
-        self.tokens_BT, self.lengths_B = request.ids_BT.gather(1, index_BT.clamp(max=T - 1)), T - pads_B
-        self.lengths: list[int] = self.lengths_B.tolist()
+        self.reader = reader
+        self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
+        self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
+        """The length at which each sequence ends, its prompt included."""
+        self._start(request.limit)
+
+    def put(self, number: int, ids_T: Tensor, limit: int) -> None:
+        """Add a prompt, or replace that of a sequence which has ended."""
+        self.rows[number], self.limits[number] = ids_T, limit
+        self._start(limit)
+
+    def _start(self, limit: int) -> None:
+        self.reader.start(min(limit, self.reader.backbone.max_positions or limit) + TREE_SIZES[-1])
+
+    def length(self, number: int) -> int:
+        """The number of tokens of one prompt."""
+        return len(self.rows[number])
 
     def tokens(self, number: int) -> list[int]:
         """The tokens of one prompt."""
-        return self.tokens_BT[number, : self.lengths[number]].tolist()
+        return self.rows[number].tolist()
 
     def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
-        """Prefill some prompts: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
-        lengths_B = self.lengths_B[numbers]
-        features, cache = self.reader.prompts(self.tokens_BT[numbers][:, : int(lengths_B.max())], lengths_B)
+        """Prefill some prompts, padded on the right: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
+        rows = [self.rows[number] for number in numbers]
+        lengths_B = torch.tensor([*map(len, rows)], device=rows[0].device)
+        features, cache = self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B)
         last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
         return features, cache, self.reader.backbone.readout(last_BD)[:, None]
 
@@ -44,5 +58,5 @@ class Prompts:
         backbone = self.reader.backbone
         most = backbone.max_positions or 1 << 31
         if not past_limit or backbone.rope_limit is not None:
-            most = min(most, self.request.limit - self.request.pads_B[number])
-        return most - self.lengths[number] - written
+            most = min(most, self.limits[number])
+        return most - self.length(number) - written

@@ -15,10 +15,12 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recurrent import Added, Branch, States
+from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.sizes import graph_size
 from headstart.inference.engine.tree import CandidateTree
 from headstart.support.pytree import list_tensors, map_tensors
 
@@ -34,23 +36,39 @@ class Reader:
     def __init__(self, backbone: Backbone, taps: tuple[int, ...], capturer: Capturer) -> None:
         self.backbone, self.taps = backbone, taps
         self.view: TreeCache | None = None
+        self.capturer = capturer
+        self.memory = capturer.memory if capturer.fixed else None
+        """Where the stores of texts lie; None: each has its own."""
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
         self.read = capturer.capture(self._read, "verification", backbone.model, unless)
         self._prefill: Callable[[None, Tensor], Any] = self._prefilled
-        if backbone.device.type == "cpu" and backbone.recurrent is None:   # elsewhere every length would be captured apart
+        if not capturer.accelerator and backbone.recurrent is None:   # there every length would be captured apart
             self._prefill = capturer.capture(
                 self._prefilled, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE, every_step=False
             )
-        self.noise = capturer.capture(self._noise, "sampling noise")
+        self._noise = capturer.capture(self._gumbel, "sampling noise")
 
     @property
     def captured(self) -> bool:
         """True once forward passes are captured; their times are then kept separately, since they are faster."""
         return bool(self.read.captures_made)
 
-    def _noise(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
-        """The noise ``[B, P, V]`` for the tokens at those positions."""
+    def _gumbel(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
         return gumbel(seeds_B, positions_BP, self.backbone.vocab)
+
+    def noise(self, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
+        """The noise ``[B, P, V]`` for the tokens at those positions."""
+        B, P = positions_BP.shape
+        if self.memory is not None:
+            rows = padded_rows(B)
+            seeds_B, positions_BP = pad_rows(seeds_B, rows), pad_rows(pad_rows(positions_BP, rows), graph_size(P), 1)
+        noise_BPV: Tensor = self._noise(None, seeds_B, positions_BP)
+        return noise_BPV[:B, :P]
+
+    def start(self, positions: int) -> None:
+        """Start a call; ``positions``: how long a row may become, trees included."""
+        self.memory = self.capturer.memory if self.capturer.fixed else None
+        self.capturer.memory.positions = max(self.capturer.memory.positions, positions)
 
     def prompts(self, tokens_BT: Tensor, lengths_B: Tensor) -> tuple[Features, RaggedCache]:
         """Prefill right-padded rows: returns their features, with padding marked, and their cache."""
@@ -63,7 +81,7 @@ class Reader:
         if len(tokens_BT) > 1:
             place_BT = self._places(tokens_BT)
             features = features.gather(place_BT, place_BT < lengths_B[:, None])
-        return features, RaggedCache(layers, lengths_B, states)
+        return features, RaggedCache(layers, lengths_B, states, self.memory)
 
     @staticmethod
     def _places(tokens_BT: Tensor) -> Tensor:
@@ -101,9 +119,11 @@ class Reader:
 
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
         """Verify a tree: returns the features of every node, and the logits ``[B, N, V]`` after it."""
-        tokens_BN, levels_BN, ancestors_BNN = tree.tensors(cache.lengths_B.device)
-        stores = cache.adopt(self.read.settle(cache.stores(tree.size)))
-        return self.nodes(cache, stores, tokens_BN, levels_BN, ancestors_BNN)
+        nodes = tree.size if cache.memory is None else graph_size(tree.size)
+        features, logits_BNV = self.nodes(cache, cache.stores(nodes), *tree.tensors(cache.lengths_B.device, nodes))
+        if nodes > tree.size:
+            features, logits_BNV = map_tensors(lambda value_BN: value_BN[:, : tree.size], (features, logits_BNV))
+        return features, logits_BNV
 
     def nodes(
         self,
@@ -120,8 +140,13 @@ class Reader:
         """
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
-        held = (stores, cache.states)
-        features, logits_BNV, cache.added = self.read(held, tokens_BN, levels_BM, ancestors_BNM, cache.lengths_B, index_BN)
+        B, rows = len(tokens_BN), stores[0][0].shape[1]
+        inputs = (tokens_BN, levels_BM, ancestors_BNM, cache.lengths_B, index_BN)
+        if rows > B:   # fixed memory
+            inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
+        features, logits_BNV, cache.added = self.read((stores, cache.states), *inputs)
+        if rows > B:
+            features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
         return features, logits_BNV
 
     def _read(

@@ -157,22 +157,32 @@ def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: 
         )
 
 
-def require_one_side(request: Request, backbone: Backbone) -> None:
-    """Raise UserError if rotary frequencies would change while decoding, since the tokens in the cache would have to be recomputed.
+def rope_side(backbone: Backbone, length: int, limit: int) -> bool:
+    """Return the side of the change of rotary frequencies that a sequence is on, from ``length`` to ``limit`` tokens: True if after it.
 
-    transformers derives the frequencies of a pass from its largest position, which in a tree or batch is not that of each sequence.
+    transformers derives the frequencies of a pass from its largest position, so all rows of a pass are on one side. Raises UserError if
+    they would change while decoding, since the tokens in the cache would have to be recomputed.
     """
-    if backbone.rope_limit is None:
-        return
+    if backbone.rope_limit is None or limit <= backbone.rope_limit:
+        return False
+    if backbone.rope_switches_once and length > backbone.rope_limit:
+        return True
+    raise _across(backbone, length, limit)
+
+
+def require_one_side(request: Request, backbone: Backbone) -> None:
+    """Raise UserError unless all rows are on one `rope_side`."""
     T = request.ids_BT.shape[1]
-    before = [request.limit - pad <= backbone.rope_limit for pad in request.pads_B]
-    after = [backbone.rope_switches_once and T - pad > backbone.rope_limit for pad in request.pads_B]
-    if not all(before) and not all(after):
-        longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
-        raise UserError(
-            f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
-            f"{T} tokens, {request.limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
-        )
+    if len({rope_side(backbone, T - pad, request.limit - pad) for pad in request.pads_B}) > 1:
+        raise _across(backbone, T, request.limit)
+
+
+def _across(backbone: Backbone, length: int, limit: int) -> UserError:
+    longer = ", or prompts of more than that" if backbone.rope_switches_once else ""
+    return UserError(
+        f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
+        f"{length} tokens, {limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
+    )
 
 
 def require_all_rows(request: Request, batch_size: int) -> None:

@@ -6,6 +6,8 @@ TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""
 FEW_TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """The same where each size takes long to capture."""
+MIN_PADDED = 4
+"""Where each size is captured apart, a tree has one node or a power of two of at least these; the same for positions."""
 TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tree sizes whose forward passes `headstart tune` measures."""
 CURVE_SIZES = tuple(size for size in TUNED_SIZES if size <= TREE_SIZES[-1])
@@ -17,6 +19,11 @@ BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH = 8, 2, 4
 def padded_size(nodes: int) -> int:
     """The size that a tree is padded to, so that few shapes occur."""
     return next((size for size in TREE_SIZES if size >= nodes), -(-nodes // 16) * 16)
+
+
+def graph_size(count: int) -> int:
+    """The number of nodes or positions that so many are padded to where each is captured apart."""
+    return 1 if count == 1 else max(MIN_PADDED, 1 << (count - 1).bit_length())
 
 
 def octave(rows: int) -> int:

@@ -12,16 +12,18 @@ from headstart.inference.engine.tree import VerifiedTree
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoding step: tokens written to each sequence (0: it has ended or is waiting), nodes of a row's tree, seconds by part."""
+    """One decoding step: the number of tokens written to each sequence decoded in it, nodes of a row's tree, seconds by part.
 
-    written: list[int]
+    Sequences are given by their numbers."""
+
+    written: dict[int, int]
     nodes: int
     draft: float
     verify: float
     host: float
-    kept: list[int] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
     """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
-    drafted: list[int] = field(default_factory=list)
+    drafted: dict[int, int] = field(default_factory=dict)
     """Tokens drafted for each sequence; none given in beam search."""
     trees: dict[int, VerifiedTree] = field(default_factory=dict)
     """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""

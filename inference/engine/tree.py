@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,13 +142,10 @@ class CandidateTree:
         """The level of the deepest node."""
         return max(map(max, self.levels))
 
-    def ancestors(self) -> np.ndarray:
-        """``[B, N, N]``, True where the second node is an ancestor of the first, or the first itself."""
-        return ancestors_from_parents(self.parents)
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens ``[B, N]``, levels ``[B, N]`` and ancestors ``[B, N, N]``. A row with fewer nodes is padded with its root."""
-        B, N = len(self.tokens), self.size
+    def tensors(self, device: torch.device, nodes: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[B, N]``, levels ``[B, N]`` and ancestors ``[B, N, N]`` (True where the second node is an ancestor of the first, or the
+        first itself). A row with fewer nodes than the largest, or than ``nodes``, is padded with its root."""
+        B, N = len(self.tokens), max(self.size, nodes)
         if N == 1:
             roots_B1 = torch.tensor(self.tokens, device=device)
             return roots_B1, torch.zeros_like(roots_B1), torch.ones(B, 1, 1, dtype=torch.bool, device=device)
@@ -158,13 +154,18 @@ class CandidateTree:
         return (
             torch.tensor(tokens, device=device),
             torch.tensor(levels, device=device),
-            torch.from_numpy(self.ancestors()).to(device),
+            torch.from_numpy(ancestors_from_parents([row + [0] * (N - len(row)) for row in self.parents])).to(device),
         )
 
 
 def root_only(roots: list[int]) -> CandidateTree:
     """The trees of autoregressive decoding, which have no candidates."""
     return CandidateTree([[root] for root in roots], [[0] for _ in roots])
+
+
+def chain(tokens: list[int]) -> CandidateTree:
+    """The tree of one row in which every node has one child."""
+    return CandidateTree([tokens], [[max(node - 1, 0) for node in range(len(tokens))]])
 
 
 @dataclass(frozen=True)

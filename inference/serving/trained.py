@@ -15,6 +15,7 @@ from torch import Tensor
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
 from headstart.heads.backbone.native_mtp import weight_files
 from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH
@@ -80,6 +81,8 @@ class Trained:
 
     def embedding(self) -> Tensor:
         """Return the backbone's embedding ``[V, D]``, from its files or, where they do not name one, from the model."""
+        if find_gguf(self.backbone) is not None:
+            return self.load_backbone().embed.weight.detach()
         folder = find_folder(resolve(self.backbone), "backbone", ["*.safetensors", "*.json"])
         size = [self.card["contract"]["vocab_size"], self.card["contract"]["hidden_size"]]
         files = weight_files(folder)
@@ -119,11 +122,17 @@ def read_trained(path: str, backbone: str | None) -> Trained:
 
 
 def backbone_config(name: str, heads: str, contract: dict[str, Any]) -> dict[str, Any]:
-    """Return a backbone's ``config.json``. Raises UserError if there is none, or if its sizes are not those that the heads state."""
-    file = find_folder(name, "backbone", ["config.json"]) / "config.json"
-    if not file.is_file():
-        raise UserError(f"no backbone at {name!r}: the folder has no config.json; give a folder or a hub id of a model")
-    config = read_json(file, "fetch the backbone again")
+    """Return a backbone's ``config.json``, or what the header of a GGUF file states.
+
+    Raises UserError if there is none, or if its sizes are not those that the heads state.
+    """
+    if (gguf := find_gguf(name)) is not None:
+        config = read_gguf_config(gguf).to_dict()
+    else:
+        file = find_folder(name, "backbone", ["config.json"]) / "config.json"
+        if not file.is_file():
+            raise UserError(f"no backbone at {name!r}: the folder has no config.json; give a folder or a hub id of a model")
+        config = read_json(file, "fetch the backbone again")
     stated = config.get("text_config", config)
     spelled = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "vocab_size": "vocab_size"}
     for key, other in spelled.items():

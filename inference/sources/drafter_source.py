@@ -9,14 +9,14 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
+from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch
@@ -25,35 +25,26 @@ from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_S
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.depth_choice import DepthChoice, note_masses
 from headstart.inference.sources.draft import Draft, DraftScoring
+from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
-from headstart.inference.sources.source import Accepted, Source
+from headstart.support.pytree import map_tensors
 
-MAX_PENDING = 8
-"""Maximum number of steps whose features are kept separately; when rows are selected, more are joined into one."""
-LAST = 2
-"""Minimum number of positions added in the call that drafts: a size of one would be captured apart."""
 MIN_SCORE = -1e9
 """Nodes with a lower score, as from diverged heads, are dropped."""
 
 
-class DrafterSource(Source):
-    """A drafter with its state for the rows being decoded; features that the state does not include yet are kept in ``_pending``."""
+class DrafterSource(DrafterRows):
+    """A drafter that drafts for the rows being decoded."""
 
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
-        super().__init__(name, drafter.depth)
-        self.drafter, self.device = drafter, drafter.backbone.device
-        unless = _not_capturable(drafter)
-        extend = lambda state, features: drafter.begin(features, state)   # noqa: E731
-        self._extend = capturer.capture(extend, "drafter prefill", drafter, unless, every_step=False)
+        super().__init__(name, drafter, capturer)
+        unless = not_capturable(drafter)
         self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
-        self.in_one_call = self.device.type == "cpu" and not drafter.uses_backbone_cache
+        self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
-        self.few_sizes = capturer.slow
-        """Each size takes long to capture."""
-        self.choice = DepthChoice(self.depth, drafter.deepest, few=self.few_sizes)
-        self._clear()
+        self.choice = DepthChoice(self.depth, drafter.deepest, few=capturer.slow or capturer.fixed)
 
     @property
     def captured(self) -> bool:
@@ -64,92 +55,6 @@ class DrafterSource(Source):
     def calls(self) -> int:
         """The number of calls in which levels were drafted so far."""
         return self._step.calls + self._steps.calls + self._round.calls
-
-    @property
-    def own_cache(self) -> bool:
-        """False if it drafts with the backbone's cache."""
-        return not self.drafter.uses_backbone_cache
-
-    # The rows being decoded.
-
-    def _clear(self) -> None:
-        self.state: Any = None
-        self._hidden_BKD: Tensor | None = None
-        """The current draft's hidden states of a drafter that gives all depths at once."""
-        self._rows: list[int] | None = None
-        """For each row being decoded, its row in the state; None: the same index."""
-        self._pending: list[tuple[Features, list[int] | None]] = []
-        """Features that the state does not include yet; for each, the row of every row being decoded (None: the same index)."""
-        self._shortest = 0
-        """A lower bound of the shortest prompt's length."""
-        self._positions = 0
-        """An upper bound of the longest row's length: rows are padded to one length at every step."""
-
-    def start(self, sampled: bool) -> None:
-        super().start(sampled)
-        self._clear()
-
-    def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
-        positions = features.tokens_BT.shape[1]
-        if self.state is None and not self._pending:
-            self._pending, self._positions = [(features, None)], positions
-            self._shortest = min(map(len, tokens), default=0) - 1
-            return
-        self.catch_up(self._positions)
-        self.state = self.drafter.join(self.state, self._extended(None, features, positions))
-        self._positions = max(self._positions, positions)
-
-    def extend(self, accepted: Accepted) -> None:
-        self.append(accepted.features)
-
-    def append(self, features: Features) -> None:
-        """Add the features of each row's next tokens, right-padded."""
-        self._pending.append((features, None))
-        self._positions += features.tokens_BT.shape[1]
-
-    def select(self, rows: list[int]) -> None:
-        if not rows:
-            self._clear()
-            return
-        self._rows = _selected(self._rows, rows)
-        self._pending = [(features, _selected(old, rows)) for features, old in self._pending]
-        if len(self._pending) > MAX_PENDING:
-            self._pending = [(self._joined(), None)]
-
-    def catch_up(self, length: int) -> None:
-        """Apply row selections and pending features to the state; ``length``: positions it must have room for, drafted nodes included."""
-        self._select_rows()
-        if self._pending:
-            self.state = self._extended(self.state, self._joined(), length)
-        self._pending = []
-
-    def _select_rows(self) -> None:
-        """Apply row selections to the state and to the pending features."""
-        if self._rows is not None and self.state is not None:
-            self.state = self.drafter.select(self.state, torch.tensor(self._rows, device=self.device))
-        if len(self._pending) > 1 or (self._pending and self._pending[0][1] is not None):
-            self._pending = [(self._joined(), None)]
-        self._rows = None
-
-    def _leave(self, left: int, length: int) -> None:
-        """Extend the state by the pending features except their last ``left`` positions, which the call that drafts adds."""
-        if not self._pending or (self.state is None and self._shortest <= left):
-            return
-        last = self._joined(left)
-        if last.tokens_BT.shape[1] > left:
-            first, last = last.split(left)
-            self.state = self._extended(self.state, first, length)
-        self._pending = [(last, None)]
-
-    def _joined(self, least: int = LAST) -> Features:
-        """The pending features, of at least so many positions."""
-        parts = [part if rows is None else part.rows(torch.tensor(rows, device=self.device)) for part, rows in self._pending]
-        return join_features(parts).padded(least)
-
-    def _extended(self, state: Any, features: Features, length: int) -> Any:
-        if state is None:
-            return self.drafter.reserve(self.drafter.begin(features), length)
-        return self._extend(self.drafter.reserve(state, length), features)
 
     def depth_of(self, shape: TreeShape | None) -> int:
         """The maximum number of depths to draft: the drafter's, or that of a tree of this shape."""
@@ -169,9 +74,10 @@ class DrafterSource(Source):
         nodes = _room(depth or self.depth, width)
         self.catch_up(longest + nodes)
         if cache is None:
-            self.state = self.drafter.reserve(self.state, longest + nodes)
+            state = self.drafter.reserve(self.state, longest + nodes)
         else:
-            self.state = self.drafter.prepare_draft(self.state, cache, nodes)
+            state = self.drafter.prepare_draft(self.state, cache, nodes)
+        self.state = self._placed(state)
 
     # Drafting.
 
@@ -184,7 +90,7 @@ class DrafterSource(Source):
             longest, depth = draft.cache.longest, self.limit_of(draft.shape)
             if self.in_one_call:
                 self._select_rows()
-                if self.few_sizes and len(draft.pools) > 1:
+                if self.capturer.slow and len(draft.pools) > 1:
                     self._leave(1 + self.depth_of(draft.shape), longest)
                 elif self.state is None:
                     self._leave(LAST, longest)
@@ -199,7 +105,8 @@ class DrafterSource(Source):
         """The depths to draft: those of the tree's shape or, with adaptive trees, those that make decoding faster."""
         limit = min(self.limit_of(draft.shape), max([0, *draft.remaining]))
         if draft.shape is not None:
-            return range(limit)
+            few = [count for count in self.choice.counts if limit <= count <= self.depth_of(draft.shape)]
+            return range(few[0] if few and limit and self.fixed else limit)   # the last ones may not fit in the text
 
         def seconds(depths: int) -> float:
             # One slow draft of a further depth would put it off for good.
@@ -215,7 +122,7 @@ class DrafterSource(Source):
             added = [[[0] for _ in draft.pools]]
             for depth, nodes in enumerate(unpacked(packed_BX, levels)):
                 added.append(self._attach(draft, nodes, added[-1], depth))
-        draft.depths[self] = len(depths)
+        draft.depths[self] = min(len(depths), max(draft.remaining))
         if watch.valid:
             draft.costs.add(self.part(len(depths)), len(draft.pools), watch.seconds)
         if draft.shape is None:
@@ -226,7 +133,7 @@ class DrafterSource(Source):
 
     def width(self, rows: int) -> int:
         """The beam width of adaptive trees. On a CPU every node takes time: narrow beams for one row, chains for several."""
-        if self.device.type != "cpu":
+        if self.capturer.accelerator:
             return BEAM_WIDTH
         if rows > 1:
             return 1
@@ -245,14 +152,18 @@ class DrafterSource(Source):
     def _drafted(self, draft: Captured, depths: range, before: Level, width: int, scoring: DraftScoring) -> tuple[list[Level], Tensor]:
         """Draft consecutive depths in one call: returns their levels, and the numbers of their nodes for `unpacked`."""
         progress = Progress(self.state, self._hidden_BKD, depths.start, len(depths))
-        scoring = scoring.at(depths, self.drafter.vocabulary)
+        scoring, rows = scoring.at(depths, self.drafter.vocabulary), len(before.tokens_BW)
+        if self.fixed:
+            before = map_tensors(lambda value_B: pad_rows(value_B, padded_rows(rows)), before)
+            if scoring.noise_BPV is not None:
+                scoring = replace(scoring, noise_BPV=pad_rows(scoring.noise_BPV, padded_rows(rows)))
         if self._pending:
             drafted = self._round(progress, self._joined(), before, width, scoring)
         else:
             drafted = draft(progress, before, width, scoring)
         levels, packed_BX, self.state, self._hidden_BKD = drafted
         self._pending = []
-        return levels, packed_BX
+        return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 
     def part(self, depths: int) -> tuple[str, int, bool, bool]:
         """The key of the costs of drafting that many depths in the cost model; sampling has noise to add and wider beams."""
@@ -277,16 +188,3 @@ class DrafterSource(Source):
 def _room(depth: int, width: int) -> int:
     """Positions to reserve for the nodes of a draft."""
     return (depth + 1) * (width + 1)
-
-
-def _not_capturable(drafter: Drafter) -> str | None:
-    """The reason why the drafter's steps are not captured; None if they are."""
-    if not drafter.capturable:
-        return f"{type(drafter).__name__} is not capturable"
-    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would not see weight updates
-        return "its weights are being trained"
-    return None
-
-
-def _selected(before: list[int] | None, rows: list[int]) -> list[int]:
-    return list(rows) if before is None else [before[row] for row in rows]

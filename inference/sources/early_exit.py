@@ -19,6 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.layers.levels import Rows, read_level
+from headstart.heads.layers.ragged import pad_rows
 from headstart.heads.layers.ragged_cache import TreeCache
 from headstart.support.errors import UserError
 
@@ -67,7 +68,8 @@ class EarlyExit(Drafter):
     def prepare_draft(self, state: Rows, cache: Any, nodes: int) -> Rows:
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
-        return Rows(cache.stores(nodes), cache.lengths_B)
+        stores = cache.stores(nodes)
+        return Rows(stores, pad_rows(cache.lengths_B, stores[0][0].shape[1]))
 
     def step(self, state: Rows, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Rows]:
         assert self.view is not None and state.stores[0], "prepare_draft the backbone's cache first"

@@ -16,9 +16,14 @@ MAX_PROPOSER_DEPTH = 12
 MAX_PROPOSED_NODES = 24
 """Maximum number of nodes that a proposer drafts for a row."""
 
+MAX_PROPOSER_ROWS = 16
+"""Maximum number of rows for which proposers draft: they take Python's time for every row, and a pass over many rows has none to spare."""
+
 
 class ProposerSource(Source):
     """A proposer. It identifies sequences by number, so it needs no update when rows are removed."""
+
+    most_rows = MAX_PROPOSER_ROWS
 
     def __init__(self, proposer: Proposer) -> None:
         super().__init__(proposer.name, MAX_PROPOSER_DEPTH)

@@ -65,6 +65,8 @@ class Source(ABC):
 
     observe_top_k: int = 0
     """The number of most likely next tokens of each verified node to pass to `observe`; 0: it is not called."""
+    most_rows: int = 1 << 31
+    """The number of rows above which it does not draft in adaptive trees."""
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.cost_model import CostModel
-from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, octave
+from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, graph_size, octave
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import EMA_WEIGHT, Source
@@ -30,11 +30,11 @@ Kind = TypeVar("Kind", bound=Source)
 class Speculation:
     """The sources of a model with costs and statistics; without sources, autoregressive decoding.
 
-    ``few_sizes``: trees of batches have few sizes, since each takes long to capture.
+    ``few_sizes``: trees of batches have few sizes, since each takes long to capture. ``padded``: all passes are padded (`graph_size`).
     """
 
-    def __init__(self, sources: Sequence[Source] = (), few_sizes: bool = False) -> None:
-        self.sources, self.few_sizes = list(sources), few_sizes
+    def __init__(self, sources: Sequence[Source] = (), few_sizes: bool = False, padded: bool = False) -> None:
+        self.sources, self.few_sizes, self.padded = list(sources), few_sizes, padded
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
         self.rates: dict[tuple[bool, int], float] = {}
@@ -80,7 +80,7 @@ class Speculation:
             return self.sources
         if not self.sources or self.costs.plain_due(rows, self.rate(rows)):
             return []
-        return [source for source in self.sources if source.learned.stats[octave(rows)].active()]
+        return [source for source in self.sources if rows <= source.most_rows and source.learned.stats[octave(rows)].active()]
 
     def choose(self, draft: Draft) -> CandidateTree:
         """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""
@@ -98,7 +98,9 @@ class Speculation:
         expected = [list(accumulate((prob for prob, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # expected tokens by nodes
         drafting = sum(draft.seconds.values())
         best, least = 1, math.inf
-        if self.few_sizes and rows > 1:
+        if self.padded:
+            sizes = sorted({min(graph_size(size), graph_size(largest)) for size in TREE_SIZES})
+        elif self.few_sizes and rows > 1:
             sizes = [size for size in FEW_TREE_SIZES if size <= largest]
         else:
             sizes = [*(size for size in TREE_SIZES if size < largest), largest]
@@ -148,8 +150,9 @@ class Speculation:
         self.plain_steps = 0 if draft.seconds else self.plain_steps + 1
         if draft.seconds:
             self.costs.count_drafted(rows)
+        nodes = graph_size(tree.size) if self.padded else tree.size
         if tree.size > 1 or self.plain_steps > 1 or not self.costs.plain_timed(rows):   # a draft leaves less of the weights in the caches
-            self.costs.add_pass(rows, tree.size, seconds - sum(draft.seconds.values()))
+            self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
         if draft.shape is not None:
             return
         tokens = sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
@@ -157,7 +160,7 @@ class Speculation:
         before = self.rate(rows) or rate
         self.rates[self.sampled, octave(rows)] = before * (rate / before) ** EMA_WEIGHT
         if draft.seconds:
-            self._judge(draft, paths, tree.size, tokens, seconds)
+            self._judge(draft, paths, nodes, tokens, seconds)
 
     def _judge(self, draft: Draft, paths: list[list[int]], nodes: int, tokens: float, seconds: float) -> None:
         """Record what each source gained: its tokens' value, at the rate without it, minus its drafting and its share of verification.

@@ -5,7 +5,6 @@ For heads from the hub, the file is in the user's cache folder, since hub snapsh
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.cost_model import CostModel
 from headstart.inference.sources.calibration import Calibration
 from headstart.support.errors import UserError
-from headstart.support.files import write_json
+from headstart.support.files import cache_folder, write_json
 from headstart.support.json_text import read_json
 
 FILE = "tuned.json"
@@ -46,13 +45,15 @@ class Tuned:
 
 def key(backbone: Backbone) -> str:
     """The key of an entry: machine, precision, model and its adapter."""
-    device = backbone.device
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        machine = f"{device.type} {_processor()} {torch.get_num_threads()} threads"
     adapter = "" if backbone.adapter is None else f" | adapter {backbone.adapter_digest}"
-    return f"{machine} | {backbone.precision} | {backbone.name}{adapter}"
+    return f"{machine(backbone.device)} | {backbone.precision} | {backbone.name}{adapter}"
+
+
+def machine(device: torch.device) -> str:
+    """The name of a GPU, or that of the processor with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {_processor()} {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:
@@ -72,9 +73,8 @@ def place(path: str | Path | None, backbone: Backbone) -> Path:
     """The path of the file for heads at ``path`` (None: a backbone without heads)."""
     if path is not None and Path(path).is_dir():
         return Path(path) / FILE
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
     name = str(path if path is not None else backbone.name or "backbone").strip("/").replace("/", "--")
-    return home / name / FILE
+    return cache_folder() / name / FILE
 
 
 def read_tuned(path: str | Path | None, backbone: Backbone) -> Tuned | None:

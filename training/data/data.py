@@ -9,29 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat import prompt_length, read_messages
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import prompt_length, read_messages
+from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.training.data.conversation import Chat, TemplateRefusal, encode
+from headstart.training.data.check import Check, Source, compare
 from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
+from headstart.training.data.sample import IDS, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Data, Eval
 
-COLUMNS = ("messages", "conversations", "text")
+TEXTS = ("messages", "conversations", "text")
+COLUMNS = (IDS, *TEXTS)
+"""Columns that may hold a row's samples, in order of precedence."""
 MIN_TOKENS = 4
 """Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    tokens: Tensor
-    """int64 [T]."""
-    loss_mask: Tensor
-    """bool [T]: True for label tokens."""
 
 
 @dataclass
@@ -90,10 +87,19 @@ class Splits:
     """Counts for the training rows."""
     mix: Mix | None = None
     """How an epoch draws from several datasets; None: each sample once."""
+    check: Check | None = None
+    """Whether the tokens are those of decoding; None without conversations."""
 
 
-def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, progress: bool = True) -> Splits:
-    """Read and tokenise a recipe's data for a backbone of ``context`` positions. Raises UserError."""
+def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
+    """Return how a recipe's conversations become tokens. ``ends``: the tokens at which the backbone's decoding stops."""
+    return ChatSettings(data.chat_template, data.template_kwargs, tuple(ends), data.template_time)
+
+
+def load_data(
+    data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True
+) -> Splits:
+    """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError."""
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
     datasets = data.per_dataset()
@@ -101,16 +107,30 @@ def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, p
     held: list[list[Row]] = [[] for _ in datasets]
     if data.eval is None and data.eval_rows:
         rows, held = hold_out(rows, data.eval_rows, data.name)
-    parts = [make_samples(part, tokenizer, one, source=one.name, progress=progress) for part, one in zip(rows, datasets, strict=True)]
+    how: dict[str, Any] = {"ends": ends, "progress": progress}
+    parts = [make_samples(part, tokenizer, one, source=one.name, **how) for part, one in zip(rows, datasets, strict=True)]
     sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
     if data.eval is not None and data.eval_rows:
         sources = [(read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows), data, data.eval)]
     held_out: list[Sample] = []
     for part, settings, name in sources:
-        whole = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
-        held_out += make_samples(part, tokenizer, whole, source=name)[0]
+        uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
+        held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
     stats = sum((part_stats for _, part_stats in parts), Stats())
-    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, _mix(data, [len(part) for part, _ in parts]))
+    check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))
+    check.require()
+    mix = _mix(data, [len(part) for part, _ in parts])
+    return Splits([sample for samples, _ in parts for sample in samples], held_out, stats, mix, check if check.answers else None)
+
+
+def _check(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Check:
+    """Compare some of a dataset's conversations with an independent side; no answers are compared where there are none."""
+    column, settings = data_column(rows[0], data, data.name), chat_settings(data, ends)
+    exact = column == IDS or data.format == "tokens"
+    text = next((name for name in TEXTS[:2] if rows[0].get(name) is not None), None) if exact else column
+    if text is None or isinstance(rows[0][text], str) or data.loss_on == "all" or not settings.template_of(tokenizer):
+        return Check(0, 0, stored=True)
+    return compare(rows, Source(data.name, text, "auto" if exact else data.format, exact), Chat(tokenizer, settings))
 
 
 def _mix(data: Data, sizes: Sequence[int]) -> Mix | None:
@@ -148,11 +168,17 @@ def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[li
 
 
 def make_samples(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, data: Data, *, source: str, progress: bool = False
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    *,
+    source: str,
+    ends: Sequence[int] = (),
+    progress: bool = False,
 ) -> tuple[list[Sample], Stats]:
     """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
     column = data_column(rows[0], data, source)
-    read = _reader(rows[0][column], tokenizer, data)
+    read = _reader(column, rows[0][column], tokenizer, data, ends)
     samples, stats = [], Stats(rows=len(rows))
     for number, row in enumerate(tqdm(rows, desc="tokenising", unit="row", disable=not progress), 1):
         where = f"{source}, row {number}"
@@ -172,34 +198,37 @@ def make_samples(
     return samples, stats
 
 
-def data_column(row: Row, data: Data, source: str) -> str:
-    """Return the column to train on. Raises UserError if the row has none."""
-    candidates = (data.column,) if data.column else COLUMNS if data.format == "auto" else (data.format,)
+def data_column(row: Row, data: Data, source: str, columns: Sequence[str] = COLUMNS) -> str:
+    """Return the column to train on, of ``columns`` if the recipe names none. Raises UserError if the row has none."""
+    named = {"tokens": IDS}.get(data.format, data.format)
+    candidates = (data.column,) if data.column else columns if data.format == "auto" else (named,)
     for column in candidates:
         if row.get(column) is not None:
             return column
     choose = "set data.column to one it has" if data.column else "name yours with data.column"
-    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {' or '.join(candidates)}; {choose}")
+    wanted = " or ".join(name for name in candidates if name != IDS or len(candidates) == 1)
+    raise UserError(f"{source} has the columns {', '.join(row) or '(none)'}, not {wanted}; {choose}")
 
 
 Reader = Callable[[Row, str, str, Stats], list[Sample]]
 
 
-def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reader:
-    """Return the function that makes a row's samples, chosen by the recipe's format or by the first value."""
+def _reader(column: str, first: Any, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
+    """Return the function that makes a row's samples, chosen by the recipe's format, or by the column and its first value."""
+    if data.format == "tokens" or (data.format == "auto" and column == IDS):
+        return lambda row, column, where, stats: read_tokens(row, column, where, data.loss_on == "all")
     if data.format == "text" or (data.format == "auto" and isinstance(first, str)):
         return lambda row, column, where, stats: _text(row[column], tokenizer, where)
-    chat = Chat(tokenizer, data.chat_template)
+    chat = Chat(tokenizer, chat_settings(data, ends))
 
     def read(row: Row, column: str, where: str, stats: Stats) -> list[Sample]:
         messages, tools = read_messages(row[column], where, data.format), row.get("tools")
         if data.loss_on == "all":
-            ids = tokenizer(chat.render(messages, tools), add_special_tokens=False, verbose=False)["input_ids"]
-            return [_whole(ids)]
-        rendered = chat.answers(messages, where, tools)
+            return [whole(chat.tokens([chat.template.render(messages, tools).text])[0])]
+        samples = chat.samples(messages, tools)
         stats.roles.update(message["role"] for message in messages)
-        stats.rows_without_assistant += not rendered
-        return [Sample(*encode(tokenizer, one)) for one in rendered]
+        stats.rows_without_assistant += not samples
+        return [Sample.of(tokens, labels) for tokens, labels in samples]
 
     return read
 
@@ -207,11 +236,7 @@ def _reader(first: Any, tokenizer: PreTrainedTokenizerBase, data: Data) -> Reade
 def _text(text: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Sample]:
     if not isinstance(text, str):
         raise UserError(f"{where}: plain text expected; got {type(text).__name__}")
-    return [_whole(tokenizer(text, verbose=False)["input_ids"])]
-
-
-def _whole(ids: list[int]) -> Sample:
-    return Sample(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
+    return [whole(tokenizer(text, verbose=False)[IDS])]
 
 
 def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:

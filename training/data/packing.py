@@ -8,7 +8,7 @@ Shape suffixes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample
+from headstart.training.data.sample import Sample
+
+FORWARD_TOKENS = 8192
+"""Positions of a forward pass over the batches of `batches_by_length`, padding included."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ def empty_batch(length: int) -> Batch:
     """Make a batch of one row of padding, for a process with fewer micro-batches than others."""
     tokens_1T = torch.zeros(1, length, dtype=torch.int64)
     return Batch(tokens_1T, torch.zeros_like(tokens_1T, dtype=torch.bool), torch.full_like(tokens_1T, -1), ((),))
+
+
+def batches_by_length(samples: Sequence[Sample], indices: Iterable[int]) -> Iterator[list[int]]:
+    """Group samples of similar length, by their indices, to reduce padding; depends on the samples only."""
+    batch: list[int] = []
+    for i in sorted(indices, key=lambda i: len(samples[i].tokens)):
+        if batch and (len(batch) + 1) * len(samples[i].tokens) > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    yield batch
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[list[int]]:

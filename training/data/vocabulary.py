@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample, Splits
+from headstart.training.data.data import Splits
+from headstart.training.data.sample import Sample
 
 
 class LabelCounts(NamedTuple):
@@ -51,7 +52,7 @@ def coverage_report(counts: LabelCounts, tokens_DV: Tensor) -> dict[str, Any]:
 
 
 def _coverage(counts_V: Tensor, tokens_DV: Tensor) -> float:
-    return float(counts_V[tokens_DV.cpu()].sum() / counts_V.sum())
+    return int(counts_V[tokens_DV.cpu()].sum()) / max(int(counts_V.sum()), 1)
 
 
 def describe_coverage(report: dict[str, Any]) -> str:

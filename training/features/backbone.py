@@ -8,7 +8,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_config
-from headstart.heads.backbone.quantization import loaded_dtype
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.quantization import loaded_dtype, quantizing
 from headstart.training.recipe import sections
 
 
@@ -29,6 +30,8 @@ def open_backbone(
 
 def read_config(section: sections.Backbone) -> PretrainedConfig:
     """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
+    if find_gguf(section.path) is not None:
+        quantizing(section.dtype, gguf=True)   # refuses integers
     return load_config(section.path, trust_remote_code=section.trust_remote_code)
 
 

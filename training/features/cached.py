@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
-from headstart.training.data.data import Sample
 from headstart.training.data.packing import Batch
+from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, concatenate
 from headstart.training.features.manifest import (
     MANIFEST,

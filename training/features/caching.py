@@ -11,17 +11,20 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import require_taps_only
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import (
     Manifest,
+    cached_time,
     contents_of,
     format_of,
     format_on_disk,
@@ -79,7 +82,10 @@ def _plan(recipe: Recipe) -> PlannedCache:
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize)
+    if prints_date(recipe, tokenizer):
+        recipe = begun_at(recipe, [cached_time(folder)], now())
+    ends = end_tokens(backbone.model.generation_config)
+    splits = load_data(recipe.data, tokenizer, backbone.max_positions or sys.maxsize, ends=ends)
     require_vocabulary(splits, backbone.vocab)
     contents = contents_of(splits.train, form, backbone, tokenizer, recipe.data)
     manifest = read_manifest(folder)

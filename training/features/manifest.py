@@ -21,13 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import same_weights
+from headstart.support.chat.settings import template_hash
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash, write_json
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batch_sampler import samples_hash
-from headstart.training.data.data import Sample
+from headstart.training.data.data import chat_settings
+from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.recipe.recipe import Cache, Data, to_dict
 
@@ -35,7 +37,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 SAMPLE_KEYS = (
     "train", "split", "subset", "limit", "eval", "eval_split", "eval_rows", "format", "column", "max_length", "packing", "overlong",
-    "loss_on",
+    "loss_on", "template_kwargs", "template_time",
 )  # fmt: skip
 """Keys of ``data`` that determine the samples; stored so that an error can name the one that changed."""
 Contents = dict[str, dict[str, Any]]
@@ -44,7 +46,7 @@ Contents = dict[str, dict[str, Any]]
 
 def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, data: Data) -> Contents:
     """Describe what a cache of these samples' features depends on."""
-    template = data.chat_template or tokenizer.chat_template
+    template = template_hash(chat_settings(data).template_of(tokenizer))
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
         "features": {f"backbone {key}": value for key, value in backbone.contract().items()}
@@ -57,7 +59,7 @@ def contents_of(samples: list[Sample], form: CacheFormat, backbone: Backbone, to
         },
         "samples": {"count": len(samples), "tokens": sum(len(sample.tokens) for sample in samples), "hash": samples_hash(samples)},
         "data": {f"data.{key}": value for key, value in to_dict(data).items() if key in SAMPLE_KEYS}
-        | {"chat template": value_hash(template) if template else None, "tokenizer": value_hash(vocabulary)},
+        | {"chat template": template, "tokenizer": value_hash(vocabulary)},
     }
 
 
@@ -133,6 +135,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); delete {folder} and write the cache again") from None
+
+
+def cached_time(folder: Path) -> str | None:
+    """Return the instant that a cache's chat template printed, if there is a cache and the template prints dates."""
+    manifest = read_manifest(folder)
+    return None if manifest is None else manifest.contents["data"].get("data.template_time")
 
 
 def plan_shards(samples: Sequence[Sample], form: CacheFormat, shard_mb: int) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +26,12 @@ from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard_unfinished, locked
 from headstart.support.units import gigabytes
-from headstart.training.data.data import Sample
-from headstart.training.data.packing import collate
+from headstart.training.data.packing import batches_by_length, collate
+from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CHUNK, CacheFormat, Record, TopKTeacher, concatenate, label_positions, single_row
 from headstart.training.features.manifest import Manifest, open_shard, record_size
 from headstart.training.features.source import LiveFeatures, Teacher
 
-FORWARD_TOKENS = 8192
-"""Maximum positions per forward pass of the backbone, padding included."""
 MEASURED_POSITIONS = 512
 """Label positions per shard at which the rounding error is measured."""
 TAIL_POSITIONS = 4096
@@ -100,7 +98,7 @@ def _write_shard(job: Job, number: int, bar: tqdm) -> None:
     manifest, form, samples, live = job.manifest, job.form, job.samples, job.live
     records: dict[int, Record] = {}
     errors: list[dict[str, Tensor]] = []
-    for indices in _batches(samples, *manifest.shards[number]):
+    for indices in batches_by_length(samples, range(*manifest.shards[number])):
         batch = collate(samples, [[i] for i in indices]).to(live.backbone.device)
         features = live.read(batch)
         for row, i in enumerate(indices):
@@ -122,17 +120,6 @@ def _save(tensors: Record, path: Path, header: dict[str, str]) -> None:
             save_file(tensors, temporary, metadata=header)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}") from None
-
-
-def _batches(samples: list[Sample], first: int, end: int) -> Iterator[list[int]]:
-    """Group samples of similar length to reduce padding; depends on the samples only."""
-    batch: list[int] = []
-    for i in sorted(range(first, end), key=lambda i: len(samples[i].tokens)):
-        if batch and (len(batch) + 1) * len(samples[i].tokens) > FORWARD_TOKENS:
-            yield batch
-            batch = []
-        batch.append(i)
-    yield batch
 
 
 @torch.no_grad()

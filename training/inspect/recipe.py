@@ -11,18 +11,20 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.checkpoint import template_hash
+from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.support.chat.settings import template_hash
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.data import Splits, chat_settings, load_data, require_vocabulary
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts, most_frequent
 from headstart.training.features.source import require_packable
 from headstart.training.inspect.sample import paint, read_tokens
@@ -40,7 +42,8 @@ def inspect_recipe(recipe: Recipe, row: int, marks: bool) -> tuple[dict[str, Any
     require_packable(recipe, models.backbone)
     where = recipe.backbone
     tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
-    splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, progress=sys.stderr.isatty())
+    ends = read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)
+    splits = load_data(recipe.data, tokenizer, models.backbone.max_positions or sys.maxsize, ends=ends, progress=sys.stderr.isatty())
     require_vocabulary(splits, models.backbone.vocab)
     if not 0 <= row < len(splits.train):
         raise UserError(f"--row {row}: there are samples 0 to {len(splits.train) - 1}")
@@ -65,10 +68,11 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
         "roles": dict(splits.stats.roles),
         "label_share": splits.stats.label_tokens / splits.stats.tokens,
         "held_out": len(splits.eval),
-        "percentiles": {str(q): int(lengths.quantile(q / 100, interpolation="nearest")) for q in PERCENTILES},
+        "percentiles": percentiles(lengths),
         "histogram": [[edges[i], edges[i + 1], int(count)] for i, count in enumerate(counts.tolist())],
         "summary": str(splits.stats),
         "mix": None if splits.mix is None else str(splits.mix),
+        "check": None if splits.check is None else splits.check.report(),
     }
     if recipe.data.packing:
         rows = BatchSampler(splits.train, recipe.train, recipe.seed, row_length=recipe.data.max_length, mix=splits.mix).rows
@@ -76,11 +80,15 @@ def data_statistics(recipe: Recipe, splits: Splits) -> dict[str, Any]:
     return statistics
 
 
+def percentiles(lengths: Tensor) -> dict[str, int]:
+    """Return the `PERCENTILES` of any number of lengths; `torch.quantile` takes at most 2^24."""
+    found = np.percentile(lengths.numpy(), PERCENTILES, method="nearest")
+    return {str(q): int(value) for q, value in zip(PERCENTILES, found, strict=True)}
+
+
 def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the properties that the heads depend on, without the weights' fingerprint, since they are not loaded."""
     backbone = models.backbone
-    if recipe.data.chat_template is not None:
-        tokenizer.chat_template = recipe.data.chat_template
     return {
         "model_type": backbone.config.model_type,
         "hidden_size": backbone.dim,
@@ -91,7 +99,7 @@ def contract(recipe: Recipe, models: FakeModels, tokenizer: PreTrainedTokenizerB
         "adapter": recipe.backbone.adapter,
         "taps": {str(tap): layer_name(backbone, tap) for tap in models.taps},
         "final_norm": norm_name(backbone),
-        "chat_template": template_hash(tokenizer),
+        "chat_template": template_hash(chat_settings(recipe.data).template_of(tokenizer)),
     }
 
 
@@ -135,6 +143,8 @@ def _screen(report: dict[str, Any], sample: RenderableType) -> list[RenderableTy
         ]),
         _histogram(data["histogram"]),
         labelled([
+            *([("answers", data["check"]["said"])] if data["check"] else []),
+            *([("warning", data["check"]["warning"])] if data["check"] and data["check"]["warning"] else []),
             *([("mix", data["mix"])] if data["mix"] else []),
             *packed,
             ("tokens", f"{vocabulary['distinct_label_tokens']:,} distinct label tokens, of {contract['vocab_size']:,}"),

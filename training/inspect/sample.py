@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.token_text import token_texts
 from headstart.support.visible import visible
-from headstart.training.data.data import Sample
+from headstart.training.data.sample import Sample
 
 LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"
 """Styles of label, context and special tokens."""

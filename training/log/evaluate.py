@@ -5,21 +5,24 @@ Shape suffix: T positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.generate import GenerateOutput, SpeculativeModel
-from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Settings, Tally
+from headstart.inference.stream import Prompt, Queue, end_tokens, stream
 from headstart.support.token_text import token_texts
 from headstart.training.recipe.recipe import Eval
 
+ROWS = 8
+"""Prompts decoded at once."""
 EXAMPLES = 3
 """Number of prompts, the first ones, that are reported with their continuations."""
 LONGEST = 300
@@ -29,30 +32,50 @@ PROMPT_END = 300
 
 
 def evaluate(
-    backbone: Backbone, drafter: Drafter, prompts: list[Tensor], settings: Eval, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+    drafter: Drafter,
+    prompts: list[Tensor],
+    settings: Eval,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    over: Callable[[int], bool] = lambda tokens: False,
 ) -> dict[str, Any]:
     """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer also ``examples``.
 
     ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the
     prompt as text; ``tokens``, the text of each generated token; and ``accept_lengths``, the number of tokens of each decoding step after
-    the first token. Restores the random state and the drafter's mode.
+    the first token. ``over``: called after each step with the number of tokens written so far; True ends the evaluation, which then
+    counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
     """
-    training, tally, examples = drafter.training, Tally(), []
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    training, backbone = drafter.training, drafter.backbone
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
+    waiting = iter([Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)])
+    tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            heads = SpeculativeModel(backbone, drafter, capture="off" if is_sharded(backbone) else "auto")
-            for i, prompt_T in enumerate(prompts):
-                output = continue_text(heads, prompt_T, how, seed + i)
-                tally.add(output)
-                if tokenizer is not None and i < EXAMPLES:
-                    examples.append(_example(prompt_T, output, tokenizer))
+        heads = SpeculativeModel(backbone, drafter, capture="off")   # captures would be made anew for every evaluation
+        queue = Queue(how, ROWS, end_tokens(backbone.model))
+        with _random_state(backbone.device), closing(stream(heads, lambda: next(waiting, None), queue)) as steps:
+            for step in steps:
+                for prompt, written in step.written:
+                    runs[prompt.key].append(written)
+                texts |= {ended.prompt.key: ended.tokens for ended in step.ended}
+                if step.forward is not None:
+                    tally.add_pass(step.forward)
+                if over(tally.emitted):
+                    break
     finally:
         drafter.train(training)
     found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth}
-    return found | ({"examples": examples} if examples else {})
+    if len(texts) < len(prompts):
+        found["prompts"] = [len(texts), len(prompts)]
+    if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
+        found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
+    return found
+
+
+def _random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which the random state is as before."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def marked(example: dict[str, Any]) -> str:
@@ -66,14 +89,12 @@ def marked(example: dict[str, Any]) -> str:
     return text
 
 
-def _example(prompt_T: Tensor, output: GenerateOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    assert output.accept_lengths is not None
+def _example(prompt_T: Tensor, written: list[int], runs: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     length = 1
-    runs: list[int] = []
-    for run in output.accept_lengths[0]:
+    kept: list[int] = []
+    for run in runs:
         if length + run > LONGEST:
             break
-        length, runs = length + run, [*runs, run]
-    written = output.sequences[0, len(prompt_T) :].tolist()[:length]
+        length, kept = length + run, [*kept, run]
     prompt = tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:]
-    return {"prompt": prompt, "tokens": token_texts(tokenizer, written), "accept_lengths": runs}
+    return {"prompt": prompt, "tokens": token_texts(tokenizer, written[:length]), "accept_lengths": kept}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from headstart.support.errors import UserError
+from headstart.support.errors import UserError, cause
 from headstart.support.files import discard_unfinished, write_text
 from headstart.support.json_text import log_lines
 from headstart.training.log.report import write_report
@@ -111,11 +112,8 @@ class Log:
         if not self.main:
             return
         self._write({"step": step, **({"head": head} if head else {}), **record})
-        self.report_current, prefix = False, f"{head}/" if head else ""
-        for tracker in self.trackers:
-            tracker.log({prefix + key: value for key, value in _scalars(record).items()}, step=step)
-            if "examples" in record:
-                log_examples(tracker, step, f"{prefix}examples", record["examples"])
+        self.report_current = False
+        self._track(step, record, f"{head}/" if head else "")
         summary = f"{head}: {_summary(record)}" if head else _summary(record)
         if "loss" not in record:
             self.say(f"step {step}/{self.steps}: {summary}")
@@ -129,6 +127,27 @@ class Log:
         record = {key: value for key, value in record.items() if value is not None}
         if self.main and record:
             self._write({"step": step, **({"head": head} if head else {}), **record})
+
+    def warn(self, step: int, message: str, error: Exception) -> None:
+        """Print a warning; the error's traceback goes to the log file, and to the screen where there is none."""
+        trace = "".join(traceback.format_exception(error))
+        try:
+            self.note(step, {"warning": message, "traceback": trace})
+            where = f"; the traceback is in {self.file.name}" if self.main else f"\n{trace}"
+        except UserError:
+            where = f"\n{trace}"
+        tqdm.write(f"warning: {message}{where}", file=sys.stderr)
+
+    def _track(self, step: int, record: dict[str, Any], prefix: str) -> None:
+        """Pass a record to the trackers. One that fails gets no more: the log has everything, and the run goes on."""
+        for tracker in [*self.trackers]:
+            try:
+                tracker.log({prefix + key: value for key, value in _scalars(record).items()}, step=step)
+                if "examples" in record:
+                    log_examples(tracker, step, f"{prefix}examples", record["examples"])
+            except Exception as error:
+                self.trackers.remove(tracker)
+                self.warn(step, f"{tracker.name} failed ({type(error).__name__}: {cause(error)}) and gets no more lines", error)
 
     def advance(self) -> None:
         if self.main:
@@ -153,7 +172,10 @@ class Log:
         if not self.report_current:
             self.report()
         for tracker in self.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:   # whatever was trained is saved
+                self.say(f"warning: {tracker.name} could not be closed: {type(error).__name__}: {cause(error)}")
 
     def _write(self, line: dict[str, Any]) -> None:
         try:

@@ -13,6 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe
@@ -26,6 +27,8 @@ STEPS = 4
 def why_not_loadable(recipe: Recipe) -> str | None:
     """Return the reason why the backbone's weights cannot be loaded without a download; None if they can."""
     path = resolve(recipe.backbone.path)
+    if find_gguf(path) is not None:
+        return None
     if Path(path).is_dir():
         return None if list(Path(path).glob("*.safetensors")) else f"{recipe.backbone.path} has no weights (*.safetensors)"
     kept = [try_to_load_from_cache(path, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]

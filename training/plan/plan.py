@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
@@ -97,6 +99,7 @@ def plan(
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
     report: dict[str, Any] = {
+        "gguf": _gguf(recipe, models.backbone.dtype),
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {
@@ -113,6 +116,12 @@ def plan(
     report["data_unavailable"] = splits if isinstance(splits, str) else None
     report["estimate"] = None if tflops is None else _estimate(memory_plan, size, share, report["tokens"]["steps"], tflops)
     return report | _time(recipe, report, machine, calibrate)
+
+
+def _gguf(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Return what the backbone's GGUF file is and becomes in memory; None if it is not one."""
+    gguf = find_gguf(recipe.backbone.path)
+    return None if gguf is None else {**gguf.provenance, "memory": gguf.memory(dtype), "summary": gguf.described(dtype)}
 
 
 def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int | None, tflops: float) -> dict[str, Any]:
@@ -134,7 +143,8 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
     except UserError as error:
         return str(error)
     try:
-        splits = load_data(data, tokenizer, context, progress=sys.stderr.isatty())
+        ends = read_end_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
+        splits = load_data(data, tokenizer, context, ends=ends, progress=sys.stderr.isatty())
     except UserError as error:
         if all(one.path.startswith(SHIPPED) or one.path.endswith(ENDINGS) or Path(one.path).expanduser().exists() for one in data.train):
             raise

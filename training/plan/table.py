@@ -15,6 +15,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     head = [
         f"for       {machine['processes']} x {machine['name']} of {gigabytes(machine['memory'])}{each}; "
         f"{batch['rows']} rows of {batch['length']:,} tokens per forward, {batch['label_tokens']:,} of them label tokens",
+        *([] if report["gguf"] is None else [f"backbone  {report['gguf']['summary']}"]),
         *_data(report),
         "",
     ]

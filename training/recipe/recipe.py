@@ -17,7 +17,8 @@ from headstart.support.shipped import local_or_shipped
 from headstart.training.recipe import multi
 from headstart.training.recipe.drafter import require_arguments
 from headstart.training.recipe.extends import read_extended
-from headstart.training.recipe.sections import Backbone, Cache, Data, Regenerate
+from headstart.training.recipe.regenerate import Regenerate
+from headstart.training.recipe.sections import Backbone, Cache, Data
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
 from headstart.training.recipe.yaml_text import dump_yaml, override
 

@@ -1,12 +1,11 @@
-"""The sections of a recipe about its input: the backbone, the data, cached features, regenerated answers."""
+"""The sections of a recipe about its input: the backbone, the data, cached features."""
 
 from __future__ import annotations
 
-import re
+from datetime import datetime
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Lt, MinLen
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -19,11 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.errors import UserError
-from headstart.support.limits import MAX_BATCH
+from headstart.support.config import RuleError, StrictModel
 
-VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 Text = Annotated[str, MinLen(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 
@@ -60,7 +56,9 @@ class Lora(StrictModel):
 
 class Backbone(StrictModel):
     path: str
-    """Causal language model: hub id, folder, or ``embedded`` for the small one that ships with the project."""
+    """Causal language model: hub id, folder, GGUF file, or ``embedded`` for the small one that ships with the project."""
+    gguf_file: Text | None = None
+    """A GGUF file in that folder or hub repository; it becomes part of ``path``. Its weights are dequantized."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """Dtype of its weights; ``auto``: as saved, on a CPU fp32 or the bf16 that it computes; ``int8``, ``int4``: linear layers quantized."""
     trust_remote_code: bool = False
@@ -74,6 +72,16 @@ class Backbone(StrictModel):
 
     lora: Lora | None = None
     """Train a LoRA adapter on the backbone together with the heads (Medusa-2, 2401.10774); null: the backbone is frozen."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join(cls, values: Any) -> Any:
+        """One name for a GGUF file, which heads store and commands take: its path."""
+        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in ("path", "gguf_file")):
+            return values
+        if not values["gguf_file"].lower().endswith(".gguf"):
+            raise RuleError("gguf_file", "ends in .gguf", values["gguf_file"])
+        return {**values, "path": f"{values['path'].rstrip('/')}/{values['gguf_file']}", "gguf_file": None}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,7 +107,7 @@ class Dataset(StrictModel):
     """Split of a named dataset."""
     subset: str | None = None
     """Configuration of a named dataset."""
-    format: Literal["auto", "messages", "conversations", "text"] | None = None
+    format: Literal["auto", "tokens", "messages", "conversations", "text"] | None = None
     """How its rows hold text."""
     column: str | None = None
     """Column that holds it."""
@@ -124,6 +132,14 @@ def _or_name(schema: dict[str, Any]) -> None:
 Datasets = Annotated[list[Dataset], BeforeValidator(_datasets), Field(json_schema_extra=_or_name)]
 
 
+def _instant(text: str) -> str:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("is an instant in ISO 8601, as '2026-11-26T09:00:00', or null") from None
+    return text
+
+
 class Data(StrictModel):
     train: Datasets
     """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset; or a list of
@@ -138,12 +154,17 @@ class Data(StrictModel):
     """Split of ``eval``, where that is a named dataset."""
     eval_rows: NonNegativeInt = 64
     """Rows to hold out, or the most to read from ``eval``; 0 trains on every row and evaluates nothing."""
-    format: Literal["auto", "messages", "conversations", "text"] = "auto"
-    """Turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto`` looks at the rows."""
+    format: Literal["auto", "tokens", "messages", "conversations", "text"] = "auto"
+    """Token ids (``input_ids`` with ``loss_mask``), turns of role and content, turns of from and value (ShareGPT), or plain text; ``auto``
+    looks at the rows."""
     column: str | None = None
     """Column that holds it, if not one named like the format."""
     chat_template: str | None = None
-    """A Jinja chat template for a tokenizer that has none, or instead of its own."""
+    """A Jinja chat template for a tokenizer that has none, or instead of its own; saved with the heads."""
+    template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, as ``enable_thinking: false``; ``tools`` for rows without a column ``tools``."""
+    template_time: Annotated[str, AfterValidator(_instant)] | None = None
+    """The instant whose date a chat template prints, in ISO 8601; null: when the run, the cache or the file of answers was begun."""
     max_length: Annotated[int, Ge(4)] = 2048
     """Most tokens of a sample, and of a packed row."""
     packing: bool = False
@@ -195,80 +216,3 @@ class Cache(StrictModel):
     """Most probable tokens stored by ``teacher: topk``; the rest of the probability is stored as one number."""
     shard_mb: PositiveInt = 256
     """Size of a file; a killed writer loses at most one."""
-
-
-def _jsonl(name: str) -> str:
-    if not name.endswith(".jsonl") or name == ".jsonl":
-        raise ValueError("is the name of a .jsonl file, or null")
-    return name
-
-
-def _address(text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        if parts.username is not None or parts.password is not None or parts.query:   # it would stand in logs and cards
-            raise UserError(
-                "regenerate.endpoint is an address without user, password and query (what was given is not shown); "
-                "name the environment variable with the server's key in regenerate.api_key"
-            )
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return text
-    except UserError:
-        raise
-    except ValueError:   # a port that is no number
-        pass
-    raise ValueError("is an http(s) address, or null")
-
-
-def _variable(name: str) -> str:
-    if VARIABLE.fullmatch(name):
-        return name
-    raise UserError(
-        "regenerate.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null; what was given, perhaps the key "
-        "itself, is not shown"
-    )
-
-
-class Regenerate(StrictModel):
-    out: Annotated[str, AfterValidator(_jsonl)] | None = None
-    """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
-    limit: PositiveInt | None = None
-    """Answer at most this many rows; null: all that ``data.limit`` lets in."""
-    temperature: Temperature | Annotated[tuple[Temperature, ...], MinLen(1)] = (0.0, 1.0)
-    """0 is greedy; above it answers are sampled, each row with a seed of its own. Of several, each row takes one, for all its turns."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most probable tokens; 0: from all."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample from the most probable tokens that reach this probability together (nucleus sampling)."""
-    max_new_tokens: PositiveInt = 1024
-    """Most tokens of an answer; one that does not end within them is dropped, plain text is continued by at most as many."""
-    prompt_tokens: PositiveInt = 64
-    """Tokens of a plain text that are kept and continued (half of a shorter one)."""
-    batch_size: Annotated[int, Ge(1), Le(MAX_BATCH)] = 8
-    """Rows decoded at once; changes the speed only, as do ``heads``."""
-    heads: str | None = None
-    """Trained heads to decode faster with, a folder or hub id; null drafts from n-grams of the text and earlier answers."""
-    endpoint: Annotated[str, AfterValidator(_address)] | None = None
-    """Ask this OpenAI-compatible server, as http://localhost:8000/v1, instead of loading the backbone."""
-    model: str | None = None
-    """The backbone's name on that server; null: ``backbone.path``."""
-    api_key: Annotated[str, AfterValidator(_variable)] | None = None
-    """Name of the environment variable that holds the server's key; null sends none."""
-    concurrency: PositiveInt = 16
-    """Requests in flight at once."""
-    retries: NonNegativeInt = 6
-    """Times a request is repeated when the server is busy, broken or silent, after longer and longer waits."""
-    timeout: PositiveFloat = 600.0
-    """Seconds to wait for an answer."""
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """Those that rows take."""
-        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.heads is not None and self.endpoint is not None:
-            rule = f"and regenerate.endpoint={self.endpoint!r} are two ways to answer: heads draft in this process; set either to null"
-            raise RuleError("heads", rule, self.heads)
-        return self

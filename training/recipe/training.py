@@ -133,6 +133,8 @@ class Eval(StrictModel):
     """Size of the candidate tree, root included, that a forward pass verifies."""
     width: Annotated[int, Ge(1), Le(MAX_WIDTH)] = 8
     """Beam width: nodes expanded per draft level."""
+    max_seconds: PositiveFloat = 300.0
+    """Seconds after which an evaluation ends with what has been decoded until then; the log says so."""
 
 
 class Save(StrictModel):

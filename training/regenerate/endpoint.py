@@ -10,17 +10,24 @@ import os
 import random
 import re
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import httpx2
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.support.chat import ASSISTANT, prompt_length
+from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
+from headstart.support.chat.settings import template_hash
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
+from headstart.training.data.data import chat_settings
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 from headstart.training.regenerate.post import post
@@ -34,10 +41,26 @@ BAD_REQUEST = (400, 413, 422)
 TOO_LONG = re.compile(r"context.{0,3}(length|size|window)|too (long|large)|max_model_len|max_new_tokens. must be", re.I)
 MAX_REFUSALS = 20
 """Number of refusals without any response after which the run ends, since the requests themselves must be wrong."""
+TOKEN_IDS = "return_token_ids"
+"""Parameter by which vLLM and SGLang return the token ids of prompt and answer; other servers ignore it, or refuse it by name."""
 
 
 class Refused(Exception):
     """The server refused a prompt; the message is its reason."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a server answers."""
+
+    part: Any
+    """The message or the text."""
+    tokens: int
+    """Number of generated tokens; 0 if not reported."""
+    truncated: bool
+    prompt: list[int]
+    answer: list[int]
+    """Token ids; empty if the server does not return both."""
 
 
 class Endpoint:
@@ -57,15 +80,24 @@ class Endpoint:
             timeout=settings.timeout,
             limits=httpx2.Limits(max_connections=settings.concurrency),
         )
-        self.stopped = threading.Event()
+        self.stopped, self.lock = threading.Event(), threading.Lock()
+        self.extra: dict[str, Any] = {TOKEN_IDS: True}
+        """Parameters that not every server knows."""
+        self.compared = self.differing = self.with_ids = 0
+        """Answers whose text was tokenised here, those whose tokens differed from the written ones, and those with token ids."""
         self._tokenizer: Any = None
 
     def dependencies(self) -> dict[str, Any]:
         """Return the dependencies of responses besides the common settings: the model, but not the address."""
-        return {"responses": "from an endpoint", "regenerate.model": self.model, "regenerate.prompt_tokens": self.settings.prompt_tokens}
+        return {
+            "responses": "from an endpoint",
+            "regenerate.model": self.model,
+            "regenerate.prompt_tokens": self.settings.prompt_tokens,
+            "chat template": template_hash(self.recipe.data.chat_template),
+        }
 
-    def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Yield each item when it is no longer pending. If the server does not answer, raise UserError and cancel pending requests."""
+    def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
+        """See `Responder`. If the server does not answer, raise UserError and cancel pending requests."""
         if any(isinstance(item, Completion) for item in items):   # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
@@ -83,6 +115,7 @@ class Endpoint:
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in sorted(done, key=_failed):   # what was answered is kept
                     item = future.result()
+                    wrote(item.tokens)
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
                     if refused >= MAX_REFUSALS and not answered:
                         raise UserError(f"{self.url} refused the first {refused} rows, the last one with {item.detail}")
@@ -93,7 +126,8 @@ class Endpoint:
             self.client.close()
 
     def report(self) -> dict[str, Any]:
-        return {}
+        """Return how many answers came with token ids, and how many of those compared are tokenised otherwise than they were written."""
+        return {"answers_with_token_ids": self.with_ids, "answers_compared": self.compared, "answers_tokenised_otherwise": self.differing}
 
     def _converse(self, item: Item) -> Item:
         """Request all responses of an item, one after another."""
@@ -102,24 +136,58 @@ class Endpoint:
                 response = self._text(item) if isinstance(item, Completion) else self._message(item)
             except Refused as refusal:
                 response = failure("too_long" if TOO_LONG.search(str(refusal)) else "refused", str(refusal))
-            item.add_response(response)
+            item.add_response(response, self.settings.unfinished)
         return item
 
     def _message(self, item: Item) -> Response:
         assert isinstance(item, Conversation)
-        prompt = {"messages": item.messages} | ({} if item.tools is None else {"tools": item.tools})
+        tools = self.recipe.data.template_kwargs.get("tools") if item.tools is None else item.tools
+        prompt = {"messages": item.messages} | ({} if tools is None else {"tools": tools}) | self._template()
         path = "/chat/completions"
-        choice, tokens, truncated = self._choice(path, item, prompt, "message")
-        fields = choice if isinstance(choice, dict) else {}
+        choice = self._choice(path, item, prompt, "message")
+        fields = choice.part if isinstance(choice.part, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
         if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # servers differ in the name
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
         if not isinstance(content, str | None) or not isinstance(kept.get("reasoning_content", ""), str):
-            raise self._protocol(path, str(choice))
-        if content is None and not kept:
-            truncated = True   # no answer: the reasoning, which this server does not return, did not end
-        return Response({"role": ASSISTANT, "content": content, **kept}, tokens, "truncated" if truncated else "")
+            raise self._protocol(path, str(choice.part))
+        # Without an answer, the reasoning, which this server does not return, did not end.
+        truncated = choice.truncated or (content is None and not kept)
+        message = {"role": ASSISTANT, "content": content, **kept}
+        if not truncated:
+            self._compare(item, message, choice)
+        return Response(message, choice.tokens, "truncated" if truncated else "", prompt=choice.prompt, answer=choice.answer)
+
+    def _template(self) -> dict[str, Any]:
+        """Return the recipe's chat template and its variables, as vLLM takes them."""
+        data = self.recipe.data
+        variables = {key: value for key, value in data.template_kwargs.items() if key != "tools"}
+        given = {"chat_template": data.chat_template, "chat_template_kwargs": variables}
+        return {key: value for key, value in given.items() if value}
+
+    def _compare(self, item: Conversation, message: Message, choice: Choice) -> None:
+        """Count whether tokenising the answer's text gives the tokens that were written, or as many."""
+        with self.lock:
+            self.with_ids += bool(choice.answer)
+            if self.chat is None or not (choice.answer or choice.tokens):
+                return
+            try:
+                made = self.chat.answer([*item.messages, message], item.tools)
+            except TemplateRefusal:
+                return
+            self.compared += 1
+            self.differing += made != choice.answer if choice.answer else len(made) != choice.tokens
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """The backbone's tokenizer and template, to compare; None if they are not here."""
+        where = self.recipe.backbone
+        try:
+            tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
+            return Chat(tokenizer, chat_settings(self.recipe.data, read_end_tokens(where.path, trust_remote_code=where.trust_remote_code)))
+        except UserError:
+            return None
 
     def _text(self, item: Completion) -> Response:
         encoding = self._tokenizer(item.text, return_offsets_mapping=True, verbose=False)
@@ -127,23 +195,32 @@ class Endpoint:
         prompt = item.text[: max((end for _, end in encoding["offset_mapping"][:length]), default=0)]
         if not prompt:
             return failure("empty")
-        text, tokens, _ = self._choice("/completions", item, {"prompt": prompt}, "text")
-        if not isinstance(text, str | None):
-            raise self._protocol("/completions", str(text))
-        return Response({"content": f"{prompt}{text or ''}"}, tokens)
+        choice = self._choice("/completions", item, {"prompt": prompt}, "text")
+        if not isinstance(choice.part, str | None):
+            raise self._protocol("/completions", str(choice.part))
+        return Response({"content": f"{prompt}{choice.part or ''}"}, choice.tokens, prompt=choice.prompt, answer=choice.answer)
 
-    def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> tuple[Any, int, bool]:
-        """Return ``part`` of the response, its number of tokens (0 if not reported), and whether it was truncated."""
+    def _choice(self, path: str, item: Item, prompt: dict[str, Any], part: str) -> Choice:
+        """Request a response and return ``part`` of it."""
         settings, seed = self.settings, self.recipe.seed
         sampling = {"temperature": item.temperature(settings, seed), "top_p": settings.top_p, "seed": item.seed(seed) % (1 << 31)}
         filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's API, so sent only if set
-        body = self._post(path, {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters})
+        request = {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters}
+        try:
+            body = self._post(path, request | self.extra)
+        except Refused as refusal:
+            if TOKEN_IDS not in str(refusal) or not self.extra:
+                raise
+            self.extra = {}
+            body = self._post(path, request)
         try:
             choice = body["choices"][0]
             tokens = (body.get("usage") or {}).get("completion_tokens") or 0
             if not isinstance(tokens, int) or tokens < 0:
                 raise TypeError
-            return choice[part], tokens, choice.get("finish_reason") == "length"
+            ids = [_token_ids(choice.get("prompt_token_ids") or body.get("prompt_token_ids")), _token_ids(choice.get("token_ids"))]
+            prompt_ids, answer_ids = ids if all(ids) else ([], [])
+            return Choice(choice[part], tokens, choice.get("finish_reason") == "length", prompt_ids, answer_ids)
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._protocol(path, str(body)) from None
 
@@ -191,6 +268,11 @@ class Endpoint:
         if status in (401, 403):
             return "name the environment variable that holds the key with regenerate.api_key"
         return f"see that regenerate.endpoint is all that stands before /chat/completions (mostly up to /v1) and serves {self.model!r}"
+
+
+def _token_ids(value: Any) -> list[int]:
+    """Return a list of token ids; empty for anything else."""
+    return value if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value) else []
 
 
 def _pause(attempt: int, after: float) -> float:

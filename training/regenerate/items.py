@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.support.chat import ASSISTANT, Message, read_messages
+from headstart.support.chat.messages import ASSISTANT, Message, read_messages
+from headstart.support.chat.trace import Trace
 from headstart.support.errors import UserError
 from headstart.support.files import value_hash
-from headstart.training.data.data import data_column
+from headstart.training.data.data import TEXTS, data_column
 from headstart.training.data.rows import Row
 from headstart.training.recipe.recipe import Data, Regenerate
 
@@ -41,6 +42,9 @@ class Response:
     """One of `ERRORS`; empty if the response is complete."""
     detail: str = ""
     """Message of the template or server that refused the prompt."""
+    prompt: Sequence[int] = ()
+    answer: Sequence[int] = ()
+    """Token ids of both; none where a server does not return them."""
 
 
 def failure(error: str, detail: str = "") -> Response:
@@ -60,6 +64,7 @@ class Item(ABC):
         self.row, self.key, self.pending = row, key, pending
         self.turns, self.tokens = 0, 0
         self.error, self.detail = ("", "") if pending else ("empty", "")
+        self.trace: Trace | None = Trace()
 
     def seed(self, seed: int) -> int:
         """Return the 63-bit seed of the next response; it differs by turn, since positions repeat if templates shorten earlier turns."""
@@ -69,15 +74,29 @@ class Item(ABC):
         """Return one of ``regenerate.temperature``, the same for all turns; it depends on the recipe's seed and the row's content."""
         return settings.temperatures[_hashed(seed, self.key, "temperature") % len(settings.temperatures)]
 
-    def add_response(self, response: Response) -> None:
-        """Add the next response; an error ends the item."""
+    def add_response(self, response: Response, unfinished: str = "drop") -> None:
+        """Add the next response; an error ends the item. ``unfinished``: drop or keep an answer that is cut off, as the item's last."""
         self.tokens += response.tokens
         self.error, self.detail = response.error, response.detail
-        if response.error:
+        cut = response.error == "truncated" and unfinished == "keep" and bool(response.message.get("content"))
+        if response.error and not cut:
             self.pending = False
             return
         self.turns += 1
         self._add(response.message)
+        self.pending = self.pending and not cut
+        if response.answer and self.trace is not None:
+            self.trace.add(response.prompt, response.answer)
+        else:
+            self.trace = None   # of a row with a text alone, the tokens are made from it
+
+    def columns(self) -> dict[str, Any]:
+        """Return the row's exact tokens, if all of them are known: one sample or, where the template rewrites earlier turns, several."""
+        if self.trace is None:
+            return {}
+        ids = [tokens for tokens, _ in self.trace.samples]
+        masks = [[int(label) for label in labels] for _, labels in self.trace.samples]
+        return {"input_ids": ids, "loss_mask": masks} if len(ids) > 1 else {"input_ids": ids[0], "loss_mask": masks[0]}
 
     @abstractmethod
     def _add(self, message: Message) -> None:
@@ -121,7 +140,7 @@ class Conversation(Item):
         if not self.turns:
             return None
         messages = self.messages[: self.answered] if self.error else self.messages
-        return {"messages": messages} | ({} if self.tools is None else {"tools": self.tools})
+        return {"messages": messages} | ({} if self.tools is None else {"tools": self.tools}) | self.columns()
 
 
 class Completion(Item):
@@ -135,7 +154,7 @@ class Completion(Item):
         self.text, self.pending = message["content"], False
 
     def result(self) -> dict[str, Any] | None:
-        return {"text": self.text} if self.turns else None
+        return {"text": self.text} | self.columns() if self.turns else None
 
 
 def _with_ids(message: Message, replaced: Message) -> Message:
@@ -149,7 +168,7 @@ def _with_ids(message: Message, replaced: Message) -> Message:
 
 def read_items(rows: Sequence[Row], data: Data, source: str) -> list[Item]:
     """Make the items of a dataset. Raises UserError, naming the row, for a row that is neither a conversation nor a text."""
-    column = data_column(rows[0], data, source)
+    column = data_column(rows[0], data, source, TEXTS)
     plain = data.format == "text" or (data.format == "auto" and isinstance(rows[0][column], str))
     items: list[Item] = []
     duplicates: Counter[str] = Counter()

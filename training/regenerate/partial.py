@@ -20,7 +20,7 @@ from headstart.support.json_text import parse_json
 from headstart.support.text import decode
 from headstart.training.regenerate.items import ERRORS
 
-FORMAT = 2
+FORMAT = 3
 RETRIED = ("too_long", "refused")
 """Errors that may depend on the server's settings; rows without a result because of them are retried after a restart."""
 START = b'{"headstart": "regenerate", "format": '
@@ -29,6 +29,16 @@ COLUMNS: dict[str, Any] = {"row": int, "turns": int, "tokens": int, "error": str
 """Types of the values of the first line and of the others."""
 Line = dict[str, Any]
 """``row`` (index in the dataset), ``turns``, ``tokens``, ``error``, ``detail``, and ``result`` (columns, or null)."""
+
+
+def begun_with(out: Path) -> dict[str, Any]:
+    """Return the dependencies of the partial file of ``out``; empty if there is none that can be read."""
+    try:
+        with out.with_name(f"{out.name}.partial").open("rb") as file:
+            header = json.loads(file.readline())
+        return dict(header["dependencies"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 class PartialFile:

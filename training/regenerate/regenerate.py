@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any, Protocol
-
-from tqdm.auto import tqdm
 
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.training.data.rows import read_rows
+from headstart.training.data.template_time import begun_at, now
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import ERRORS, Item, read_items
-from headstart.training.regenerate.partial import PartialFile
+from headstart.training.regenerate.partial import PartialFile, begun_with
+from headstart.training.regenerate.progress import Progress
 
-DATA = ("train", "split", "subset", "format", "column")
+DATA = ("train", "split", "subset", "format", "column", "template_kwargs", "template_time")
 """Keys of ``data`` that determine the rows; stored so that an error can name the one that changed."""
-SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens")
+SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "unfinished")
 """Keys of ``regenerate`` that responses depend on; batch size, heads and concurrency affect only the speed."""
 
 
@@ -34,8 +34,8 @@ class Responder(Protocol):
     def dependencies(self) -> dict[str, Any]:
         """Return the dependencies of responses besides prompts, seed and sampling, by name."""
 
-    def respond(self, items: Sequence[Item]) -> Generator[Item]:
-        """Yield each item when it is no longer pending, in any order."""
+    def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
+        """Yield each item when it is no longer pending, in any order. ``wrote`` is called with the number of tokens written meanwhile."""
 
     def report(self) -> dict[str, Any]:
         """Return statistics for the report."""
@@ -50,6 +50,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     require_writable("regenerate.out", out)
     if out.exists():   # before the backbone is loaded
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
+    recipe = begun_at(recipe, [begun_with(out).get("data.template_time")], now())
     data = _one_dataset(recipe)
     limits = [limit for limit in (data.limit, settings.limit) if limit is not None]
     rows = read_rows(data.name, split=data.split, subset=data.subset, limit=min(limits, default=None))
@@ -58,7 +59,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
         before, start = partial.counts["tokens"], time.perf_counter()
-        _answer(responder, missing, partial, len(items))
+        _answer(responder, missing, partial, Progress(len(items), len(missing), settings.max_new_tokens))
         seconds, tokens = time.perf_counter() - start, partial.counts["tokens"] - before
         written = partial.finish()
         counts, detail = partial.counts, partial.detail
@@ -93,11 +94,9 @@ def _dependencies(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
     )
 
 
-def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, rows: int) -> None:
+def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile, bar: Progress) -> None:
     """Append missing rows to the partial file as they finish."""
-    turns = partial.counts["turns"]
-    bar = tqdm(total=rows, initial=rows - len(missing), desc="regenerating", unit="row")
-    with bar, closing(_finished(responder, missing)) as finished:
+    with bar, closing(_finished(responder, missing, bar.wrote)) as finished:
         for item in finished:
             partial.append(
                 {
@@ -105,15 +104,27 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
                     "result": item.result(),
                 }  # fmt: skip
             )
-            tau = {name: f"{value:.2f}" for name, value in responder.report().items() if name == "tau"}
-            bar.set_postfix(turns=partial.counts["turns"] - turns, **tau, refresh=False)
-            bar.update()
+            bar.ended(item)
 
 
-def _finished(responder: Responder, missing: Sequence[Item]) -> Generator[Item]:
+def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
     """Yield items when they are no longer pending; closing the generator cancels running requests."""
     yield from (item for item in missing if not item.pending)   # these need no response
-    yield from responder.respond([item for item in missing if item.pending])
+    yield from responder.respond([item for item in missing if item.pending], wrote)
+
+
+def _kept(error: str, recipe: Recipe) -> str:
+    return ", which is kept cut off" if error == "truncated" and recipe.regenerate.unfinished == "keep" else ""
+
+
+def _said_of_tokens(report: dict[str, Any]) -> list[str]:
+    """Say what is trained on where a server has answered: the tokens that were written, or those of the text."""
+    with_ids, compared, other = (report.get(f"answers_{name}", 0) for name in ("with_token_ids", "compared", "tokenised_otherwise"))
+    if "answers_with_token_ids" not in report:
+        return []
+    source = f"{with_ids:,} answers came with token ids" + ("" if with_ids else ", so training tokenises the text")
+    found = f"{other:,} of {compared:,} compared are tokenised otherwise than they were written" if compared else "none could be compared"
+    return [f"tokens    {source}; {found}"]
 
 
 def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
@@ -126,8 +137,9 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
             [
                 f"answers   {report['out']}: {report['rows_written']:,} of {report['rows']:,} rows, {report['turns']:,} answers, "
                 f"{report['tokens']:,} tokens",
-                *(f"          {report[error]:,} rows had {text}" for error, text in errors.items()),
+                *(f"          {report[error]:,} rows had {text}{_kept(error, recipe)}" for error, text in errors.items()),
                 *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
+                *_said_of_tokens(report),
                 f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
                 f"next      train with data.train={report['out']}{reset}",
             ]

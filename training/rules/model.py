@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import decoder_layers, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED
+from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.support.errors import UserError
 from headstart.training.plan.compute import active_parameters
@@ -44,7 +45,7 @@ class ModelFacts:
     @property
     def name(self) -> str:
         """The folder of its recipes: the last part of the path in lower case."""
-        return "embedded" if self.path == EMBEDDED else Path(self.path).name.lower()
+        return "embedded" if self.path == EMBEDDED else Path(self.path).name.lower().removesuffix(SUFFIX)
 
     @property
     def size(self) -> str:
@@ -58,7 +59,7 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     model = make_empty_model(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
-    layers = decoder_layers(model.base_model, config.num_hidden_layers)
+    layers = decoder_layers(model, config.num_hidden_layers)
     tokenizer, assumed = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     context = stated.get("max_position_embeddings") or stated.get("n_positions")

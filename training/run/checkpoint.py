@@ -35,7 +35,7 @@ FORMAT = 4
 """Version of the content of ``state.json`` and of the tensors' names."""
 MAY_DIFFER = (
     "train.steps", "train.epochs", "train.micro_batch", "train.non_finite", "save.", "log.", "eval.", "regenerate.", "backbone.shard",
-    "cache.dir", "cache.shard_mb", "drafter.lora.merge",
+    "cache.dir", "cache.shard_mb", "drafter.lora.merge", "data.template_time",
 )  # fmt: skip
 """Recipe keys that may change on resuming, since they do not affect the optimiser steps."""
 
@@ -57,13 +57,24 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
         content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
-        (temporary / "state.json").write_text(json.dumps({**content, "hash": _content_hash(content)}, indent=1))
+        _write_content(temporary / "state.json", content)
         for path in [*temporary.iterdir(), temporary]:
             flush(path)
     flush(folder.parent)
     for old in _steps(save_dir)[max(keep, 1):]:
         shutil.rmtree(old)
     return folder
+
+
+def add_results(save_dir: Path, step: int, taus: Mapping[str, float | None], evaluated: bool) -> None:
+    """Add mean acceptance lengths, by drafter, to the saved state of a step, atomically. ``evaluated``: none is missing."""
+    file = save_dir / "state" / f"step-{step:08d}" / "state.json"
+    content = json.loads(file.read_text())
+    for name, tau in taus.items():
+        content["heads"][name]["tau"] = tau
+    with atomic(file) as temporary:
+        _write_content(temporary, content | {"evaluated": evaluated})
+        flush(temporary)
 
 
 def find_state(save_dir: Path) -> Path | None:
@@ -177,6 +188,10 @@ def _fault(folder: Path) -> str | None:
     if progress.get("format") == FORMAT and progress.get("hash") != _content_hash(progress):
         return "state.json is not as it was written"
     return None
+
+
+def _write_content(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**content, "hash": _content_hash(content)}, indent=1))
 
 
 def _content_hash(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
-from headstart.heads.checkpoint import template_hash
+from headstart.support.chat.settings import template_hash
+from headstart.training.data.data import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 
 
-def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the provenance that is constant during a run: recipe, chat template hash, command, commit and library versions."""
-    if recipe.data.chat_template is not None:
-        tokenizer.chat_template = recipe.data.chat_template
+def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
+    """Return the provenance that is constant during a run: recipe, chat template, command, commit and library versions.
+
+    ``ends``: the tokens at which the backbone's decoding stops.
+    """
+    chat = chat_settings(recipe.data, ends)
     return {
         "recipe": to_dict(recipe),
-        "chat_template": template_hash(tokenizer),
+        "chat_template": template_hash(chat.template_of(tokenizer)),
+        "chat": chat.to_card(tokenizer),
         "command": shlex.join(sys.argv),
         "commit": _commit(),
         "versions": {

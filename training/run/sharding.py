@@ -85,7 +85,7 @@ def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
-    for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
+    for layer in decoder_layers(model, model.config.get_text_config().num_hidden_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
     model.load_state_dict(_receive(model, weights, device), strict=False, assign=True)
     model.tie_weights()
@@ -139,9 +139,3 @@ def gather_like(shard: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     ).full_tensor()
-
-
-def all_finite(tensors: dict[str, Tensor], prefix: str) -> bool:
-    """Return True if all floating-point tensors whose names begin with ``prefix`` are finite."""
-    checked = [tensor for name, tensor in tensors.items() if name.startswith(prefix) and tensor.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in checked)

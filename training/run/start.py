@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
+from accelerate import Accelerator
 
 from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
-from headstart.training.data.data import Sample
+from headstart.support.progress import progress
+from headstart.training.data.packing import batches_by_length, collate
+from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent
+from headstart.training.features.cached import CachedFeatures
+from headstart.training.features.source import FeatureSource, LiveFeatures
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
@@ -35,14 +42,31 @@ def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, Wa
         drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
 
 
-def fit_starts(drafters: Mapping[str, Drafter], starts: Mapping[str, WarmStart], samples: Sequence[Sample]) -> list[str]:
-    """Let new drafters fit their start values to texts of the training data; returns lines for the log. Every process does the same."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()   # of a mix, some of each part
-    lines = (drafter.fit_start(_features(drafter, (samples[i] for i in order))) for name, drafter in drafters.items() if name not in starts)
+def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], source: FeatureSource, accelerator: Accelerator) -> list[str]:
+    """Let new drafters fit their start values to texts of the training data; returns lines for the log, in the main process.
+
+    The main process does so for all; with a sharded backbone, all read the texts together.
+    """
+    lines: list[str] = []
+    fresh = [drafter for drafter in drafters if drafter.start_positions]
+    if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
+        lines = [drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process)) for drafter in fresh]
+    if accelerator.num_processes > 1:
+        for drafter in fresh:
+            for weight in drafter.parameters():
+                torch.distributed.broadcast(weight.detach(), 0)
     return [line for line in lines if line]
 
 
 @torch.no_grad()
-def _features(drafter: Drafter, samples: Iterator[Sample]) -> Iterator[Features]:
-    for sample in samples:
-        yield drafter.backbone.read(sample.tokens[None].to(drafter.backbone.device), taps=drafter.taps)
+def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
+    """Read as many texts as the drafter asks for, from the feature cache if that holds what it reads."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()   # of a mix, some of each part
+    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)   # whose neighbours are known too
+    chosen = [i for i, positions in zip(order, before, strict=False) if positions < drafter.start_positions]
+    if not isinstance(source, CachedFeatures) or source.form.top_k:
+        source = LiveFeatures(drafter.backbone, drafter.taps)
+    with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
+        for indices in batches_by_length(samples, chosen):
+            yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))
+            bar.update(sum(len(samples[i].tokens) for i in indices))

@@ -36,8 +36,9 @@ from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.defaults import Chosen
 from headstart.training.run.optimizer import build_optimizer
+from headstart.training.run.processes import any_of
 from headstart.training.run.schedule import adapter_rise, learning_rate
-from headstart.training.run.sharding import full_tensor, keep_gathered
+from headstart.training.run.sharding import full_tensor, keep_gathered, to_local
 from headstart.training.run.step import JointStep, TrainStep, recompute
 
 
@@ -129,6 +130,11 @@ class DrafterTrainer:
         """True if loss and gradient are finite. An fp16 gradient may overflow: the scaler then skips the step and lowers its scale."""
         scaler = self.accelerator.scaler
         return math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or (scaler is not None and scaler.get_scale() > 1))
+
+    def is_weight_finite(self) -> bool:
+        """True if all weights are finite. If sharded, all processes must call this."""
+        finite = all(bool(torch.isfinite(to_local(weight)).all()) for weight in self.trained.values())
+        return not any_of(self.accelerator, not finite) if self.sharded else finite
 
     def optimizer_step(self) -> None:
         """Update the weights with the accumulated gradients, and the average with the weights."""

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from headstart import __version__
 from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.checkpoint import recipe_section
 from headstart.inference.serving.engines import ENGINES, METHODS, readers, require_engine
 from headstart.inference.serving.export.adapter import BACKBONE, keep, merge, require_keepable
 from headstart.inference.serving.formats.format import Format, find_format, formats, layouts_of, require_sound
@@ -20,6 +22,8 @@ from headstart.support.errors import UserError
 
 PROVENANCE = "headstart_export.json"
 """File of an exported folder that says what was exported, for `headstart verify`."""
+TEMPLATE = "chat_template.jinja"
+"""File of a chat template that the recipe has set."""
 FORMAT = 1
 
 
@@ -66,6 +70,8 @@ def export(request: Request) -> dict[str, Any]:
             (merge if request.adapter == "merge" else keep)(trained, folder)
         config = json.loads((folder / "config.json").read_text("utf-8"))
         served = _served(trained, request, config, rank)
+        if (template := recipe_section(trained.card["provenance"], "data").get("chat_template")) is not None:
+            (folder / TEMPLATE).write_text(template, encoding="utf-8")
         report = _report(trained, request, layout, served, engine)
         stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
         (folder / PROVENANCE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
@@ -108,9 +114,12 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
     same = "the checkpoint's own layout: names, shapes, values and layer numbers checked"
     notes = layout.notes(trained) or [same + (", nothing changed" if request.quantize is None else "")]
     notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
+    if find_gguf(trained.backbone) is not None:
+        notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
     if request.quantize is not None:
         reading = {name: entry for name, entry in reading.items() if (name, trained.method) in READ}
         notes += quantize_notes(request.quantize, trained.method)
+    notes += _template_notes(trained)
     if request.dtype != "auto":
         notes.append(f"weights are written in {request.dtype}")
     return {
@@ -133,6 +142,14 @@ def _report(trained: Trained, request: Request, layout: Format, served: Served, 
         "notes": notes,
         "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
     }
+
+
+def _template_notes(trained: Trained) -> list[str]:
+    """Say what engines do not know of the chat template that the heads were trained with."""
+    data = recipe_section(trained.card["provenance"], "data")
+    own = f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it (--chat-template)"
+    given = f"trained with variables of the chat template: send them with requests (chat_template_kwargs {data.get('template_kwargs')})"
+    return [own] * (data.get("chat_template") is not None) + [given] * bool(data.get("template_kwargs"))
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Wishes:
     prompts: str | None = None
     new_tokens: int = 48
     trust_remote_code: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for the prompts and kept with the heads."""
 
 
 def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Backbone], wishes: Wishes) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     backbone = load()
     depth = wishes.depth or _exported_depth(foreign)
     readings = [_deep(reading, depth) for reading in source.readings(foreign, backbone, wishes.counting)]
-    prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code)
+    prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
     measured = measure(readings, backbone, path, prompts, wishes.new_tokens)
     best, lines = measured[0], verdict(measured)
     quantised = ["8-bit weights became the fp32 weights that they stand for"] if foreign.config.get("quantization_config") else []
@@ -74,7 +76,8 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
         "readings": [{"choice": one.reading.choice, **one.figures} for one in measured],
         "files": foreign.hashes(),
     }
-    _save(best, out, {"imported": report})
+    chat: dict[str, Any] = {"template": None, "template_kwargs": dict(wishes.template_kwargs), "eos_token_id": []}
+    _save(best, out, {"imported": report, "chat": chat})
     return {**report, "backbone": backbone.name, "out": str(out), "verdict": lines, "recipe": recipe_overrides(best, out)}
 
 

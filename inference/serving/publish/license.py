@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.json_text import parse_json
 
 TEXTS = {
@@ -21,6 +22,8 @@ FILES = ("README.md", "config.json", "LICENSE", "LICENSE.txt", "LICENSE.md")
 
 def license_of(backbone: str) -> str | None:
     """Return the identifier of the licence of a folder or hub id; None if it states none, or cannot be reached."""
+    if (gguf := find_gguf(backbone)) is not None:
+        return str(gguf.header.metadata.get("general.license") or "") or None
     folder = Path(resolve(backbone))
     for name in FILES:
         file = folder / name if folder.is_dir() else _fetched(backbone, name)

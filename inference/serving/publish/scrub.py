@@ -12,6 +12,10 @@ HOSTS = ("endpoint", "_name_or_path")
 """Keys whose values may name a host or folder and say nothing about the heads."""
 
 
+TEXTS = ("template", "chat_template", "template_kwargs")
+"""Keys of chat templates, in which ``</think>`` and ``/no_think`` are no paths."""
+
+
 def last_part(name: str) -> str:
     """Return a path's last part; anything that is no absolute path is left as it is."""
     if START.match(name):   # the whole is a path, with spaces perhaps
@@ -20,9 +24,10 @@ def last_part(name: str) -> str:
 
 
 def scrubbed(value: Any, known: dict[str, str]) -> Any:
-    """Return a JSON value with absolute paths replaced by their last parts, or as ``known`` says, and hosts by null."""
+    """Return JSON with absolute paths replaced by their last parts, or as ``known`` says, and hosts by null; chat templates stay."""
     if isinstance(value, dict):
-        return {key: None if key in HOSTS else scrubbed(item, known) for key, item in value.items()}
+        kept = {key: item for key, item in value.items() if key in TEXTS}
+        return {key: None if key in HOSTS else scrubbed(item, known) for key, item in value.items()} | kept
     if isinstance(value, list):
         return [scrubbed(item, known) for item in value]
     if isinstance(value, str):

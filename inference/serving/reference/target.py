@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from headstart.heads.backbone.backbone import load_backbone
 from headstart.support.errors import UserError
 
 
@@ -46,7 +46,7 @@ class Target:
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping")
         self._scale: float = float(stated.get("logit_scale") or 1.0) / float(stated.get("logits_scaling") or 1.0)
-        lists = [one for one in model.base_model.modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
+        lists = [one for one in model.get_decoder().modules() if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
         if not lists:
             raise UserError(f"{type(model).__name__} has no list of its {self.num_layers} decoder layers, which the reference engine reads")
         self._layers = lists[0]
@@ -93,10 +93,5 @@ class Target:
 
 
 def load_target(path: str) -> Target:
-    """Load the backbone in fp32 from a folder or hub id. Raises UserError."""
-    try:
-        return Target(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True))
-    except UserError:
-        raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load backbone {path!r}: {' '.join(str(error).split())[:300]}; give a folder or a hub id") from None
+    """Load the backbone in fp32, as `load_backbone` does. Raises UserError."""
+    return Target(load_backbone(path, dtype="fp32", device="cpu").model)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.inference.serving.verification.widening import head_width, write_widened
@@ -63,6 +64,8 @@ def serve(folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], 
 
     Raises UserError if vLLM is not installed, cannot serve the heads, or the prompts leave no room in the backbone's context.
     """
+    if find_gguf(backbone) is not None:
+        raise UserError(f"vLLM is verified with a backbone of safetensors, and {backbone} is a GGUF file: give --backbone FOLDER")
     python, base = find_python(), find_folder(resolve(backbone), "backbone")
     config = _read_config(base)
     speculative = None if folder is None else speculative_config(folder, settings.depth)

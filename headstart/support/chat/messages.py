@@ -49,9 +49,12 @@ def _checked(message: Message, where: str) -> Message:
     role, content = message["role"], message["content"]
     if not isinstance(role, str):
         raise UserError(f"{where}: a role is text; got {_short(role)}")
-    if content is None or isinstance(content, str) or role == "tool":
+    if content is None or isinstance(content, str):
         return message
-    if not isinstance(content, list) or not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
+    parts = isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    if role == "tool" and not (parts and all(isinstance(part.get("text"), str) for part in content)):
+        return message
+    if not parts:
         raise UserError(f"{where}: content is text, or a list of parts with a type; got {_short(content)}")
     other = next((part["type"] for part in content if part["type"] != "text" or not isinstance(part.get("text"), str)), None)
     if other is not None:

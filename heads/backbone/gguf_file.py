@@ -1,0 +1,235 @@
+"""GGUF files (llama.cpp's format) as backbones: found by their path, checked and described by their header.
+
+transformers reads the weights, by the package ``gguf``, and they are dequantized: the backbone is an ordinary model, whose weights are
+those of the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.fingerprint import bits_of
+from headstart.heads.backbone.gguf_header import GgufHeader, read_header
+from headstart.support.dtypes import dtype_name
+from headstart.support.errors import UserError, cause
+from headstart.support.notice import notice
+from headstart.support.units import gigabytes
+
+SUFFIX = ".gguf"
+PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text or an answer, which llama.cpp names apart: ``tokenizer.ggml.eos_token_id`` and so on."""
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file that is there and whole."""
+
+    path: Path
+    size: int
+    """Its bytes."""
+    header: GgufHeader
+
+    @property
+    def architecture(self) -> str:
+        return str(self.header.metadata.get("general.architecture"))
+
+    @cached_property
+    def types(self) -> dict[str, int]:
+        """Number of tensors of each type, that of most weights first."""
+        weights: Counter[str] = Counter()
+        for tensor in self.header.tensors.values():
+            weights[tensor.type] += tensor.elements
+        counts = Counter(tensor.type for tensor in self.header.tensors.values())
+        return {kind: counts[kind] for kind, _ in weights.most_common()}
+
+    @property
+    def type(self) -> str:
+        """The type of most weights, such as Q4_1."""
+        return next(iter(self.types), "empty")
+
+    @property
+    def stored(self) -> list[str] | None:
+        """Types of the embedding and the output layer (fingerprint.py), if either is stored in blocks."""
+        embedding = self.header.tensors["token_embd.weight"].type if "token_embd.weight" in self.header.tensors else ""
+        output = self.header.tensors["output.weight"].type if "output.weight" in self.header.tensors else embedding
+        return [embedding, output] if bits_of(embedding) or bits_of(output) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is loaded in by default: that of its weights, or bf16 if they are quantized."""
+        return {"F32": torch.float32, "F16": torch.float16}.get(self.type, torch.bfloat16)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text or an answer."""
+        stated = [self.header.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ENDS]
+        return list(dict.fromkeys(token for token in stated if isinstance(token, int)))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of transformers' ``from_pretrained``."""
+        return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
+
+    def memory(self, dtype: torch.dtype) -> int:
+        """Bytes of the dequantized weights."""
+        return sum(one.elements for one in self.header.tensors.values()) * dtype.itemsize
+
+    def described(self, dtype: torch.dtype) -> str:
+        size, memory = (gigabytes(count) for count in (self.size, self.memory(dtype)))
+        return f"{self.path.name}, {self.type}, {size}; dequantized to {dtype_name(dtype)} {memory} of memory"
+
+    @contextmanager
+    def reading(self, dtype: torch.dtype | str) -> Iterator[None]:
+        """Say first what the weights take in memory; show transformers' progress bar only on a terminal."""
+        notice(f"backbone {self.described(dtype if isinstance(dtype, torch.dtype) else self.dtype)}")
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+            yield
+
+    def describe_in(self, model: PreTrainedModel, path: str) -> None:
+        """Let the model know where it is from, ``path`` or the file in that folder, that it is dequantized, and what ends its texts."""
+        model.config.name_or_path = str(self.path) if Path(path).is_dir() else path
+        vars(model.config).pop("quantization_config", None)
+        if model.generation_config is not None and len(self.ends) > 1:
+            model.generation_config.eos_token_id = self.ends
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {"file": self.path.name, "bytes": self.size, "architecture": self.architecture, "types": self.types}
+
+
+def find_gguf(path: str) -> GgufFile | None:
+    """Return the GGUF file that a backbone's path names: a file, a folder that holds one and no safetensors, or ``USER/REPO/FILE.gguf``
+    on the hub, which is downloaded; None for other backbones.
+
+    Raises UserError for a file that is missing, damaged or one of several pieces, several files, and without the package ``gguf``.
+    """
+    file = _find(path)
+    if file is None:
+        return None
+    if find_spec("gguf") is None:
+        raise UserError(f"{path} is a GGUF file, which takes the package gguf: pip install 'headstart[gguf]'")
+    status = file.stat()
+    return _read(file, status.st_size, status.st_mtime_ns)
+
+
+def _find(path: str) -> Path | None:
+    place, named = Path(resolve(path)).expanduser(), path.lower().endswith(SUFFIX)
+    try:
+        folder = bool(path) and place.is_dir()
+    except OSError:   # no name that a file can have
+        return None
+    if named and not folder:
+        return place if place.is_file() else _fetched(path)
+    if not folder or any(place.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in place.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1 and not PIECE.search(files[0].name):
+        names = ", ".join(file.name for file in files[:8])
+        raise UserError(f"{path} holds {len(files)} GGUF files; name one: {path}/FILE, or backbone.gguf_file=FILE (there are {names})")
+    return files[0] if files else None
+
+
+@lru_cache(maxsize=8)
+def _fetched(path: str) -> Path:
+    """Return the file ``USER/REPO/FILE.gguf`` of the hub, downloaded."""
+    user, _, rest = path.partition("/")
+    repo, _, name = rest.partition("/")
+    if not name or user in ("", ".", "..", "~") or Path(user).exists():
+        raise UserError(f"no GGUF file at {path!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub")
+    try:
+        return Path(hf_hub_download(f"{user}/{repo}", name))
+    except Exception as error:   # of many libraries: no network, no such repository or file, no login
+        raise UserError(f"no GGUF file at {path!r}: no such file here, and not on the hub ({cause(error, 200)})") from None
+
+
+@lru_cache(maxsize=8)
+def _read(file: Path, size: int, changed: int) -> GgufFile:
+    """Read the header of a file of that size and time of change."""
+    try:
+        header = read_header(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is no GGUF file that can be read: {cause(error, 200)}; fetch it again") from None
+    if header.metadata.get("split.count", 1) not in (0, 1) or PIECE.search(file.name):
+        raise UserError(f"{file} is a piece of a split file; join the pieces first: llama-gguf-split --merge FIRST_PIECE WHOLE.gguf")
+    if size < header.end:
+        raise UserError(f"{file} is cut short: it has {size:,} bytes of the {header.end:,} that its header states; fetch it again")
+    return GgufFile(file, size, header)
+
+
+def read_gguf_config(file: GgufFile) -> PretrainedConfig:
+    """Return the configuration that the header states. Raises UserError if transformers reads no such model from GGUF."""
+    return copy.deepcopy(_config(file.path, file.size, file.path.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=8)
+def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
+    """The same, read once: transformers' reader takes seconds."""
+    file = find_gguf(str(path))
+    assert file is not None
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(**file.arguments)
+        _set_rope(config, file)
+    except MemoryError:
+        raise
+    except Exception as error:   # what transformers raises depends on what a header lacks
+        known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
+        raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
+    config.dtype = file.dtype
+    return config
+
+
+def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
+    """Add the scaling of rotary frequencies, which transformers leaves out for most architectures. Raises UserError for an unknown one."""
+    stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
+    rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
+    one = rope.get("full_attention", rope)   # with one set for each kind of layer, llama.cpp scales that of full attention
+    kind, factor = stated.get("type"), stated.get("factor") or 1.0
+    if one.get("rope_type", "default") != "default":
+        return
+    if ROPE_FACTORS in file.header.tensors:
+        one |= _llama3(one["rope_theta"], _values(file, ROPE_FACTORS))
+    elif kind in ("linear", "yarn"):
+        original = {"original_max_position_embeddings": stated.get("original_context_length")} if kind == "yarn" else {}
+        one |= {"rope_type": kind, "factor": float(factor), **original} if factor != 1 else {}
+    elif kind not in (None, "none") or any(name.startswith("rope_factors_") for name in file.header.tensors):
+        raise ValueError(f"its rotary frequencies are scaled by {kind or 'longrope'}")
+    if rope:
+        config.get_text_config().rope_parameters = rope
+
+
+def _llama3(theta: float, factors: np.ndarray) -> dict[str, Any]:
+    """Return the parameters of Llama 3's scaling that divides the frequencies by these factors. Raises ValueError if there are none."""
+    frequencies = theta ** -(np.arange(len(factors)) / len(factors))
+    for original in (8192, 4096, 16384, 32768, 2048):
+        smooth = np.clip((original * frequencies / (2 * math.pi) - 1) / 3, 0, 1)
+        if np.allclose(1 / factors, (1 - smooth) / factors.max() + smooth, rtol=1e-3):
+            found = {"factor": float(f"{factors.max():.5g}"), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
+    raise ValueError("its rotary frequencies are divided by factors that are not those of Llama 3")
+
+
+def _values(file: GgufFile, name: str) -> np.ndarray:
+    """Return an fp32 tensor of the file."""
+    tensor = file.header.tensors[name]
+    return np.fromfile(file.path, np.float32, tensor.elements, offset=tensor.place)

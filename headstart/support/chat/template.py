@@ -1,0 +1,129 @@
+"""Render conversations with a chat template exactly as transformers' ``apply_chat_template`` does, text and generation blocks at once.
+
+Two things differ: a tool call's ``arguments`` that are JSON text of a mapping, as servers write them, become the mapping that templates
+expect (vLLM does the same), and the date is that of the settings' instant, if they have one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headstart.support.chat.messages import Message
+from headstart.support.chat.settings import ChatSettings, Templates
+from headstart.support.errors import UserError, cause
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CLOCK = "strftime_now"
+DIRECTIVES = [f"%{letter}" for letter in "aAbBcdfHIjmMpSUwWxXyYzZGuV"] + [f"%-{letter}" for letter in "dmyHIMSj"]
+STOPPED = (
+    "{% macro strftime_now(format) %}{% set out = namespace(text=format) %}{% for one, value in headstart_clock %}"
+    "{% set out.text = out.text.replace(one, value) %}{% endfor %}{{ out.text }}{% endmacro %}\n"
+)
+"""Stands before a template and shadows transformers' function of that name; its line break is dropped by ``trim_blocks``."""
+
+
+class TemplateRefusal(Exception):
+    """The chat template raised an error for a conversation, for example because roles do not alternate."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    marked: tuple[tuple[int, int], ...]
+    """The characters inside ``{% generation %}`` blocks, ``text[start:end]``."""
+
+
+class Template:
+    """The chat template of a tokenizer or of the settings, with its variables."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ChatSettings) -> None:
+        """Raises UserError if there is no template."""
+        templates = settings.template_of(tokenizer)
+        if not templates:
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path or 'this backbone'} has no chat template, so it cannot write conversations;"
+                " set data.chat_template to one, take an instruction-tuned backbone, or train on plain text (a column named text)"
+            )
+        self.templates: Templates = templates
+        self.variables = {**tokenizer.special_tokens_map, **settings.variables}
+        self.tools = self.variables.pop("tools", None)
+        self.time = settings.time
+
+    def source(self, tools: Any = None) -> str:
+        """Return the Jinja text that renders conversations with these tools."""
+        if isinstance(self.templates, str):
+            return self.templates
+        named = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if named not in self.templates:
+            raise UserError(f"the chat templates {', '.join(self.templates)} have no default; set data.chat_template to one of them")
+        return self.templates[named]
+
+    def marks(self, tools: Any = None) -> bool:
+        """Whether it marks what the model writes by ``{% generation %}`` blocks."""
+        return GENERATION.search(self.source(tools)) is not None
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether a rendering may depend on the clock."""
+        sources = [self.templates] if isinstance(self.templates, str) else self.templates.values()
+        return any(CLOCK in source for source in sources)
+
+    def arguments(self, tools: Any = None) -> dict[str, Any]:
+        """Return the arguments of ``apply_chat_template`` that the settings decide."""
+        source = self.source(tools)
+        if self.time is None or CLOCK not in source:
+            return {"chat_template": source, **self.variables}
+        return {"chat_template": STOPPED + source, **self.variables, "headstart_clock": clock(self.time)}
+
+    def render(self, messages: Sequence[Message], tools: Any = None, ask: bool = False) -> Rendered:
+        """Render a conversation, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
+        tools, marks = self.tools if tools is None else tools, self.marks(tools)
+        try:
+            if not messages:
+                raise ValueError("the conversation is empty")
+            texts, blocks = render_jinja_template(
+                conversations=[[plain_message(message) for message in messages]], tools=tools, add_generation_prompt=ask,
+                return_assistant_tokens_mask=marks, **self.arguments(tools),
+            )  # fmt: skip
+        except Exception as error:   # a template is a program that comes with a model, and may raise anything
+            raise TemplateRefusal(cause(error)) from None
+        return Rendered(texts[0], tuple(blocks[0]) if marks else ())
+
+
+def clock(time: str) -> list[tuple[str, str]]:
+    """Return the directives of ``strftime`` and what each prints at an instant, with ``%%`` set aside first and put back last."""
+    instant = datetime.fromisoformat(time)
+    return [("%%", "\0"), *((one, instant.strftime(one)) for one in DIRECTIVES), ("\0", "%")]
+
+
+def plain_message(message: Message) -> Message:
+    """Return the message as templates expect it: no nulls, which transformers drops too, and arguments of calls as mappings."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    if isinstance(call := plain.get("function_call"), dict):
+        plain["function_call"] = _call(call)
+    return plain
+
+
+def _call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _call(function)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return call
+    return call | {"arguments": parsed} if isinstance(parsed, dict) else call

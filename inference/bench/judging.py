@@ -1,0 +1,111 @@
+"""Judges what a benchmark wrote: every token, and some of the logits, of every system by the uncaptured model.
+
+Systems mostly write the same text, which is read once. An entry of the report gets ``teacher_forced``, what was found, and ``verdict``:
+"identical" to the text that it is compared with, "near-tie" if tokens differ from it and each is the model's pick up to rounding, or
+"fault" if a token or a logit is off by more. The tolerance is known when everything has been read, so verdicts are filled in at the end.
+
+Shape suffixes: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.bench.systems import AR, SystemResult
+from headstart.inference.engine.judge import Judge, Judgement, Text
+from headstart.inference.engine.noise import row_seeds
+from headstart.inference.engine.processing import Processing
+
+Row = dict[str, Any]
+IDENTICAL, NEAR_TIE, FAULT = "identical", "near-tie", "fault"
+
+
+class Judging:
+    """The judgements of one report."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.judge = Judge(backbone)
+        self.entries: list[Entry] = []
+        self._read: dict[tuple[Any, ...], Judgement] = {}
+
+    def add(self, row: Row, measured: SystemResult, seed: int) -> Entry:
+        """Judge every text of an entry of the report; prompt ``i`` has seed ``seed + i``."""
+        asked = [(i, *pair) for i, texts in measured.sequences.items() for pair in zip(measured.prompts[i], texts, strict=True)]
+        entry = Entry(row, measured)
+        for i, prompt_T, answer_T in tqdm(asked, desc=f"judging {measured.system.name}", unit="text", leave=False, delay=1.0):
+            entry.texts.append(self._text(prompt_T, answer_T, row["temperature"], seed + i))
+        self.entries.append(entry)
+        return entry
+
+    def add_logits(self, entry: Entry, prompt_T: Tensor, answer_T: Tensor, logits_TV: Tensor, seed: int) -> None:
+        """Judge a further text of an entry and the logits that its first tokens were chosen by."""
+        entry.with_logits.append(self._text(prompt_T, answer_T, entry.row["temperature"], seed, logits_TV))
+
+    def _text(self, prompt_T: Tensor, answer_T: Tensor, temperature: float, seed: int, logits_TV: Tensor | None = None) -> Judgement:
+        key = (temperature, seed if temperature > 0 else None, tuple(prompt_T.tolist()), tuple(answer_T.tolist()))
+        if logits_TV is None and key in self._read:
+            return self._read[key]
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature > 0 else [])
+        seed_1 = row_seeds([seed], 1, torch.device("cpu")) if temperature > 0 else None
+        text = Text(torch.cat([prompt_T, answer_T.to(prompt_T)]), len(answer_T), seed_1, Processing(warpers, 1))
+        self._read[key] = found = self.judge.judge(text, logits_TV)
+        if not self.judge.rounding.texts:   # the report says how large it is
+            self.judge.rounding.measure(text.ids_T.to(self.judge.backbone.device), text.prompt)
+        return found
+
+    def finish(self, report: Row) -> None:
+        """Fill in ``teacher_forced`` and ``verdict`` of every entry, and the size of rounding and the ``verdict`` of the report."""
+        rounding = self.judge.rounding
+        report["rounding"] = {"size": rounding.size, "tolerance": rounding.tolerance, "texts": rounding.texts}
+        for entry in self.entries:
+            entry.row |= {"teacher_forced": entry.counts(rounding.tolerance), "verdict": entry.verdict(rounding.tolerance)}
+        theirs = {*map(id, report["results"]), *(id(row) for row in report["baselines"] if row["name"] == AR)}
+        verdicts = {entry.row["verdict"] for entry in self.entries if id(entry.row) in theirs}
+        report["verdict"] = next(one for one in (FAULT, NEAR_TIE, IDENTICAL) if one in verdicts)
+
+
+@dataclass
+class Entry:
+    """An entry of the report, and what was found about its texts."""
+
+    row: Row
+    measured: SystemResult
+    texts: list[Judgement] = field(default_factory=list)
+    with_logits: list[Judgement] = field(default_factory=list)
+    """Of texts that were decoded once more, keeping logits."""
+
+    def verdict(self, tolerance: float) -> str | None:
+        """None: it is compared with no other text, and nothing is wrong with it."""
+        if any(not judged.worst[0] <= tolerance for judged in [*self.texts, *self.with_logits]):
+            return FAULT
+        return {True: IDENTICAL, False: NEAR_TIE, None: None}[self.row["identical"]]
+
+    def counts(self, tolerance: float) -> Row:
+        """Tokens judged, near-ties and faults among them and the largest shortfall; positions whose logits were kept, those that are off
+        by more than rounding, and the largest difference. None: no number.
+        """
+        judged = [*self.texts, *self.with_logits]
+        shortfalls = [shortfall for one in judged for shortfall in one.shortfalls.values()]
+        differences = [difference for one in judged for difference in one.differences]
+        faults, beyond = (sum(not size <= tolerance for size in sizes) for sizes in (shortfalls, differences))
+        return {
+            "tokens": sum(one.tokens for one in judged),
+            "near_ties": len(shortfalls) - faults,
+            "faults": faults,
+            "largest_shortfall": _finite(max(shortfalls, default=0.0)),
+            "logits": len(differences),
+            "logits_beyond": beyond,
+            "largest_difference": _finite(max(differences, default=0.0)),
+        }
+
+
+def _finite(size: float) -> float | None:
+    return size if math.isfinite(size) else None

@@ -1,0 +1,1 @@
+"""Compares captured passes with uncaptured ones before a model writes its first captured text."""

@@ -1,0 +1,137 @@
+"""A short drafted run, captured beside uncaptured, before a model's first captured text: a fault must not write one.
+
+Backends that replay operations at the addresses they were recorded with (CUDA graphs) would read anything if a store lay elsewhere.
+Rounding has a size: what passes of other widths differ by themselves, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.inference.capture.capture import Capturer
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.processing import Processing
+from headstart.inference.engine.reader import Reader
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.sizes import BEAM_WIDTH
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.self_check import kept
+from headstart.inference.self_check.known_text import Known, KnownText, RandomTrees
+from headstart.inference.sources.drafter_source import DrafterSource
+
+PROMPTS = ((50, 9, 30), (50,))
+"""Lengths of the prompts of each run: a batch, from which rows leave, and one row."""
+WRITTEN = 36
+"""Tokens of each text, with which stores grow by an octave or two."""
+ROUNDINGS = 4.0
+"""Logits may differ by this many times what passes of other widths differ by."""
+DRAFT_ROUNDINGS = 16.0
+"""The same for the mean difference of the scores of drafts, beside their mean size."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of known texts gave."""
+
+    logits: list[list[Tensor]]
+    """``[V]`` by row and token."""
+    drafts: dict[tuple[int, int], dict[int, float]]
+    """First tokens that drafters drafted and their scores, by place."""
+
+
+def self_check(reader: Reader, sources: Sequence[DrafterSource], capturer: Capturer) -> None:
+    """Compare the captured passes of a model and its drafters with uncaptured ones; if they differ, capture is given up with a line.
+
+    The result is kept, so that it takes its seconds once for a machine, a model and a version of the code.
+    """
+    capturer.unchecked = False
+    key = kept.key(reader.backbone, [source.drafter for source in sources], capturer.backend)
+    known = kept.read(key)
+    fault = _fault(reader, sources) if known is None else known
+    if known is None:
+        kept.write(key, fault)
+    if fault:
+        again = f" (found before; remove {kept.place()} to check again)" if known else ""
+        capturer.give_up(f"in a check before the first text {fault}{again}")
+
+
+def _fault(reader: Reader, sources: Sequence[DrafterSource]) -> str:
+    """What is wrong with captured passes; "" if nothing is."""
+    backbone, drafters = reader.backbone, [source.drafter for source in sources]
+    for lengths in PROMPTS:
+        plain, drafted = (_uncaptured(backbone, drafters, lengths, plain) for plain in (True, False))
+        try:
+            captured = run(reader, sources, lengths)
+        except Exception as error:   # such as running out of memory: without captures there may be enough
+            return f"captured passes failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        size = max(float(logits.abs().max()) for row in plain.logits for logits in row)
+        rounding = max(_difference(drafted, plain), torch.finfo(backbone.dtype).eps * size)
+        difference = _difference(captured, drafted)
+        if not difference <= ROUNDINGS * rounding:
+            return f"logits differ by {difference:.3g} of {size:.3g}, where passes of other widths differ by {rounding:.2g}"
+        if not (difference := _draft_difference(captured, drafted)) <= DRAFT_ROUNDINGS * rounding / size:
+            return f"the scores of drafts differ by {difference:.2g} of their size, where logits round by {rounding / size:.2g}"
+    return "" if _same_noise(reader) else "the noise of sampling differs"
+
+
+def _uncaptured(backbone: Backbone, drafters: Sequence[Drafter], lengths: Sequence[int], plain: bool) -> Run:
+    capturer = Capturer("off", backbone.device)
+    sources = [DrafterSource(f"{i}", drafter, capturer) for i, drafter in enumerate(drafters)]
+    taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+    return run(Reader(backbone, taps, capturer), sources, lengths, plain)
+
+
+@torch.no_grad()
+def run(reader: Reader, sources: Sequence[DrafterSource], lengths: Sequence[int], plain: bool = False) -> Run:
+    """Write known texts after random prompts of these lengths. ``plain``: without drafts."""
+    backbone, chance = reader.backbone, random.Random(1)
+    room = backbone.max_positions or 1 << 31
+    written = min(WRITTEN, room // 2)
+    lengths = [min(length, room - written) for length in lengths]
+    longest = max(lengths)
+    ids_BT = torch.tensor([[chance.randrange(backbone.vocab) for _ in range(longest)] for _ in lengths], device=backbone.device)
+    pads = [longest - length for length in lengths]
+    request = Request(
+        ids_BT, pads, longest + written, frozenset(), StoppingCriteriaList(), Processing(LogitsProcessorList([Known()]), len(pads)),
+        logits=True,
+    )  # fmt: skip
+    ends = [longest + written] * len(lengths)   # padding included, as processors see it
+    trees = RandomTrees([KnownText(ends, backbone.vocab, chance), *sources], chance, plain)
+    decoder = Decoder(reader, trees, request, TreeShape(64, BEAM_WIDTH), None, len(lengths))
+    for _ in decoder.run():
+        pass
+    return Run([text.logits for text in decoder.texts.of.values()], trees.drafts)
+
+
+def _difference(one: Run, other: Run) -> float:
+    """The largest difference of the logits; infinity where only one is a number."""
+    pairs = [pair for rows in zip(one.logits, other.logits, strict=True) for pair in zip(*rows, strict=True)]
+    return max(float((a - b).masked_fill(a == b, 0.0).abs().nan_to_num(nan=torch.inf).max()) for a, b in pairs)
+
+
+def _draft_difference(one: Run, other: Run) -> float:
+    """The mean difference of the scores of first drafted tokens that both have, as a share of their mean size; 1 for one that lacks."""
+    pairs = [(drafts, other.drafts[place]) for place, drafts in one.drafts.items() if drafts and other.drafts.get(place)]
+    shared = [(drafts[token], others[token]) for drafts, others in pairs for token in drafts if token in others]
+    lacking = sum(len(drafts) for drafts, _ in pairs) - len(shared)
+    size = sum(abs(score) for _, score in shared) / max(len(shared), 1)
+    return (sum(abs(a - b) for a, b in shared) / size + lacking) / (len(shared) + lacking) if shared else float(bool(pairs))
+
+
+def _same_noise(reader: Reader) -> bool:
+    """True if the noise of several numbers of positions and rows, captured, is what it should be."""
+    for rows, positions in ((1, 16), (3, 5), (1, 2), (1, 16)):
+        seeds_B = torch.arange(rows, device=reader.backbone.device) - 7
+        positions_BP = torch.arange(positions, device=reader.backbone.device).expand(rows, -1) + rows
+        if not torch.equal(reader.noise(seeds_B, positions_BP), gumbel(seeds_B, positions_BP, reader.backbone.vocab)):
+            return False
+    return True

@@ -1,0 +1,153 @@
+"""Heads trained on one precision of a model load on another, with a line; a fine-tune and another model are refused as ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import random_drafter
+from gguf_models import chat_model, stored_as, write_gguf
+
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.fingerprint import bits_of, fingerprint, match
+from headstart.heads.checkpoint import METADATA, load_drafter
+from headstart.heads.warm_start import read_warm_start
+from headstart.support.errors import UserError
+
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "F16", "Q8_0", "Q5_1", "Q4_0", "Q4_1", "Q4_1 in bf16")
+QUANTIZED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Backbone]:
+    """One model in every precision."""
+    folder, found = tmp_path_factory.mktemp("precisions"), {}
+    model, tokenizer = chat_model(tie_word_embeddings=False)
+    model.save_pretrained(folder / "model")
+    for precision in PRECISIONS:
+        kind, _, loaded = precision.partition(" in ")
+        if bits_of(kind) or kind == "F16":
+            file = write_gguf(folder / f"{kind}.gguf", model, tokenizer, kind)
+            found[precision] = load_backbone(str(file), dtype=loaded or "fp32", device="cpu")   # type: ignore[arg-type]
+        else:
+            found[precision] = load_backbone(str(folder / "model"), dtype=precision, device="cpu")   # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture(scope="module")
+def heads(models: dict[str, Backbone], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Heads of each."""
+    folder = tmp_path_factory.mktemp("heads")
+    for precision, on in models.items():
+        random_drafter("medusa", on, depth=2).save_pretrained(folder / precision)
+    return {precision: folder / precision for precision in models}
+
+
+@pytest.mark.parametrize("trained", PRECISIONS)
+def test_heads_of_every_precision_load_on_every_other_with_a_line(
+    models: dict[str, Backbone], heads: dict[str, Path], trained: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for on in models.values():
+        caplog.clear()
+        load_drafter(heads[trained], on)
+        there, here = models[trained].precision, on.precision
+        assert len(caplog.messages) == (there != here)
+        assert all(f"in {there}; here it is in {here}: fewer drafts may be accepted" in line for line in caplog.messages)
+    assert len({on.precision for on in models.values()}) == len(PRECISIONS)
+
+
+def test_what_is_recorded(heads: dict[str, Path]) -> None:
+    card = json.loads((heads["Q4_1 in bf16"] / METADATA).read_text())
+    contract, provenance = card["contract"], card["provenance"]
+    assert card["backbone"].endswith("/Q4_1.gguf")
+    assert (contract["precision"], contract["stored"], contract["fingerprint"]) == ("bfloat16 gguf Q4_1", ["Q4_1", "Q4_1"], 2)
+    assert provenance["gguf"]["file"] == "Q4_1.gguf" and provenance["gguf"]["types"] == {"Q4_1": 30, "F32": 9}
+    assert "gguf" not in json.loads((heads["bf16"] / METADATA).read_text())["provenance"]
+
+
+def changed(on: Backbone, by: float) -> Backbone:
+    """A model whose weights differ by a share of their size, as after further training."""
+    noise = torch.Generator().manual_seed(1)
+    model = Backbone(chat_model(tie_word_embeddings=False)[0])
+    model.gguf = on.gguf
+    with torch.no_grad():
+        for mine, weight in zip(model._matrices, on._matrices, strict=True):
+            mine.copy_(weight + by * weight.std() * torch.randn(weight.shape, generator=noise))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("trained", "here", "by"),
+    [("fp32", "fp32", 0.02), ("bf16", "fp32", 0.02), ("Q8_0", "Q8_0", 0.02), ("Q4_1", "Q4_1", 0.05), ("fp32", "Q8_0", 0.02),
+     ("Q8_0", "fp32", 0.02), ("fp32", "Q4_1", 0.25), ("Q4_1", "fp32", 0.25), ("Q4_1", "Q8_0", 0.25), ("Q4_0", "Q5_1", 0.4)],
+)  # fmt: skip
+def test_a_fine_tune_is_refused(models: dict[str, Backbone], heads: dict[str, Path], trained: str, here: str, by: float) -> None:
+    with pytest.raises(UserError, match=r"of that shape with other weights: load the one it was trained on, or, if this is a fine-tune"):
+        load_drafter(heads[trained], changed(models[here], by))
+    load_drafter(heads[trained], changed(models[here], 0.0))
+    load_drafter(heads[trained], changed(models[here], by), allow_finetuned=True)
+
+
+@pytest.mark.parametrize("trained", PRECISIONS)
+@pytest.mark.parametrize("kind", ["fp32", "Q4_1"])
+def test_another_model_is_refused(heads: dict[str, Path], trained: str, kind: str, tmp_path: Path) -> None:
+    other, tokenizer = chat_model(seed=1, tie_word_embeddings=False)
+    on = Backbone(other)
+    if kind != "fp32":
+        on = load_backbone(str(write_gguf(tmp_path / "other.gguf", other, tokenizer, kind)), dtype="fp32", device="cpu")
+    with pytest.raises(UserError, match="of that shape with other weights"):
+        load_drafter(heads[trained], on)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("shape", ["normal", "heavy tails", "small rows"])
+def test_the_limits_hold_for_weights_of_other_distributions(kind: str, shape: str) -> None:
+    for seed in range(8):
+        noise = torch.Generator().manual_seed(seed)
+        weight = torch.randn(500, 512, generator=noise) * 0.03
+        if shape == "heavy tails":
+            weight = weight * torch.rand(weight.shape, generator=noise).rsqrt().clamp(max=8)
+        if shape == "small rows":
+            weight = weight * torch.rand(500, 1, generator=noise) ** 2
+        whole, rounded = [weight, weight], [stored_as(weight, kind)] * 2
+        assert match(rounded, [kind, kind], {"weights": fingerprint(whole), "fingerprint": 2}) == "rounded"
+        assert match(whole, None, {"weights": fingerprint(rounded), "stored": [kind, kind]}) == "rounded"
+        assert match(rounded, None, {"weights": fingerprint(whole), "fingerprint": 2}) == "other", "nothing says that it was rounded"
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits"),
+    [("Q4_1", 4), ("Q8_0", 8), ("Q6_K", 6), ("IQ3_XXS", 3), ("IQ1_S", 2), ("TQ2_0", 2), ("MXFP4", 3), ("BF16", None), ("F32", None)],
+)
+def test_bits(stored: str, bits: int | None) -> None:
+    assert bits_of(stored) == bits
+
+
+def test_heads_go_on_training_on_another_precision(models: dict[str, Backbone], heads: dict[str, Path]) -> None:
+    assert read_warm_start(str(heads["Q4_1"]), "medusa", models["fp32"]).same_backbone
+    assert not read_warm_start(str(heads["Q4_1"]), "medusa", changed(models["fp32"], 0.3)).same_backbone
+
+
+@pytest.mark.slow   # the first use compiles quanto's extension
+def test_four_bits(models: dict[str, Backbone], heads: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    on = load_backbone(models["fp32"].name, dtype="int4", device="cpu")
+    random_drafter("medusa", on, depth=2).save_pretrained(tmp_path)
+    for path, backbone in ((heads["Q4_1"], on), (tmp_path, models["fp32"]), (tmp_path, models["Q8_0"])):
+        load_drafter(path, backbone)
+    assert len(caplog.messages) == 3
+
+
+def test_heads_without_a_precision_load_on_a_gguf_file(models: dict[str, Backbone], tmp_path: Path, caplog: Any) -> None:
+    """As heads saved before it was recorded."""
+    random_drafter("medusa", models["fp32"], depth=2).save_pretrained(tmp_path)
+    card = json.loads((tmp_path / METADATA).read_text())
+    for key in ("precision", "fingerprint"):
+        del card["contract"][key]
+    (tmp_path / METADATA).write_text(json.dumps(card))
+    load_drafter(tmp_path, models["bf16"])
+    assert not caplog.messages
+    load_drafter(tmp_path, models["Q4_1"])
+    assert "in another precision; here it is in float32 gguf Q4_1" in caplog.messages[0]

@@ -1,0 +1,43 @@
+"""Random models of released sizes, through all that users do: three of different shape here, every family in `make test-all`."""
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from architectures import served
+from released_model import MODELS, configuration
+from released_run import STEPS, Released, Step, decodes_a_batch, decodes_captured, decodes_greedily, dtypes
+from released_sizes import SMALLEST
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+FAST: dict[str, tuple[str, tuple[Step, ...]]] = {
+    "smollm2-135m-instruct": ("fp32", STEPS),
+    "Qwen2.5-0.5B-Instruct": ("bf16", (decodes_greedily, decodes_captured)),
+    "Qwen3.5-0.8B": ("fp32", (decodes_a_batch,)),
+}
+"""Grouped heads of an odd number and a width that is no power of two; a wide feed-forward part and vocabulary in bf16; recurrent layers."""
+
+
+def go(model: str, dtype: str, steps: tuple[Step, ...]) -> None:
+    with TemporaryDirectory() as folder:   # not one of pytest's, which keeps those of three runs
+        released = Released(model, dtype, Path(folder))
+        for step in steps:
+            step(released)
+
+
+@pytest.mark.parametrize("model", FAST)
+def test_three_released_sizes(model: str) -> None:
+    go(model, *FAST[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype"), [(model, dtype) for model in MODELS for dtype in dtypes(model)])
+def test_every_family_at_the_sizes_of_its_smallest_released_model(model: str, dtype: str) -> None:
+    go(model, dtype, STEPS)
+
+
+def test_every_row_of_the_table_has_a_released_size_of_its_class() -> None:
+    assert set(SMALLEST) == {one.name for one in served()}
+    for one in served():
+        assert configuration(SMALLEST[one.name]).model_type == one.configuration["model_type"], one.name

@@ -1,0 +1,186 @@
+"""A check before training: are the tokens trained on those of decoding?
+
+For some conversations of the data, each prompt is compared with the one that transformers' own ``apply_chat_template`` gives, each answer
+with the token ids that are kept beside the text (`headstart regenerate` writes them), else with what its text gives on a round trip
+through the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import ASSISTANT, Message, read_messages
+from headstart.support.chat.template import TemplateRefusal, plain_message
+from headstart.support.errors import UserError
+from headstart.support.jsonl import Row
+from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
+
+ROWS = 100
+"""Number of rows that are compared, evenly spaced."""
+STORED, TEXT = 0.99, 0.95
+"""Least share of answers that must be alike, where their token ids are kept and where not."""
+OPENED = 16
+"""Tokens at the end of a prompt that an answer's text may repeat, as an opened thought."""
+AROUND = 4
+"""Tokens shown before and after a difference."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the conversations are from."""
+
+    name: str
+    column: str
+    """The column of the text."""
+    form: str
+    """One of `FIELDS` of messages.py, or auto."""
+    exact: bool
+    """Whether the rows' exact tokens are what is trained on."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row to compare."""
+
+    where: str
+    messages: list[Message]
+    tools: object
+    samples: list[Sample]
+    """What is trained on, uncut."""
+    stored: list[Sample]
+    """The row's exact tokens; empty if it has none."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    where: str
+    trained: list[int]
+    written: list[int]
+    cause: str
+
+    def __str__(self) -> str:
+        pairs = zip(self.trained, self.written, strict=False)
+        place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(self.trained), len(self.written)))
+        first, end = max(place - AROUND, 0), place + AROUND
+        return (
+            f"{self.where}: from token {first} of the answer on, trained on {self.trained[first:end]}, written {self.written[first:end]}; "
+            f"likely cause: {self.cause}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result."""
+
+    answers: int
+    same: int
+    stored: bool = False
+    """Whether token ids are kept beside all of the text."""
+    first: Difference | None = None
+    warning: str = ""
+    """What is amiss with the ends of answers (`Ending.warning`)."""
+
+    def __add__(self, other: Check) -> Check:
+        """Both together."""
+        stored = (self.stored or not self.answers) and (other.stored or not other.answers)
+        return Check(
+            self.answers + other.answers, self.same + other.same, stored, self.first or other.first, self.warning or other.warning
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.same:,} of {self.answers:,} answers are tokenised as they are written"
+
+    def report(self) -> dict[str, Any]:
+        """Return it for ``--json``."""
+        return {
+            "said": str(self), "answers": self.answers, "as_written": self.same, "token_ids_kept": self.stored,
+            "warning": self.warning or None,
+        }  # fmt: skip
+
+    def require(self) -> None:
+        """Raise UserError, naming the first difference, if too few answers are alike."""
+        if self.first is not None and self.same < (STORED if self.stored else TEXT) * self.answers:
+            raise UserError(f"only {self} (of some of the rows). {self.first}")
+
+
+def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
+    """Compare some of a dataset's rows."""
+    check, warning = Check(0, 0, stored=True), chat.ending.warning
+    count = min(ROWS, len(rows))
+    for number in (i * len(rows) // count for i in range(count)):
+        if rows[number].get(source.column) is None:
+            continue
+        try:
+            check += _compare(_conversation(rows[number], f"{source.name}, row {number + 1}", source, chat), source.exact, chat)
+        except TemplateRefusal:   # counted where samples are made
+            continue
+    return check + Check(0, 0, warning=warning if check.answers else "")
+
+
+def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
+    messages, tools = read_messages(row[source.column], where, source.form), row.get("tools")
+    stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
+    samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
+    return Conversation(where, messages, tools, samples, stored)
+
+
+def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
+    turns = [i for i, message in enumerate(row.messages) if message["role"] == ASSISTANT and i > 0]
+    stored = [run for sample in row.stored for run in _runs(sample)]
+    differences = []
+    for number, i in enumerate(turns):
+        where = f"{row.where}, turn {i}"
+        asked, written = stored[number] if number < len(stored) else ([], None)
+        said = _said(where, asked, written or [], row.messages[i], chat) if exact else _turn(where, row, i, chat, written)
+        differences.append(said)
+    return Check(len(turns), differences.count(None), bool(row.stored), next((one for one in differences if one is not None), None))
+
+
+def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] | None) -> Difference | None:
+    """Compare a turn made from text; ``written``: its stored answer, if any."""
+    asked = chat.tokenizer.apply_chat_template(
+        [plain_message(message) for message in row.messages[:i]], tools=row.tools or chat.template.tools, add_generation_prompt=True,
+        return_dict=False, **chat.template.arguments(row.tools),
+    )  # fmt: skip
+    length = len(asked)
+    sample = max(row.samples, key=lambda one: _common(one.tokens.tolist(), asked))
+    tokens = sample.tokens.tolist()
+    if tokens[:length] != asked:
+        return Difference(f"{where}, its prompt", tokens[:length], asked, "the prompt is not what apply_chat_template gives: report this")
+    labels = sample.loss_mask[length:].tolist()
+    answer = tokens[length:][: chat.ending.length(tokens[length:]) or (labels.index(False) if False in labels else None)]
+    if written is not None:
+        cause = "the text does not say all that was written; train on the tokens (data.format=tokens)"
+        return None if answer == written else Difference(where, answer, written, cause)
+    again = chat.continued([chat.text(answer)])[0]
+    difference = None if again == answer else Difference(where, answer, again, "the tokenizer does not give a text back as it was")
+    return _said(where, asked, answer, row.messages[i], chat) or difference
+
+
+def _said(where: str, asked: list[int], answer: list[int], message: Message, chat: Chat) -> Difference | None:
+    """Compare what an answer's tokens say with its text; sampled tokens need not be those that the tokenizer makes of the text.
+
+    The text may begin with what the prompt's end has opened.
+    """
+    content, text = message.get("content"), chat.text([*asked[-OPENED:], *answer])
+    wanted = content.strip() if isinstance(content, str) else ""
+    if wanted in text:
+        return None
+    cause = "the tokenizer or the chat template changes the text, or the token ids are another tokenizer's"
+    return Difference(where, answer, chat.continued([wanted])[0], cause)
+
+
+def _runs(sample: Sample) -> list[tuple[list[int], list[int]]]:
+    """Return the runs of label tokens, each with the tokens before it."""
+    tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+    runs = [[i for i, _ in run] for label, run in groupby(enumerate(mask), key=itemgetter(1)) if label]
+    return [(tokens[: run[0]], tokens[run[0] : run[-1] + 1]) for run in runs]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
