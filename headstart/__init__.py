@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
     from headstart.heads.backbone.features import Features
     from headstart.heads.base import Drafter
+    from headstart.inference.engine.known_processors import stateless
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
     from headstart.inference.serving.assisted import assisted
@@ -32,6 +33,7 @@ __all__ = [
     "load_recipe",
     "load_tokenizer",
     "show",
+    "stateless",
 ]
 
 _HOME = {
@@ -47,6 +49,7 @@ _HOME = {
     "load_recipe": "headstart.training.recipe.recipe",
     "load_tokenizer": "headstart.heads.backbone.backbone",
     "show": "headstart.inference.show",
+    "stateless": "headstart.inference.engine.known_processors",
 }
 """The module each public name lives in."""
 

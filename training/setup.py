@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, parse_flag_from_env, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -144,7 +144,13 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     ]
     plugin = fsdp_plugin()
     try:
-        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin)
+        accelerator = Accelerator(   # the recipe alone says how to train: what is not given is read from the environment
+            mixed_precision=recipe.train.precision,
+            kwargs_handlers=handlers,
+            fsdp_plugin=plugin,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+        )
     except ValueError as error:
         raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
     require_known(accelerator, plugin)
