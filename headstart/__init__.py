@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headstart.inference.engine.known_processors import stateless
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
+    from headstart.inference.grammar import grammar
     from headstart.inference.serving.assisted import assisted
     from headstart.inference.serving.custom_generate import custom_generate
     from headstart.inference.show import show
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "assisted",
     "custom_generate",
+    "grammar",
     "load",
     "load_backbone",
     "load_recipe",
@@ -44,6 +46,7 @@ _HOME = {
     "TreeShape": "headstart.inference.engine.tree",
     "assisted": "headstart.inference.serving.assisted",
     "custom_generate": "headstart.inference.serving.custom_generate",
+    "grammar": "headstart.inference.grammar",
     "load": "headstart.inference.generate",
     "load_backbone": "headstart.heads.backbone.backbone",
     "load_recipe": "headstart.training.recipe.recipe",

@@ -40,6 +40,7 @@ PUBLIC = {
     "stateless",
     "assisted",
     "custom_generate",
+    "grammar",
     "load",
     "load_backbone",
     "load_recipe",

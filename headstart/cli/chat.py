@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.inference.bench.prompts import Message, Prompter
@@ -44,8 +44,17 @@ class Answer:
 class Chat:
     """The conversation so far. Each answer prefills all of it again."""
 
-    def __init__(self, heads: SpeculativeModel, prompter: Prompter, settings: Settings, seed: int, system: str | None = None) -> None:
+    def __init__(
+        self,
+        heads: SpeculativeModel,
+        prompter: Prompter,
+        settings: Settings,
+        seed: int,
+        system: str | None = None,
+        processors: LogitsProcessorList | None = None,
+    ) -> None:
         self.heads, self.prompter, self.settings, self.seed, self.system = heads, prompter, settings, seed, system
+        self.processors = processors or LogitsProcessorList()
         self.answers: list[Answer] = []
         self.conversation = -1
         self.messages: list[Message]
@@ -68,7 +77,8 @@ class Chat:
         tally, start = Tally(), time.perf_counter()
         stopped = False
         try:
-            tally.add(continue_text(self.heads, prompt_T, settings, self.seed + len(self.answers), streamer=painter))
+            seed, own = self.seed + len(self.answers), {"streamer": painter, "logits_processor": self.processors}
+            tally.add(continue_text(self.heads, prompt_T, settings, seed, **own))
         except KeyboardInterrupt:
             painter.end()
             stopped = True
