@@ -159,6 +159,8 @@ class Decoder:
 
     def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
         """Keep the accepted paths."""
+        if self.prompts.continued.cache is not None:
+            self.prompts.continued.note(accepted.features)
         self.cache.keep(paths, list(map(len, paths)))
         for source in self.speculation.sources:
             source.extend(accepted)

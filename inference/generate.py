@@ -191,6 +191,7 @@ class SpeculativeModel:
                 request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
                 engine.spot_check.after(decoder)
+                decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)
         if streamer is not None:
             streamer.end()
         return output_of(decoder, passes, request) if request.dictionary else sequences_of(decoder, request)

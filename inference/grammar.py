@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from headstart.inference.engine.forked import common_prefix
 from headstart.support.errors import UserError
 
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -127,8 +128,7 @@ class GrammarRow:
 
     def _read(self, written: list[int]) -> bool:
         """Bring the matcher to the state after these tokens; returns False if it does not allow them. Raises UserError if it gives up."""
-        pairs = zip(self.consumed, written, strict=False)
-        common = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(self.consumed), len(written)))
+        common = common_prefix(self.consumed, written)
         if common < len(self.consumed):
             self.matcher.rollback(len(self.consumed) - common)
         read = common + self.matcher.try_consume_tokens(written[common:])

@@ -66,6 +66,7 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         sequences=sequences_of(decoder, request),
         scores=_by_step(scores) if request.scores else None,
         logits=_by_step(logits) if request.logits else None,
+        past_key_values=decoder.prompts.continued.cache,
         passes=len(passes),
         tau=sum(lengths) / len(lengths) if lengths else 1.0,
         acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],

@@ -19,6 +19,7 @@ from families import VOCAB, Noted, left_padded, prompts, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     CompileConfig,
+    DynamicCache,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     PreTrainedTokenizerFast,
@@ -69,7 +70,7 @@ def fresh(given: dict[str, Any]) -> dict[str, Any]:
 
 
 NEGATIVE = (ROWS["input_ids"] + 3) % VOCAB
-MADE = ("logits_processor", "stopping_criteria", "streamer", "assistant_model", "tokenizer")
+MADE = ("past_key_values", "logits_processor", "stopping_criteria", "streamer", "assistant_model", "tokenizer")
 ALWAYS = "with trees where the object is known or declared to keep no state, else without drafts (see below)"
 CACHES = "`static` and the like change no text; `offloaded` and `quantized` are refused"
 TREES = "a pass verifies a tree: run the model once over the finished text"
@@ -116,6 +117,7 @@ CASES = [
     Case("token_healing", YES, {"inputs": ROWS["input_ids"][:1], "token_healing": True, "tokenizer": tokenizer}, note="of prompts of one length",
          shows=False),
     Case("attention_mask", YES, {}, note="padding on the left", shows=False),
+    Case("past_key_values", YES, {"past_key_values": DynamicCache}, note="a `DynamicCache` of one row holds the conversation (see below)", shows=False),
     Case("logits_processor", YES, {"logits_processor": lambda: LogitsProcessorList([MinNewTokensLengthLogitsProcessor(9, 9, ENDS["eos_token_id"])]), **ENDS}, ENDS, ALWAYS),
     Case("stopping_criteria", YES, {"stopping_criteria": lambda: StoppingCriteriaList([StopStringCriteria(tokenizer(), STOPS)])},
          note="asked about all rows together after each token of the longest"),

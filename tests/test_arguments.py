@@ -15,7 +15,10 @@ from transformers import GenerationConfig, GenerationMixin
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
-BESIDE = {"attention_mask", "position_ids", "inputs_embeds", "tokenizer", "assistant_tokenizer", "logits_to_keep", "trust_remote_code"}
+BESIDE = {
+    "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "tokenizer", "assistant_tokenizer", "logits_to_keep",
+    "trust_remote_code",
+}  # fmt: skip
 """Arguments that are neither parameters of ``generate`` nor fields of its configuration."""
 
 

@@ -56,10 +56,6 @@ def test_more_refusals(row: dict[str, Tensor]) -> None:
         say(of, row, max_new_tokens=9, assistant_model=tiny("llama", num_hidden_layers=1))
     with pytest.raises(ValueError, match="input_ids"):
         say(of, {"inputs_embeds": of.backbone.embed(ids)}, max_new_tokens=9)
-    past = DynamicCache()
-    of.backbone.model(ids[:, :5], past_key_values=past)
-    with pytest.raises(ValueError, match="past_key_values"):
-        say(of, row, max_new_tokens=9, past_key_values=past)
     with pytest.raises(ValueError, match="another model"):
         other = tiny("llama")
         other.generate(ids, custom_generate=of.generate, max_new_tokens=9)

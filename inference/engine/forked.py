@@ -49,7 +49,7 @@ class Forked:
         if self._called is None:
             first = 0
         else:
-            common = _common(self._called, written)
+            common = common_prefix(self._called, written)
             first = min(common + 1, len(written)) if written else 0
             undone = len(self._called) - (first - 1)
             if undone:
@@ -73,7 +73,7 @@ def _joined(prompt_T: Tensor, written: list[int]) -> Tensor:
     return torch.cat([prompt_T, prompt_T.new_tensor(written)])[None]
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def common_prefix(one: list[int], other: list[int]) -> int:
     """The number of tokens with which both begin."""
     count = min(len(one), len(other))
     return count if one[:count] == other[:count] else next(i for i in range(count) if one[i] != other[i])

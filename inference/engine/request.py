@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -60,6 +60,8 @@ class Request:
     dictionary: bool = False
     beams: BeamRules | None = None
     """None: no beam search."""
+    cache: DynamicCache | None = None
+    """The caller's, which holds the text read so far or is to hold it."""
 
     @cached_property
     def in_steps(self) -> bool:
@@ -123,6 +125,7 @@ def read_request(
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
         beams=beams,
+        cache=_callers_cache(model_kwargs),
     )
 
 
@@ -147,10 +150,15 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
         if name not in NO_EFFECT and value is not None and value is not False:
             raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
     past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise UserError("past_key_values already holds tokens, which the drafter has not read; give the whole sequence as input_ids")
+    if past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0:
+        raise UserError(f"past_key_values is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
     if streamer is not None and mode == GenerationMode.BEAM_SEARCH:
         raise UserError("a streamer cannot be used with beam search, whose tokens are known at its end; leave it out, or set num_beams=1")
+
+
+def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
+    past = model_kwargs.get("past_key_values")
+    return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None   # transformers marks it
 
 
 def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int]) -> None:
