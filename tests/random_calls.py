@@ -225,4 +225,5 @@ def draw(rng: random.Random) -> Call:
         own["seed"] = rng.randrange(1000)
         if rng.random() < 0.1:
             options["num_return_sequences"] = 2
-    return Call(rng.choice(FAMILIES), rng.choice(["eagle3", "medusa", "block"]), rows, options, objects(rng, mode == "beams"), own)
+    kind = rng.choice(["nearly", "nearly", "eagle3", "medusa", "block"])
+    return Call(rng.choice(FAMILIES), kind, rows, options, objects(rng, mode == "beams"), own)

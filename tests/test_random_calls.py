@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from families import Noted, backbone, heads, say
+from families import Noted, Scripted, backbone, heads, say
 from random_calls import Call, draw
 from torch import Tensor
 
+from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 
 MOST_REFUSED = 0.1
 
 
-def attempt(call: Call, **own: Any) -> Any:
-    """The output by heads, or without ``own`` by transformers; an error is the output too."""
+def attempt(call: Call, of: SpeculativeModel | None, **own: Any) -> Any:
+    """The output by these heads, or by transformers itself, and what was streamed; an error is the output too."""
     given = call.given()
     try:
-        if not own:
+        if of is None:
             return backbone(call.family).model.generate(**given), given.get("streamer")
-        return say(heads(call.family, call.kind), {}, **given, **own), given.get("streamer")
+        return say(of, {}, **given, **own), given.get("streamer")
     except Exception as error:   # of any kind: transformers' own are compared too
         return error, None
 
@@ -64,12 +65,23 @@ def heard(streamer: Noted) -> list[int]:
     return [token for part in streamer.got for token in part.flatten().tolist()]
 
 
+def drafting(call: Call, truth: Any) -> SpeculativeModel:
+    """The heads of a call: random ones, whose drafts are rarely right, or some that mostly know the text."""
+    if call.kind != "nearly" or isinstance(truth, Exception):
+        return heads(call.family, "eagle3" if call.kind == "nearly" else call.kind)
+    sequences, rows = truth if isinstance(truth, Tensor) else truth.sequences, call.rows["input_ids"]
+    pads = (call.rows["attention_mask"] == 0).sum(1).tolist() if "attention_mask" in call.rows else [0] * len(rows)
+    texts = [text[pads[number * len(rows) // len(sequences)] :] for number, text in enumerate(sequences.tolist())]
+    return SpeculativeModel(backbone(call.family), Scripted(backbone(call.family), texts, "nearly"), capture="off")
+
+
 def make(call: Call) -> tuple[str, Any]:
     """Make a call: "same", "refused" with the reason, "error" for one that transformers does not take either, or "different"."""
-    ours, streamed = attempt(call, **call.own)
+    of = heads(call.family, "eagle3")
+    theirs, other = attempt(call, of, **call.own, speculate=False) if call.sampled else attempt(call, None)
+    ours, streamed = attempt(call, drafting(call, theirs), **call.own)
     if isinstance(ours, UserError):
         return "refused", str(ours)
-    theirs, other = attempt(call, **call.own, speculate=False) if call.sampled else attempt(call)
     if isinstance(theirs, Exception):
         same = isinstance(ours, Exception)
         return ("error" if same else "different"), f"{theirs!r} and {ours!r}"
