@@ -1,7 +1,12 @@
 """Tests use no network and one thread each (several times faster than two on a busy two-core machine)."""
 import os
+import tempfile
+from pathlib import Path
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))   # what is there stays in use
 os.environ.update(
+    XDG_CACHE_HOME=f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}",   # tests leave the user's cache folder alone
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",

@@ -16,6 +16,7 @@ os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
 import torch  # noqa: E402
 from architectures import Architecture, refused, served  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
+from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
 from released_run import dtypes  # noqa: E402
 from released_sizes import SMALLEST  # noqa: E402
 
@@ -43,14 +44,26 @@ MEANING = {
     "save, load": "trained heads are loaded, saved and loaded again with equal weights and drafts",
     "export": "`headstart export --to vllm` of EAGLE-3, read by `headstart verify`, drafts the same tokens; no engine has run it here",
 }
+TOKENS = "tokens trained = tokens decoded"
+"""The column that tests/test_published_templates.py shows."""
 SIZES = "published sizes"
 """The last column, which tests/test_released_sizes.py shows."""
+TOKENS_MEANING = (
+    "conversations under the shape of the model's published chat template: in how many answers the prompt is what transformers' own "
+    "`apply_chat_template` gives, and the labels are the tokens that the model writes after it, up to and with its first end"
+)
 SIZES_MEANING = (
     "a random model of this one's widths, heads, vocabulary and rotary settings, with as many layers as it has kinds, at least two, and "
     "three experts, in fp32 and bf16: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, after "
     "8,000 tokens or as many as its context has room for), regenerated from, exported and verified"
 )
 TAIL = """
+## Chat templates
+
+The shapes of {count} published chat templates are written anew in `tests/published/`: {names}. Each is tried in the situations
+{situations};
+what a template refuses is refused in one line. [How a conversation becomes labels](train.md#2-data).
+
 ## Refused
 
 `transformers` has these, but they are not decoded with heads: loading one as a backbone ends with this line. A tree of drafted tokens
@@ -99,6 +112,16 @@ def start_of(architecture: Architecture) -> list[str]:
     return [", ".join(architecture.models), f"`{architecture.title}`"]
 
 
+def tokens_of(architecture: Architecture) -> str:
+    """The cell of the column of templates: how many answers are trained on as they are written."""
+    names = dict.fromkeys(name for model in architecture.models for name in templates_of(model))
+    return "; ".join(f"{name}: {tally(name)[0]} of {tally(name)[1]}" for name in names) or "no chat template"
+
+
+def tail() -> str:
+    return TAIL.format(count=len(shapes()), names=", ".join(shapes()), situations=", ".join(SITUATIONS))
+
+
 def size_of(architecture: Architecture) -> str:
     """The cell of the last column."""
     model = SMALLEST[architecture.name]
@@ -119,15 +142,15 @@ def measured(architecture: Architecture) -> list[str]:
 def page(before: str, only: list[str]) -> str:
     """The whole page; with ``only``, other rows are taken from the page before."""
     known, text = rows_of(before) if only else {}, HEAD
-    text += "".join(row([name, MEANING[name]]) for name in CHECKS) + row([SIZES, SIZES_MEANING]) + "\n"
-    text += row(["models", "class", *CHECKS, SIZES]) + "|" + "---|" * (3 + len(CHECKS)) + "\n"
+    text += "".join(row([name, MEANING[name]]) for name in CHECKS) + row([TOKENS, TOKENS_MEANING])
+    text += row([SIZES, SIZES_MEANING]) + "\n"
+    text += row(["models", "class", *CHECKS, TOKENS, SIZES]) + "|" + "---|" * (4 + len(CHECKS)) + "\n"
     for architecture in served():
         kept = known.get(start_of(architecture)[0])
-        shown = kept[:-1] if kept and not set(only) & set(architecture.models) else measured(architecture)
-        text += row([*shown, size_of(architecture)])
+        shown = kept[: 2 + len(CHECKS)] if kept and not set(only) & set(architecture.models) else measured(architecture)
+        text += row([*shown, tokens_of(architecture), size_of(architecture)])
         print(text.splitlines()[-1], flush=True)
-    text += TAIL
-    return text + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END
+    return text + tail() + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END
 
 
 def main() -> None:

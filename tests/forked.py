@@ -35,7 +35,7 @@ class Forked:
                 _become(arguments, log, {**shared, **ranked, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})})
             self.running.append(pid)
 
-    def wait(self) -> int:
+    def wait(self, grace: float = GRACE) -> int:
         """The first non-zero exit status (minus the signal); kills those that do not end after a failure or in time."""
         end, worst = time.monotonic() + SECONDS, 0
         while self.running and time.monotonic() < end:
@@ -44,7 +44,7 @@ class Forked:
                 if ended:
                     self.running.remove(pid)
                 if ended and status and not worst:
-                    worst, end = os.waitstatus_to_exitcode(status), min(end, time.monotonic() + GRACE)
+                    worst, end = os.waitstatus_to_exitcode(status), min(end, time.monotonic() + grace)
             time.sleep(0.01)
         if self.running:
             why = f"another one failed with {worst}" if worst else f"it took more than {SECONDS} s"

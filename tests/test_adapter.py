@@ -216,7 +216,7 @@ def test_refused_recipes(trained: Path, capsys: pytest.CaptureFixture[str], tmp_
     assert message.startswith("error: no adapter fits LlamaForCausalLM") and "nothing" in message
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     with pytest.raises(AssertionError, match="failed with"):
-        Forked(2, [recipe, f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait()
+        Forked(2, [recipe, f"save.dir={tmp_path}"], tmp_path / "fsdp.txt", **fsdp).wait(grace=0)
     assert "error: backbone.lora is trained data-parallel" in (tmp_path / "fsdp.txt").read_text()
 
 

@@ -73,7 +73,7 @@ def test_heads_alone_take_heads_and_something_to_leave_out(given, capsys):
 
 def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch):
     class Capturing(TransformersSystem):
-        rounds, captures = 0, 4
+        rounds, captures, drafting = 0, 4, True
 
         def write(self, prompts, settings, seeds):
             self.rounds += 1
@@ -85,11 +85,14 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
         Race(system, [system], asked(*[3] * many), Settings(4), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
         return system.rounds
 
-    assert rounds(Capturing("captures four times", heads.backbone), 9) == 4 + -(-QUIET // 30), "and some more, since shapes return late"
-    assert rounds(Capturing("few prompts", heads.backbone), 3) == 3 * TURNS
+    assert rounds(Capturing("captures four times", heads.backbone), 40) == 4 + -(-QUIET // 30), "and some more, since shapes return late"
+    assert rounds(Capturing("few prompts", heads.backbone), 3) == 3, "no longer than what is measured"
     restless = Capturing("never done", heads.backbone)
     restless.captures = 1000
-    assert rounds(restless, 40) == -(-LONGEST_RACE_WARM_UP // 30)
+    assert rounds(restless, 90) == -(-LONGEST_RACE_WARM_UP // 30)
+    plain = Capturing("does not draft", heads.backbone)
+    monkeypatch.setattr(Capturing, "drafting", False)
+    assert rounds(plain, 40) == 5
     slow = Capturing("takes long", heads.backbone)
     monkeypatch.setattr(Capturing, "captures_take_long", True)
     assert rounds(slow, 20) == 40, "all prompts again, since something was captured"

@@ -25,7 +25,7 @@ def audit(decoder: Decoder, on: Backbone) -> None:
         if decoder.texts.ended[number]:
             continue
         length = int(decoder.cache.lengths_B[row])
-        ids = decoder.texts.ids(number)[decoder.request.pads_B[number] :]
+        ids = decoder.texts.of[number].ids_T[decoder.request.pads_B[number] :]
         assert length == len(ids) - 1, "all but the root has been read"
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
         for i, layer in enumerate(fresh.layers):

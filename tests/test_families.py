@@ -5,7 +5,7 @@ import functools
 
 import pytest
 from architectures import Architecture, refused, served
-from families_table import SIZES, cells, outcome, refusal, rows_of, size_of, start_of
+from families_table import SIZES, TOKENS, cells, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
 from family_checks import CHECKS, Subject
 from shrink import FOLDER
 from small_run import ROOT
@@ -44,8 +44,20 @@ def test_every_published_configuration_and_no_other_is_in_the_table() -> None:
     models = {path.stem for path in FOLDER.glob("*.json")}
     assert models == {name for one in served() for name in one.models if (FOLDER / f"{name}.json").exists()}
     names = {", ".join(one.models) for one in (*served(), *refused())}
-    assert names == set(written()) - {"column", "models", *CHECKS, SIZES}
+    assert names == set(written()) - {"column", "models", *CHECKS, TOKENS, SIZES}
     assert all(cell for line in written().values() for cell in line), "no cell is empty"
+
+
+@pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
+def test_the_column_of_chat_templates_is_true(architecture: Architecture) -> None:
+    """For every shipped recipe's template shape, all answers are trained on as they are written."""
+    stated = written()[start_of(architecture)[0]][-2]
+    assert stated == tokens_of(architecture)
+    assert all(part.split(": ")[-1].split(" of ")[0] == part.split(" of ")[-1] for part in stated.split("; "))
+
+
+def test_the_page_names_every_template_and_situation() -> None:
+    assert tail() in PAGE.read_text()
 
 
 def test_the_last_column_names_the_released_sizes_that_are_tested() -> None:

@@ -201,7 +201,7 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
     def audit(self: Decoder, *args: Any) -> None:
         advance(self, *args)
         for row, number in enumerate(self.rows if len(audited) % 3 == 0 else []):
-            ids_T, length = self.texts.ids(number)[self.request.pads_B[number] :], int(self.cache.lengths_B[row])
+            ids_T, length = self.texts.of[number].ids_T[self.request.pads_B[number] :], int(self.cache.lengths_B[row])
             _, _, fresh = read_prompts(on, [ids_T[:length]])
             for one, other in zip(list_tensors(self.cache.states), list_tensors(fresh.states), strict=True):
                 torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-4, rtol=1e-3)
@@ -250,4 +250,4 @@ def test_in_bf16_a_tree_is_close_to_its_paths() -> None:
     expected = on.model(text[None]).logits[0, -1]
     assert logits_BNV.dtype == torch.bfloat16 and (logits_BNV[0, 8] - expected).abs().max() < 0.15 * expected.abs().max()
     cache.keep([lines(tree, 0, 8)], [len(lines(tree, 0, 8))])
-    assert {one.dtype for one in list_tensors(cache.states)} == {torch.float32, torch.bfloat16}
+    assert {one.dtype for one in list_tensors(cache.states)} == {torch.float64, torch.bfloat16}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
-from families import VOCAB, backbone, prompts, random_drafter, shake, tiny
+from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, shake, tiny
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.logits import LogitsComparison
+from headstart.inference.bench.logits import LogitsComparison, continued
 from headstart.inference.bench.prompts import Prompt
+from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.measure import Settings
 from headstart.support.dtypes import bf16_instructions
 
 TREE = TreeShape(12, 4)
@@ -23,16 +28,27 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 WIDER = {"llama": WIDE, "qwen3": WIDE | {"head_dim": 16}, "gpt2": {"n_embd": 64}}
 
 
+def compared(on: Backbone, tokens: int, temperatures: tuple[float, ...], batches: tuple[int, ...], capture: str) -> list[tuple[int, int]]:
+    """For each temperature and batch size the texts that differ from autoregressive decoding, and the positions with other logits."""
+    drafter, found = random_drafter("medusa", on, depth=3).to(on.dtype), []
+    drafts = HeadstartSystem("heads", SpeculativeModel(on, drafter, capture=capture))   # type: ignore[arg-type]
+    ar = HeadstartSystem(AR, SpeculativeModel(on, capture=capture))   # type: ignore[arg-type]
+    for temperature, batch in itertools.product(temperatures, batches):
+        settings, counts, texts = Settings(tokens, temperature, tree=TREE), LogitsComparison(), 0
+        asked = list(enumerate(prompts((40, 25))))
+        for group in [asked] if batch == 2 else [[one] for one in asked]:
+            texts += counts.add_texts(*(continued(system, dict(group), settings, 0) for system in (drafts, ar)))
+        assert counts.positions >= 2 * tokens
+        found.append((texts, counts.differing))
+    return found
+
+
 @pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
 @pytest.mark.parametrize("family", WIDER)
 def test_drafts_change_no_bit_of_the_logits(family: str) -> None:
     model = tiny(family, **WIDER[family])
     shake(model)   # so that attention matters
-    on = Backbone(model.bfloat16())
-    drafter = random_drafter("medusa", on, depth=3).bfloat16()
-    asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
-    report = compare([("m", SpeculativeModel(on, drafter, capture="trace"))], asked, Plan(24, (0.0, 1.0), tree=TREE))
-    assert [(row["identical"], row["logits"]["positions"], row["logits"]["differing"]) for row in report["results"]] == [(True, 48, 0)] * 2
+    assert compared(Backbone(model.bfloat16()), 24, (0.0, 1.0), (1,), "trace") == [(0, 0)] * 2
 
 
 RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
@@ -45,11 +61,7 @@ RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads"
 def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: str) -> None:
     model = tiny("llama", **RELEASED, vocab_size=VOCAB)
     shake(model)
-    on = Backbone(model.to(dtype))
-    drafter = random_drafter("medusa", on, depth=3).to(dtype)
-    asked = [Prompt(ids_T) for ids_T in prompts((40, 25))]
-    report = compare([("m", SpeculativeModel(on, drafter, capture=capture))], asked, Plan(32, (0.0,), tree=TREE, batches=(1, 2)))   # type: ignore[arg-type]
-    assert [(row["identical"], row["logits"]["differing"]) for row in report["results"]] == [(True, 0)] * 2
+    assert compared(Backbone(model.to(dtype)), 32, (0.0,), (1, 2), capture) == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize("slots", [128, 1088])
@@ -132,3 +144,24 @@ def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, 
     monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
     assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded   # type: ignore[arg-type]
+
+
+OTHER_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("Qwen3Moe", {"moe_intermediate_size": 1536, "num_experts": 8}),
+    "recurrent": ("Qwen3_5Text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "soft-capped": ("Gemma2", {"query_pre_attn_scalar": 64}),
+    "sinks": ("GptOss", {"num_local_experts": 8}),
+}
+"""Of the experts one may have a single token of a tree, and its products more than 1,024 inputs."""
+WIDER_MIXED = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+
+
+@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [*((layers, torch.bfloat16) for layers in OTHER_LAYERS), ("experts", torch.float32), ("recurrent", torch.float32)],
+)
+def test_drafts_change_no_bit_of_other_layers(layers: str, dtype: torch.dtype) -> None:
+    name, sizes = OTHER_LAYERS[layers]
+    on = Backbone(build(name, SIZES | WIDER_MIXED | sizes).to(dtype))
+    assert compared(on, 24, (0.0,), (1, 2), "off") == [(0, 0)] * 2

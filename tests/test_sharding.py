@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from headstart.training import setup
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
+from headstart.training.run.processes import keep_group
 from headstart.training.run.sharding import shard_layers, to_local
 
 DRAFTER = {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}
@@ -163,3 +166,13 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     AcceleratorState._reset_state(True)
     assert main([str(recipe)]) == 2
     assert "2 processes were started and found no accelerator, so each would train alone" in capsys.readouterr().err
+
+
+def test_the_process_group_outlives_the_run() -> None:
+    """The last holder must not be DDP's reducer, whose end can wait for gloo's threads and they for it (one run in ten on a busy CPU)."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(torch.distributed.group.WORLD)
+    keep_group()
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    assert group() is not None

@@ -72,6 +72,13 @@ def test_an_answer_ends_with_the_first_token_at_which_decoding_stops(template: s
     expect(chat, AGAIN, answer, answer.replace("Four", "Five"))
 
 
+def test_a_closing_token_at_which_decoding_does_not_stop_is_a_label_and_ends_no_answer() -> None:
+    """Decoding writes it and goes on: an answer that has it in the middle is kept whole."""
+    chat = maker(BY_ROLE + ASK, ROLES, "<|system|>")
+    assert "at which decoding does not stop" in chat.ending.warning and chat.ending.ends == set(chat.settings.ends)
+    expect(chat, [*ASKED, {"role": "assistant", "content": "Four.<|end|>Or so."}], "Four.<|end|>Or so.<|end|>")
+
+
 THINKS = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1] + '<|end|>\n' }}{% endfor %}"
 OPENS = "{% if add_generation_prompt %}{{ '<|assistant|>\n<think>\n' }}{% endif %}"
 EMPTY = "{% if add_generation_prompt %}{{ '<|assistant|>\n' + ('<think>\n' if think else '<think>\n\n</think>\n\n') }}{% endif %}"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from headstart.training.run.checkpoint import (
     without_prefix,
 )
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
+from headstart.training.run.first import in_first_process
 from headstart.training.run.provenance import provenance
 from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
@@ -144,13 +146,9 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     ]
     plugin = fsdp_plugin()
     try:
-        accelerator = Accelerator(   # the recipe alone says how to train: what is not given is read from the environment
-            mixed_precision=recipe.train.precision,
-            kwargs_handlers=handlers,
-            fsdp_plugin=plugin,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            dynamo_backend="no",
-        )
+        # The recipe alone says how to train: what is not given is read from the environment.
+        own = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1), "dynamo_backend": "no"}
+        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin, **own)
     except ValueError as error:
         raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
     require_known(accelerator, plugin)
@@ -208,9 +206,9 @@ def _build_drafters(recipe: Recipe, backbone: Backbone, fresh: bool) -> dict[str
 def _load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, backbone: Backbone, accelerator: Accelerator
 ) -> tuple[Splits, BatchSampler]:
-    with accelerator.main_process_first():   # the main process downloads a dataset, others use its cache
-        context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
-        splits = load_data(recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
+    context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
+    load = partial(load_data, recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
+    splits = in_first_process(accelerator, load)   # the others find what it has downloaded and tokenised
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)
@@ -267,7 +265,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
-        f"data      {splits.stats}{packed}; {len(run.prompts)} held-out prompts",
+        f"data      {splits}{packed}; {len(run.prompts)} held-out prompts",
         *([] if splits.check is None else [f"answers   {splits.check}"]),
         *([f"warning   {splits.check.warning}"] if splits.check is not None and splits.check.warning else []),
         *([] if splits.mix is None else [f"mix       {splits.mix}"]),

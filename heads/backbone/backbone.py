@@ -17,17 +17,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from headstart.heads.backbone.adapter import load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
+from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
 from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows
-from headstart.heads.backbone.probes import find_postprocessing, require_masks
+from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
-from headstart.heads.backbone.tree_attention import tree_attention
+from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ class Backbone:
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
+    @property
+    def exact(self) -> bool:
+        """True if a token of a pass on a CPU gets the same bits among any number of tokens."""
+        return self.device.type == "cpu" and (self.dtype != torch.float32 or self.dim >= EXACT_FROM)
+
     def readout(self, hidden: Tensor) -> Tensor:
         """Map final hidden states ``[..., D]`` to logits ``[..., V]``, soft-capped or scaled as in the model's own forward."""
         return self.postprocess(self.unembed(hidden))
@@ -195,8 +201,10 @@ class Backbone:
     def _mode(self, differentiable: bool, masked: bool) -> Iterator[None]:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
+        repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
         itself = differentiable and self.adapter is None   # a draft model in training keeps its mode
-        with nullcontext() if itself else self.evaluation(), dropout, tree_attention() if masked else nullcontext():
+        kernel = tree_attention(self.exact) if masked else nullcontext()
+        with nullcontext() if itself else self.evaluation(), dropout, kernel, repeated:
             yield
 
     def fingerprint(self) -> list[float]:
@@ -289,11 +297,3 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise
     except Exception as error:   # as with models: what is raised depends on the tokenizer and on the damage
         raise load_error("tokenizer", path, error) from error
-
-
-def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
-    return lists[0]

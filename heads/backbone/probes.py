@@ -1,5 +1,5 @@
-"""Checks of a model: when it is loaded, test passes that show whether it follows tree masks and how it makes its logits; later, that it
-is still the same."""
+"""Checks of a model: when it is loaded, where its layers are, and test passes that show whether it follows tree masks and how it makes its
+logits; later, that it is still the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads.backbone.recurrent import Branch
@@ -91,3 +91,11 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     if (forward := vars(model).get("forward")) is not backbone.forward:
         with backbone.evaluation():
             backbone.postprocess, backbone.forward = find_postprocessing(backbone), forward
+
+
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+    return lists[0]

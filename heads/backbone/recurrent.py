@@ -39,6 +39,15 @@ CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """The functions that such a layer's forward calls."""
 
 
+def rule_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of states and of the rule: at least fp32, and fp64 on a CPU.
+
+    The sums of a plain step and of a tree, and of one token after another and of several at once, add up the same terms in other orders.
+    In fp64, rounded to the model's dtype where a layer's output is, they are nearly always equal in every bit.
+    """
+    return torch.float64 if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class States:
     """State and window of all recurrent layers for each row."""
@@ -51,7 +60,8 @@ class States:
         """Collect the states of the layers ``numbers`` from a `transformers` cache."""
         layers = [cache.layers[number] for number in numbers]
         windows = [layer.conv_states[0][..., 1:] for layer in layers]   # the next token does not use the oldest input
-        return States(torch.stack([layer.recurrent_states[0] for layer in layers]), torch.stack(windows))
+        states = torch.stack([layer.recurrent_states[0] for layer in layers])
+        return States(states.to(rule_dtype(states)), torch.stack(windows))
 
     def behind(self, added: Added, node_B: Tensor) -> States:
         """Return the states after each row's sequence is extended to ``node_B`` of its tree."""
@@ -193,7 +203,7 @@ class Layer:
         assert self.branch is not None
         groups = value.shape[2] // key.shape[2]
         query, key = (one.repeat_interleave(groups, 2) if groups > 1 else one for one in (query, key))
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = rule_dtype(query)
         q, k, v, decay, b = (one.transpose(1, 2).to(wide) for one in (query, key, value, g, beta))
         if options["use_qk_l2norm_in_kernel"]:
             q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))

@@ -27,6 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headstart.support.devices import is_accelerator
 
+EXACT_FROM = 256
+"""Width of a model from which a token's pass in fp32 on a CPU has the same bits among any number of tokens. In smaller ones that would take
+up to half of the pass."""
 MAX_QUERIES = 256
 """With more queries, the keys are few beside them."""
 MAX_EXACT = 64
@@ -40,6 +43,7 @@ FEW_ROWS = 2
 QUERIES, KEYS, ONES = 4, 24, 8
 """Multiples of queries, keys and further values at which MKL's products in fp64 give each number by itself the same bits."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
+_exactly: ContextVar[bool] = ContextVar("exact tree attention", default=True)
 _one_operation: ContextVar[bool] = ContextVar("attention as one operation", default=False)
 _equal: ContextVar[bool] = ContextVar("equal queries", default=False)
 
@@ -167,22 +171,23 @@ def equal_queries() -> Iterator[None]:
 
 
 @contextmanager
-def tree_attention() -> Iterator[None]:
+def tree_attention(exactly: bool = True) -> Iterator[None]:
     """Within this context, of this thread alone, transformers' SDPA attention of few queries is that of `attend` or `attend_exactly`."""
     if AttentionInterface()["sdpa"] is not _sdpa:
         AttentionInterface.register("sdpa", _sdpa)
-    token = _active.set(True)
+    tokens = _active.set(True), _exactly.set(exactly)
     try:
         yield
     finally:
-        _active.reset(token)
+        _active.reset(tokens[0])
+        _exactly.reset(tokens[1])
 
 
 def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> tuple[Tensor, None]:
     """transformers' SDPA attention, outside the context unchanged."""
     plain = not any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")) and not options.get("dropout")
     fits = attention_mask is not None and attention_mask.shape[1] == 1 and query.shape[2] <= MAX_QUERIES
-    exactly = query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[2] <= MAX_EXACT
+    exactly = _exactly.get() and query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[2] <= MAX_EXACT
     as_operation = _is_one_operation(query)
     if not (_active.get() and plain and fits and (as_operation or exactly or query.shape[1] != key.shape[1])):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)

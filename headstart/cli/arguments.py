@@ -84,7 +84,7 @@ def add_measured(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
     shipped = f"folders, hub ids, or those that ship: {', '.join(HEADS)}"
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
-    sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .jsonl.gz, .txt)"
+    sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .ndjson, also .gz or .zst; .txt)"
     parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")

@@ -1,8 +1,9 @@
-"""Read rows of a .jsonl file or lines of a text file, optionally gzip-compressed, with line numbers for error messages."""
+"""Read rows of a .jsonl file or lines of a text file, optionally compressed, with line numbers for error messages."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from headstart.support.json_text import parse_json
 from headstart.support.text import decode
 
 Row = dict[str, Any]
+LINES = (".jsonl", ".ndjson")
+"""Endings of files of rows, one a line."""
+COMPRESSED = (".gz", ".zst")
+"""Endings of compressed files."""
 MAX_LINE = 256 << 20
 """Bytes of a line, so that a file without line breaks ends in an error and not in all memory."""
 
@@ -43,5 +48,9 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Open a file to read its bytes, decompressed if its name ends in .gz."""
+    """Open a file to read its bytes, decompressed if its name ends in .gz or .zst. Raises OSError, also for damaged data when read."""
+    if file.suffix == ".zst":
+        import pyarrow  # type: ignore[import-untyped]  # here, since only these files need it
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")))
     return cast(BinaryIO, gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb"))

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, TURNS, warm_up, warm_up_fully
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, warm_up, warm_up_fully
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -151,6 +150,7 @@ class Race:
         self.results = [SystemResult(system) for system in systems]
         self.leader = next(one for one in self.results if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
+        self.pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates of progress
         self.dropped_turns = 0
         """Later turns of conversations that did not fit into the context."""
 
@@ -158,10 +158,9 @@ class Race:
         """Continue every prompt with every system, then the next question of each conversation until none is left; returns the results."""
         asked = dict(enumerate(self.prompts))
         self._warm_up(asked)
-        pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates
         title = f"temperature {self.settings.temperature:g}" + (f", batch {self.batch}" if self.batch > 1 else "")
         total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results)
-        with tqdm(total=total, desc=title, unit="sequence", mininterval=pace) as progress:
+        with tqdm(total=total, desc=title, unit="sequence", mininterval=self.pace) as progress:
             while asked:
                 for turn, (task, group) in enumerate(self._groups(asked)):
                     first = turn % len(self.results)
@@ -178,19 +177,22 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, each at most `TURNS` times, until it captures nothing more.
+        """Let every system continue prompts, at most all of them, until it captures nothing more.
 
         If captures take long, all prompts are continued, until a whole turn captures nothing.
         """
-        for one in self.results:
-            rounds = partial(self._warm_up_rounds, one.system, asked)
-            if one.system.captures_take_long:
-                warm_up_fully(rounds)
-            else:
-                warm_up(chain.from_iterable(rounds() for _ in range(TURNS)), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET)
+        with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
+            for one in self.results:
+                rounds = partial(self._warm_up_rounds, one.system, asked, progress)
+                if one.system.captures_take_long:
+                    warm_up_fully(rounds)
+                else:
+                    warm_up(rounds(), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET if one.system.drafting else 1)
+                progress.update()
 
-    def _warm_up_rounds(self, system: System, asked: dict[int, Prompt]) -> Iterator[Callable[[], int]]:
+    def _warm_up_rounds(self, system: System, asked: dict[int, Prompt], progress: tqdm) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:
+            progress.set_postfix_str(system.name)
             return system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
 
         for _, group in self._groups(asked):

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_messages
+from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_conversation
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
-from headstart.support.jsonl import Row, read_jsonl, read_lines
+from headstart.support.jsonl import COMPRESSED, LINES, Row, read_jsonl, read_lines
 from headstart.support.shipped import local_or_shipped
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".txt")
+ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
 """Keys that may hold a row's prompt, in order of precedence."""
 MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
@@ -105,7 +105,7 @@ class Prompter:
             raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
         value = row[column]
         if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
-            return Prompt(self.converse(_up_to_the_answer(value, column), row.get("tools")))
+            return Prompt(self.converse(*_up_to_the_answer(row, column)))
         questions = value if column == "turns" and isinstance(value, list) else [value]
         odd = next((question for question in questions if not isinstance(question, str)), None)
         if odd is not None:
@@ -188,11 +188,11 @@ def _question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _up_to_the_answer(turns: Any, column: str) -> list[Message]:
-    """The messages before the assistant's last one; all messages if there is none."""
-    messages = read_messages(turns, column)
+def _up_to_the_answer(row: Row, column: str) -> tuple[list[Message], Any]:
+    """The messages before the assistant's last one, or all messages if there is none; and the tools."""
+    messages, tools = read_conversation(row, column, column)
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     asked = messages[: answers[-1]] if answers else messages
     if not asked:
         raise UserError(f"{column} begins with its last answer: nothing is asked")
-    return asked
+    return asked, tools

@@ -54,6 +54,11 @@ class System(ABC):
         return None
 
     @property
+    def drafting(self) -> bool:
+        """True if trees of drafts are verified."""
+        return False
+
+    @property
     def captures_take_long(self) -> bool:
         """True if a capture takes so long that one among the timed texts would be all that is seen."""
         return False
@@ -78,6 +83,10 @@ class HeadstartSystem(System):
     def sources(self) -> list[str]:
         """The kinds of drafters and the names of proposers; none in autoregressive decoding."""
         return [type(one).__module__.rpartition(".")[2] for one in self.heads.drafters] + [one.name for one in self.heads.proposers]
+
+    @property
+    def drafting(self) -> bool:
+        return bool(self.sources)
 
     @property
     def capture(self) -> CaptureReport:

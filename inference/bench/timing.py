@@ -13,9 +13,9 @@ from headstart.inference.capture.stopwatch import Stopwatch
 WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
 QUIET, LONGEST_RACE_WARM_UP = 400, 2000
-"""The same of a system that continues prompts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
+"""The same of a system that drafts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
 TURNS = 3
-"""The most times that all rounds are run to warm up a system."""
+"""The most times that all rounds are run to warm up a system whose captures take long."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.backbone.recurrent import Added, Branch, States
-from headstart.heads.backbone.tree_attention import equal_queries
+from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
@@ -34,8 +34,6 @@ EQUAL_ROWS = 4
 """On a CPU a single row is computed as so many equal ones. oneDNN adds up the products of a single row with more than 1,024 inputs in
 another order than those of several, so that a plain step would round otherwise than a tree. Two would do; its kernels take less time for
 four."""
-ALIKE_FROM = 256
-"""Models of this width or more compute uncaptured products in fp32 as captured ones. In smaller ones that takes too much of a pass."""
 Layers = list[tuple[Tensor, Tensor] | None]
 """Keys and values ``[B, H, T, D]`` of every layer; None for recurrent layers."""
 
@@ -191,7 +189,7 @@ class Reader:
             slots_BN, positions_BN = lengths_B[:, None] + index_BN, positions_BM.gather(1, index_BN)
         slots = stores[0][0].shape[-2]
         masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, self.backbone.windows)
-        if tokens_BN.shape != (1, 1) or tokens_BN.device.type != "cpu":
+        if tokens_BN.shape != (1, 1) or not self.backbone.exact:
             return self._pass(stores, Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, slots_BN, masks)
         rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
         with equal_queries():
@@ -213,7 +211,7 @@ class Reader:
 
     def _alike(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with products in fp32 on a CPU as its captures have them, so that they give the same bits."""
-        if self.backbone.device.type != "cpu" or self.backbone.dim < ALIKE_FROM or not available(torch.float32):
+        if not self.backbone.exact or self.backbone.dim < EXACT_FROM or not available(torch.float32):
             return function
 
         def run(*inputs: Any) -> Any:

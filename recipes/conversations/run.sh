@@ -4,7 +4,7 @@
 #   recipes/conversations/run.sh [OPTION ...] MODEL CONVERSATIONS OUT [section.key=value ...]
 #
 #   MODEL               a chat model: a folder or hub id
-#   CONVERSATIONS       a .jsonl, .json or .parquet file of messages or conversations (ShareGPT), or the name of a dataset
+#   CONVERSATIONS       a file (.jsonl, .json, .csv, .parquet, ...) of messages or conversations (ShareGPT), or the name of a dataset
 #   OUT                 a folder for all results
 #   section.key=value   of recipes/conversations/eagle3.yaml (docs/recipe.md), for all steps: data.limit=2000 train.epochs=1
 #

@@ -16,10 +16,10 @@ from functools import cached_property
 
 import torch
 
-from headstart.training.data.data import MIN_TOKENS
 from headstart.training.data.mix import Mix, epoch_order
 from headstart.training.data.packing import Batch, collate, empty_batch, pack
 from headstart.training.data.sample import Sample
+from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.recipe.recipe import Train
 
 Row = list[int]

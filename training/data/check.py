@@ -14,9 +14,8 @@ from operator import itemgetter
 from typing import Any
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.encoded import read_tools
-from headstart.support.chat.messages import ASSISTANT, Message, read_messages
-from headstart.support.chat.template import TemplateRefusal, plain_message
+from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
 from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
@@ -124,7 +123,7 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
 
 
 def _conversation(row: Row, where: str, source: Source, chat: Chat) -> Conversation:
-    messages, tools = read_messages(row[source.column], where, source.form), read_tools(row.get("tools"), where)
+    messages, tools = read_conversation(row, source.column, where, source.form)
     stored = read_tokens(row, IDS, where, False) if row.get(IDS) is not None and row.get(MASK) is not None else []
     samples = stored if source.exact else [Sample.of(*one) for one in chat.samples(messages, tools)]
     return Conversation(where, messages, tools, samples, stored)
@@ -145,7 +144,7 @@ def _compare(row: Conversation, exact: bool, chat: Chat) -> Check:
 def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] | None) -> Difference | None:
     """Compare a turn made from text; ``written``: its stored answer, if any."""
     asked = chat.tokenizer.apply_chat_template(
-        [plain_message(message) for message in row.messages[:i]], tools=row.tools or chat.template.tools, add_generation_prompt=True,
+        chat.template.plain(row.messages[:i], row.tools), tools=row.tools or chat.template.tools, add_generation_prompt=True,
         return_dict=False, **chat.template.arguments(row.tools),
     )  # fmt: skip
     length = len(asked)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headstart.support.chat.encoded import looks_like_turns, read_tools
-from headstart.support.chat.messages import Message, read_messages
+from headstart.support.chat.encoded import looks_like_turns
+from headstart.support.chat.messages import Message, read_conversation
 from headstart.support.errors import UserError
 from headstart.support.jsonl import Row
 from headstart.training.data.sample import IDS, read_tokens
@@ -16,8 +16,8 @@ from headstart.training.recipe.sections import Data
 TEXTS = ("messages", "conversations", "text")
 COLUMNS = (IDS, *TEXTS)
 """Columns that may hold a row's samples, in order of precedence."""
-LEAST = 0.01
-"""Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is."""
+LEAST, FEW = 0.01, 20
+"""Share of bad rows from which on they end the run, whatever ``data.on_bad_row`` is; a single one among at least so many rows does not."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Column:
         """Return the messages and tools of a conversation. Raises UserError."""
         value = self.value(row, where)
         try:
-            return read_messages(value, where, self.data.format), read_tools(row.get("tools"), where)
+            return read_conversation(row, self.name, where, self.data.format)
         except UserError as error:
             plain = isinstance(value, str) and self.data.format == "auto" and not looks_like_turns(value)
             raise UserError(f"{error}; data.format=text trains on plain text") if plain else error from None
@@ -88,7 +88,8 @@ def find_column(rows: Sequence[Row], data: Data, source: str, columns: Sequence[
 def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] = COLUMNS) -> tuple[list[Row], BadRows]:
     """Return the rows that can be read, and what is left out.
 
-    Raises UserError at the first bad row under ``data.on_bad_row=error``, or if 1 % of the rows or more are bad.
+    Raises UserError at the first bad row under ``data.on_bad_row=error``, or if 1 % of the rows or more are bad, and more than one of
+    at least 20.
     """
     column = find_column(rows, data, source, columns)
     sound, bad = [], BadRows()
@@ -101,8 +102,9 @@ def sound_rows(rows: list[Row], data: Data, source: str, columns: Sequence[str] 
             bad = BadRows(bad.count + 1, bad.first or str(error))
         else:
             sound.append(row)
-    if bad.count >= LEAST * len(rows) and bad.count:
-        many = f" ({bad.count:,} of {len(rows):,} rows are bad; below 1 % they are skipped)" if len(rows) > 1 else ""
+    if bad.count >= LEAST * len(rows) and bad.count > (len(rows) >= FEW):
+        below = "below 1 % they are skipped" if len(rows) >= FEW else f"one of at least {FEW} is skipped"
+        many = f" ({bad.count:,} of {len(rows):,} rows are bad; {below})" if len(rows) > 1 else ""
         raise UserError(f"{bad.first}{many}")
     return sound, bad
 

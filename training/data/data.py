@@ -4,108 +4,45 @@ Shape suffixes: T positions.
 """
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import prompt_length
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import Check, Source, compare
-from headstart.training.data.columns import TEXTS, Column, find_column, sound_rows
+from headstart.training.data.columns import TEXTS, find_column, sound_rows
+from headstart.training.data.kept import keep_splits, read_splits, tokens_file
 from headstart.training.data.mix import Mix
 from headstart.training.data.rows import Row, read_rows
-from headstart.training.data.sample import IDS, Sample, read_tokens, whole
+from headstart.training.data.sample import Sample
+from headstart.training.data.splits import Splits
+from headstart.training.data.tokenise import Stats, chat_settings, make_samples
 from headstart.training.recipe.recipe import Data, Eval
-
-MIN_TOKENS = 4
-"""Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""
-
-
-@dataclass
-class Stats:
-    """Counts of rows, samples and tokens, and of what was dropped, truncated or split."""
-
-    rows: int = 0
-    samples: int = 0
-    tokens: int = 0
-    label_tokens: int = 0
-    rows_without_assistant: int = 0
-    """Rows without an assistant turn after another message."""
-    rows_refused: int = 0
-    """Rows that the chat template fails to render."""
-    refusal: str = ""
-    """The template's error for the first refused row."""
-    rows_bad: int = 0
-    """Rows that cannot be read and are left out (``data.on_bad_row``)."""
-    bad_row: str = ""
-    """What is wrong with the first of them."""
-    rows_split: int = 0
-    """Rows that became one sample per turn because the template rewrites earlier turns."""
-    samples_truncated: int = 0
-    tokens_truncated: int = 0
-    """Tokens lost by truncation."""
-    samples_split: int = 0
-    """Samples cut into pieces under ``data.overlong=split``."""
-    pieces: int = 0
-    """Number of pieces."""
-    samples_too_long: int = 0
-    """Samples skipped under ``data.overlong=skip``."""
-    samples_empty: int = 0
-    """Samples dropped because they have too few tokens or no label tokens."""
-    roles: Counter[str] = field(default_factory=Counter)
-
-    def __add__(self, other: Stats) -> Stats:
-        """The counts of both; of texts the first."""
-        pairs: dict[str, tuple[Any, Any]] = {key.name: (getattr(self, key.name), getattr(other, key.name)) for key in fields(Stats)}
-        sums: dict[str, Any] = {name: (one or two) if isinstance(one, str) else one + two for name, (one, two) in pairs.items()}
-        return Stats(**sums)
-
-    def __str__(self) -> str:
-        totals = [f"{self.rows:,} rows", f"{self.samples:,} samples", f"{self.tokens:,} tokens", f"{self.label_tokens:,} label tokens"]
-        notes = {
-            f"bad rows left out ({self.bad_row})": self.rows_bad,
-            "rows without an assistant turn": self.rows_without_assistant,
-            f"rows refused by the chat template ({self.refusal})": self.rows_refused,
-            "rows split by turn": self.rows_split,
-            f"samples truncated ({self.tokens_truncated:,} tokens cut off)": self.samples_truncated,
-            f"samples cut into {self.pieces:,} pieces": self.samples_split,
-            "samples too long": self.samples_too_long,
-            "samples without label tokens": self.samples_empty,
-        }
-        return ", ".join(totals + [f"{count:,} {what}" for what, count in notes.items() if count])
-
-
-@dataclass(frozen=True)
-class Splits:
-    train: list[Sample]
-    eval: list[Sample]
-    stats: Stats
-    """Counts for the training rows."""
-    mix: Mix | None = None
-    """How an epoch draws from several datasets; None: each sample once."""
-    check: Check | None = None
-    """Whether the tokens are those of decoding; None without conversations."""
-
-
-def chat_settings(data: Data, ends: Sequence[int] = ()) -> ChatSettings:
-    """Return how a recipe's conversations become tokens. ``ends``: the tokens at which the backbone's decoding stops."""
-    return ChatSettings(data.chat_template, data.template_kwargs, tuple(ends), data.template_time)
 
 
 def load_data(
     data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True
 ) -> Splits:
-    """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError."""
+    """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError.
+
+    What an earlier start has made of the same rows is taken from the user's cache folder.
+    """
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
+    file = tokens_file(data, tokenizer, ends)
+    splits = read_splits(file) if file is not None else None
+    if splits is None:
+        splits = _make_splits(data, tokenizer, ends, progress)
+        if file is not None:
+            keep_splits(file, splits)
+    return splits
+
+
+def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], progress: bool) -> Splits:
     datasets = data.per_dataset()
     rows = [read_rows(one.name, split=one.split, subset=one.subset, limit=one.limit) for one in datasets]
     pairs = [sound_rows(part, one, one.name) for part, one in zip(rows, datasets, strict=True)]
@@ -118,7 +55,8 @@ def load_data(
     sources = [(part, one, one.name) for part, one in zip(held, datasets, strict=True) if part]
     if data.eval is not None and data.eval_rows:
         kept = read_rows(data.eval, split=data.eval_split, subset=data.subset, limit=data.eval_rows)
-        sources = [(sound_rows(kept, data, data.eval)[0], data, data.eval)]
+        kept, more = sound_rows(kept, data, data.eval)
+        sources, bad = [(kept, data, data.eval)], [*bad, *[more] * bool(more.count)]
     held_out: list[Sample] = []
     for part, settings, name in sources:
         uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
@@ -172,88 +110,6 @@ def hold_out(datasets: Sequence[list[Row]], count: int, source: str) -> tuple[li
     if not all(kept):
         raise UserError(f"data.eval_rows={count} would hold out all rows of one of {source}; lower it, or set data.eval")
     return kept, out
-
-
-def make_samples(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    *,
-    source: str,
-    ends: Sequence[int] = (),
-    progress: bool = False,
-) -> tuple[list[Sample], Stats]:
-    """Make the samples of all rows, in order, with counts. Raises UserError if no label tokens remain."""
-    read = _reader(find_column(rows, data, source), tokenizer, data, ends)
-    samples, stats = [], Stats(rows=len(rows))
-    for number, row in enumerate(tqdm(rows, desc="tokenising", unit="row", disable=not progress), 1):
-        where = f"{source}, row {number}"
-        try:
-            row_samples = read(row, where, stats)
-        except TemplateRefusal as refusal:
-            stats.rows_refused, stats.refusal = stats.rows_refused + 1, stats.refusal or str(refusal)
-            continue
-        stats.rows_split += len(row_samples) > 1
-        samples += [fitting for sample in row_samples for fitting in _fit(sample, data, where, stats)]
-    if not samples:
-        raise _nothing_left(stats, source)
-    stats.samples, stats.tokens = len(samples), sum(len(sample.tokens) for sample in samples)
-    stats.label_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return samples, stats
-
-
-Reader = Callable[[Row, str, Stats], list[Sample]]
-
-
-def _reader(column: Column, tokenizer: PreTrainedTokenizerBase, data: Data, ends: Sequence[int]) -> Reader:
-    """Return the function that makes a row's samples."""
-    if column.kind == "tokens":
-        return lambda row, where, stats: read_tokens(row, column.name, where, data.loss_on == "all")
-    if column.kind == "text":
-        return lambda row, where, stats: [whole(tokenizer(column.text(row, where), verbose=False)[IDS])]
-    chat = Chat(tokenizer, chat_settings(data, ends))
-
-    def read(row: Row, where: str, stats: Stats) -> list[Sample]:
-        messages, tools = column.messages(row, where)
-        if data.loss_on == "all":
-            return [whole(chat.tokens([chat.template.render(messages, tools).text])[0])]
-        samples = chat.samples(messages, tools)
-        stats.roles.update(message["role"] for message in messages)
-        stats.rows_without_assistant += not samples
-        return [Sample.of(tokens, labels) for tokens, labels in samples]
-
-    return read
-
-
-def _fit(sample: Sample, data: Data, where: str, stats: Stats) -> list[Sample]:
-    """Apply ``data.overlong``: keep, truncate, split or drop the sample."""
-    length, most = len(sample.tokens), data.max_length
-    if length > most and data.overlong == "error":
-        raise UserError(f"{where} has {length} tokens, over data.max_length={most}; raise that or set data.overlong=truncate")
-    if length > most and data.overlong == "skip":
-        stats.samples_too_long += 1
-        return []
-    count = -(-length // most) if data.splits_long else 1
-    # Pieces have equal lengths, since the remainder after full pieces could be too short.
-    pieces = list(zip(sample.tokens.tensor_split(count), sample.loss_mask.tensor_split(count), strict=True)) if length else []
-    kept = [Sample(tokens[:most].clone(), loss_mask[:most].clone()) for tokens, loss_mask in pieces]
-    kept = [piece for piece in kept if len(piece.tokens) >= MIN_TOKENS and piece.loss_mask.any()]
-    stats.samples_empty += count - len(kept)
-    if length > most and kept and count == 1:
-        stats.samples_truncated, stats.tokens_truncated = stats.samples_truncated + 1, stats.tokens_truncated + length - most
-    if count > 1:
-        stats.samples_split, stats.pieces = stats.samples_split + 1, stats.pieces + count
-    return kept
-
-
-def _nothing_left(stats: Stats, source: str) -> UserError:
-    if stats.rows_without_assistant == stats.rows:
-        roles = ", ".join(stats.roles) or "none"
-        return UserError(
-            f"no assistant turn to train on in any of the {stats.rows} rows of {source} (roles found: {roles});"
-            " data.loss_on=all trains on every token"
-        )
-    return UserError(f"no label tokens in {source}: {stats}")
 
 
 def prompts(samples: Sequence[Sample], settings: Eval, context: int) -> list[Tensor]:

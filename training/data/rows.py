@@ -1,82 +1,167 @@
-"""Read rows of training data from a file or a dataset, as mappings from column to value."""
+"""Read rows of training data from files or a dataset, as mappings from column to value."""
 from __future__ import annotations
 
+import glob
 import zlib
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from headstart.support.errors import UserError, cause
-from headstart.support.files import as_path, require_file
+from headstart.support.files import as_path, file_hash, require_file, value_hash
 from headstart.support.json_text import parse_json
-from headstart.support.jsonl import Row, open_file, read_jsonl
+from headstart.support.jsonl import COMPRESSED, LINES, Row, open_file, read_jsonl
 from headstart.support.text import decode
+from headstart.training.data.tables import read_table
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+TABLES = {".csv": ",", ".tsv": "\t"}
+ENDINGS = (*(kind + packed for kind in (*LINES, ".json", *TABLES) for packed in ("", *COMPRESSED)), ".parquet")
+KINDS = f"{', '.join((*LINES, '.json', *TABLES))} (each also with {' or '.join(COMPRESSED)}) or .parquet"
 SHIPPED = "quickstart:"
 """Prefix of files in the installed package's quickstart folder."""
+WHOLE_BYTES = 4 << 30
+"""Size of a file from which on it is not read to see whether it has changed."""
+SAVED, SPLITS = ("state.json", "dataset_info.json"), "dataset_dict.json"
+"""Files of a folder of `Dataset.save_to_disk`, and that of a folder of several splits."""
 
 
 def read_rows(source: str, *, split: str = "train", subset: str | None = None, limit: int | None = None) -> list[Row]:
-    """Read the first ``limit`` rows of a local file, or of a split of a dataset (a hub name or a folder of files)."""
+    """Read the first ``limit`` rows of local files (one, or all that a pattern such as ``data/*.jsonl`` matches, by name), of a folder
+    of `Dataset.save_to_disk`, or of a split of a dataset (a hub name or a folder of files). Raises UserError.
+    """
     path = as_path("data", source)
-    if source.startswith(SHIPPED):
-        if not (name := source.removeprefix(SHIPPED)) or Path(name).name != name:
-            raise UserError(f"{source} names no shipped file: after {SHIPPED} comes its name alone, as in quickstart:train.jsonl.gz")
-        path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / name
-    rows = _read_file(path, limit) if names_file(source) else _read_dataset(source, split, subset, limit)
+    if names_file(source):
+        rows = list(islice((row for file in files_of(source) for row in _read_file(file)), limit))
+    elif (path / SPLITS).is_file() or all((path / name).is_file() for name in SAVED):
+        rows = _read_saved(path, split, limit)
+    else:
+        rows = _first(_open_dataset(source, split, subset), limit)
     if not rows:
         raise UserError(f"{source} holds no rows")
     return rows
 
 
+def fingerprint(source: str, *, split: str = "train", subset: str | None = None) -> str | None:
+    """Return text that changes with the rows of a source; None if that cannot be known. Raises UserError as `read_rows` does.
+
+    Files, and those of a folder, count by their contents; from 4 GB on by path, size and time of change.
+    """
+    path, local = as_path("data", source), names_file(source)
+    if not local and not path.is_dir():
+        known = getattr(_open_dataset(source, split, subset), "_fingerprint", None)
+        return None if known is None else str(known)
+    try:
+        files = files_of(source) if local else sorted(file for file in path.rglob("*") if file.is_file())
+        return value_hash([[file.name, _contents(file)] for file in files])
+    except OSError:   # reading says why
+        return None
+
+
+def _contents(file: Path) -> Any:
+    stat = file.stat()
+    return file_hash(file) if stat.st_size < WHOLE_BYTES else [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
+
+
 def names_file(source: str) -> bool:
-    """Whether it names a local file, there or not, and no dataset."""
+    """Whether it names local files, there or not, and no dataset."""
     path = as_path("data", source)
-    local = path.exists() or source.startswith((SHIPPED, "/", ".", "~")) or source.endswith(ENDINGS)
+    local = path.exists() or source.startswith((SHIPPED, "/", ".", "~")) or source.endswith(ENDINGS) or glob.has_magic(source)
     return local and not path.is_dir()
 
 
-def _read_file(path: Path, limit: int | None) -> list[Row]:
+def files_of(source: str) -> list[Path]:
+    """Return the local files that are named: one, or all that a pattern matches, sorted. Raises UserError if there is none."""
+    path = as_path("data", source)
+    if source.startswith(SHIPPED):
+        if not (name := source.removeprefix(SHIPPED)) or Path(name).name != name:
+            raise UserError(f"{source} names no shipped file: after {SHIPPED} comes its name alone, as in quickstart:train.jsonl.gz")
+        path = Path(__file__).parent.parent.parent / "recipes" / "quickstart" / name
+    elif glob.has_magic(source) and not path.exists():
+        files = [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if not file.is_dir()]
+        if not files:
+            raise UserError(f"data {source}: no file matches this pattern; check it (** stands for folders at any depth)")
+        return [_known(file) for file in files]
     require_file("data file", path)
-    if not path.name.endswith(ENDINGS):
-        raise UserError(f"{path} is not a kind of file that can be read; its name should end in {', '.join(ENDINGS)}")
+    return [_known(path)]
+
+
+def _known(file: Path) -> Path:
+    if not file.name.endswith(ENDINGS):
+        raise UserError(f"{file} is not a kind of file that can be read; its name should end in {KINDS}")
+    return file
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
     try:
         if path.suffix == ".parquet":
-            return _read_parquet(path, limit)
-        if path.name.removesuffix(".gz").endswith(".jsonl"):
-            return [row for _, row in islice(read_jsonl(path), limit)]
-        with open_file(path) as file:
-            return _read_json(decode(file.read(), str(path)), path)[:limit]
-    except (OSError, EOFError, zlib.error) as error:   # truncated gzip, no permission
+            yield from _read_parquet(path)
+        elif name.endswith(LINES):
+            yield from (row for _, row in read_jsonl(path))
+        elif name.endswith(".json"):
+            yield from _read_json(path)
+        else:
+            yield from read_table(path, TABLES[Path(name).suffix])
+    except (OSError, EOFError, zlib.error) as error:   # truncated, no permission
         raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
 
-def _read_json(text: str, path: Path) -> list[Row]:
-    try:
-        rows = parse_json(text, str(path))
-    except UserError as error:
-        raise UserError(f"{error}; one row a line belongs in a .jsonl file") from None
+def _read_json(path: Path) -> Iterator[Row]:
+    """Yield the rows of one list or, where the file does not begin with one, of lines."""
+    wanted = f"{path}: a .json file of data is one list of rows, each a mapping from column to value, or one such row a line"
+    with open_file(path) as file:
+        first = next((line for one in file if (line := one.removeprefix(b"\xef\xbb\xbf").lstrip())), b"")
+    if first.startswith(b"{"):
+        try:
+            parse_json(decode(first, str(path)), str(path))
+        except UserError as error:
+            raise UserError(f"{error}; {wanted.removeprefix(f'{path}: ')}") from None
+        yield from (row for _, row in read_jsonl(path))
+        return
+    with open_file(path) as file:
+        rows = parse_json(decode(file.read(), str(path)), str(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: a .json file of data is one list of rows, each a mapping from column to value")
-    return rows
+        raise UserError(wanted)
+    yield from rows
 
 
-def _read_parquet(path: Path, limit: int | None) -> list[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet  # type: ignore[import-untyped]  # here, since only Parquet files need it
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        return list(islice((row for batch in batches for row in batch.to_pylist()), limit))
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
 
-def _read_dataset(name: str, split: str, subset: str | None, limit: int | None) -> list[Row]:
+def _read_saved(path: Path, split: str, limit: int | None) -> list[Row]:
+    """Read a folder of `Dataset.save_to_disk`; of one of several splits the one that ``data.split`` names."""
+    import datasets  # here, since it takes seconds to import
+
+    if (path / SPLITS).is_file():
+        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+        if split not in splits:
+            first = splits[0] if splits else "SPLIT"
+            raise UserError(f"{path} holds the splits {', '.join(splits) or '(none)'}, not {split}; name the folder of one, {path / first}")
+        path = path / split
+    try:
+        return _first(datasets.load_from_disk(str(path)), limit)
+    except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{path} cannot be read as a folder of Dataset.save_to_disk: {cause(error)}; save it again") from None
+
+
+def _open_dataset(name: str, split: str, subset: str | None) -> Any:
     import datasets  # here, since it takes seconds to import
 
     try:
-        table = datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"no data {name}, split {split}: it is no file here, and as a dataset it gives: {reason}") from None
-    return table.select(range(min(limit or len(table), len(table)))).to_list()
+
+
+def _first(table: Any, limit: int | None) -> list[Row]:
+    rows: list[Row] = table.select(range(min(limit or len(table), len(table)))).to_list()
+    return rows

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.support.errors import UserError
@@ -29,6 +31,32 @@ class Sample:
     def of(cls, tokens: Sequence[int], labels: Sequence[bool]) -> Self:
         """Make one from lists."""
         return cls(torch.tensor(tokens, dtype=torch.int64), torch.tensor(labels, dtype=torch.bool))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Samples one after another, in little memory: to send and to store."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    """Number of tokens of each sample."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Self:
+        lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
+        if not samples:
+            return cls(np.empty(0, np.int32), np.empty(0, np.bool_), lengths)
+        tokens = torch.cat([sample.tokens for sample in samples]).to(torch.int32)
+        return cls(tokens.numpy(), torch.cat([sample.loss_mask for sample in samples]).numpy(), lengths)
+
+    def samples(self) -> list[Sample]:
+        """Return the samples, which share their memory. Raises RuntimeError if the lengths are not those of the tokens and the mask."""
+        lengths = self.lengths.tolist()
+        if not lengths:
+            return []
+        pairs = zip(torch.from_numpy(self.tokens).long().split(lengths), torch.from_numpy(self.loss_mask).split(lengths), strict=True)
+        return [Sample(tokens, loss_mask) for tokens, loss_mask in pairs]
 
 
 def whole(tokens: Sequence[int]) -> Sample:

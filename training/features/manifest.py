@@ -28,8 +28,8 @@ from headstart.support.files import value_hash, write_json
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batch_sampler import samples_hash
-from headstart.training.data.data import chat_settings
 from headstart.training.data.sample import Sample
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.recipe.recipe import Cache, Data, to_dict
 

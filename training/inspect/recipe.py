@@ -24,7 +24,8 @@ from headstart.support.chat.settings import template_hash
 from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, chat_settings, load_data, require_vocabulary
+from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts, most_frequent
 from headstart.training.features.source import require_packable
 from headstart.training.inspect.sample import paint, read_tokens

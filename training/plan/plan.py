@@ -22,8 +22,9 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
 from headstart.support.limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import MIN_TOKENS, Splits, load_data, require_vocabulary
-from headstart.training.data.rows import ENDINGS, SHIPPED
+from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.rows import names_file
+from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.manifest import format_of, record_size
 from headstart.training.features.source import require_packable
 from headstart.training.plan.calibrate import live_until_cached, seconds_per_step, why_not_loadable
@@ -146,7 +147,7 @@ def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
         ends = read_end_tokens(settings.path, trust_remote_code=settings.trust_remote_code)
         splits = load_data(data, tokenizer, context, ends=ends, progress=sys.stderr.isatty())
     except UserError as error:
-        if all(one.path.startswith(SHIPPED) or one.path.endswith(ENDINGS) or Path(one.path).expanduser().exists() for one in data.train):
+        if all(names_file(one.path) or Path(one.path).expanduser().exists() for one in data.train):
             raise
         return str(error)
     require_vocabulary(splits, models.backbone.vocab)

@@ -142,8 +142,9 @@ def _instant(text: str) -> str:
 
 class Data(StrictModel):
     train: Datasets
-    """A .jsonl, .json or .parquet file (or .jsonl.gz, .json.gz), ``quickstart:FILE`` (shipped), or the name of a dataset; or a list of
-    these, each a name or a mapping of ``path``, ``weight`` and other keys."""
+    """A file (.jsonl, .ndjson, .json, .csv, .tsv, each also with .gz or .zst, or .parquet), a pattern of files (``data/*.jsonl``),
+    ``quickstart:FILE`` (shipped), a folder of ``Dataset.save_to_disk``, or the name of a dataset; or a list of these, each a name or a
+    mapping of ``path``, ``weight`` and other keys."""
     split: str = "train"
     """Split of a named dataset; a file has none."""
     subset: str | None = None
@@ -172,8 +173,10 @@ class Data(StrictModel):
     overlong: Literal["auto", "truncate", "split", "skip", "error"] = "auto"
     """Samples over ``max_length``: ``auto`` splits them when packing, else truncates; their number is reported."""
     on_bad_row: Literal["skip", "error"] = "skip"
-    """Rows that cannot be read, as an unknown speaker: ``skip`` names the first and leaves them out where they are fewer than 1 %;
-    ``error`` ends at the first."""
+    """Rows that cannot be read, as an unknown speaker: ``skip`` names the first and leaves them out where they are fewer than 1 % of a
+    file, or a single one of at least 20; ``error`` ends at the first."""
+    processes: PositiveInt | None = None
+    """Processes that tokenise, on Linux, from 2,048 rows on (each has at least 1,024); null: one for each CPU, at most 16."""
     limit: PositiveInt | None = None
     """Read at most this many rows of ``train``, of each dataset if there are several."""
     loss_on: Literal["assistant", "all"] = "assistant"

@@ -27,7 +27,7 @@ from headstart.support.chat.settings import template_hash
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
-from headstart.training.data.data import chat_settings
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
 from headstart.training.regenerate.post import post

@@ -28,7 +28,7 @@ from headstart.support.chat.settings import template_hash
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
-from headstart.training.data.data import chat_settings
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.backbone import open_backbone
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure

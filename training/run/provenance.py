@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
 from headstart.support.chat.settings import template_hash
-from headstart.training.data.data import chat_settings
+from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.ending import Ending, find_ending
 from headstart.support.chat.messages import ASSISTANT, Message
+from headstart.support.chat.pieces import Pieces
 from headstart.support.chat.reading import read_answer
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.chat.template import Template
@@ -70,8 +71,9 @@ class Chat:
 
     def message(self, messages: Sequence[Message], answer: Sequence[int], tools: Any = None) -> Message:
         """Return the message that the model has written after these, from its tokens (see `read_answer`)."""
-        body = answer[:-1] if answer and answer[-1] in self.ending.ends else answer
-        return read_answer(self.template, messages, self.text(body), tools)
+        ended = bool(answer) and answer[-1] in self.ending.ends
+        body = self.text(answer[:-1] if ended else answer)
+        return read_answer(self.template, messages, body, tools, self.text(answer)[len(body) :])
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise rendered texts; the template has written the special tokens."""
@@ -95,6 +97,10 @@ class Chat:
         return find_ending(self.template, self.tokenizer, self.settings.ends, lambda text: self.continued([text])[0])
 
     @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces(self.tokenizer)
+
+    @cached_property
     def _anchor(self) -> list[int]:
         """Tokens of `ANCHOR` where a text alone is tokenised otherwise than one that follows it; else empty."""
         anchor, alone, after = self.tokens([ANCHOR, "a b", f"{ANCHOR}a b"])
@@ -105,19 +111,22 @@ class Chat:
         return ANCHOR if self._anchor else ""
 
     def _turns(self, answers: list[Written]) -> list[Turn]:
-        prompts, texts = self.tokens([one.prompt for one in answers]), self.continued([one.text for one in answers])
+        prompts, texts = self.pieces.tokens([one.prompt for one in answers], self.tokens), self.continued([one.text for one in answers])
         return [self._turn(*parts) for parts in zip(answers, prompts, texts, strict=True)]
 
     def _turn(self, answer: Written, prompt: list[int], tokens: list[int]) -> Turn:
-        ended = self._ended(answer.text, tokens)
+        ended = self._ended(answer, tokens)
         return Turn(prompt, ended, [True] * len(ended) if answer.marked is None else self._marked(answer, len(ended)))
 
-    def _ended(self, text: str, tokens: list[int]) -> list[int]:
+    def _ended(self, answer: Written, tokens: list[int]) -> list[int]:
         """Return an answer's tokens up to and with its end."""
-        length = self.ending.length(tokens) or self.ending.closed(tokens, lambda rest: not self.text(rest).strip())
-        if length is not None:
+        if (length := self.ending.length(tokens)) is not None:
             return tokens[:length]
-        body = text.removesuffix(self.ending.after) if self.ending.after else text
+        if answer.calls and self.ending.called:
+            return [*tokens, *self.ending.called]
+        if (length := self.ending.closed(tokens, lambda rest: not self.text(rest).strip())) is not None:
+            return tokens[:length]
+        body = answer.text.removesuffix(self.ending.after) if self.ending.after else answer.text
         return [*self.continued([body])[0], *self.ending.closing]
 
     def _marked(self, answer: Written, length: int) -> list[bool]:

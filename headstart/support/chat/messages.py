@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headstart.support.chat.calls import read_calls
-from headstart.support.chat.encoded import decode_list, shortened
+from headstart.support.chat.encoded import decode_list, read_tools, shortened
 from headstart.support.errors import UserError
 
 ASSISTANT = "assistant"
 CALL = "function_call"
-"""Speaker of a turn whose value is a call of a tool."""
+CALLS = (CALL, "tool_call")
+"""Speakers of a turn whose value is a call of a tool."""
 ROLES = {
     "human": "user", "user": "user",
     "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "model": ASSISTANT, "assistant": ASSISTANT,
-    CALL: ASSISTANT, "tool_call": ASSISTANT,
+    **dict.fromkeys(CALLS, ASSISTANT),
     "system": "system",
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
@@ -25,6 +27,18 @@ FIELDS = {"messages": "role and content", "conversations": "from and value"}
 Message = dict[str, Any]
 
 
+def read_conversation(row: Mapping[str, Any], column: str, where: str, form: str = "auto") -> tuple[list[Message], Any]:
+    """Return the messages and tools of a row (`read_messages`, `read_tools`).
+
+    Text in its column ``system``, as LLaMA-Factory and Anthropic's API have it, is the system message of a conversation without one.
+    Raises UserError, which begins with ``where``.
+    """
+    messages, tools, system = read_messages(row[column], where, form), read_tools(row.get("tools"), where), row.get("system")
+    if system is None or (isinstance(system, str) and not system.strip()) or (messages and messages[0]["role"] == "system"):
+        return messages, tools
+    return [_checked({"role": "system", "content": system}, f"{where}, column system"), *messages], tools
+
+
 def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
     """Convert turns to messages with ``role`` and ``content``; other fields (tool calls, reasoning) are kept.
 
@@ -33,7 +47,27 @@ def read_messages(turns: Any, where: str, form: str = "auto") -> list[Message]:
     turns = decode_list(turns, where)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: a conversation is a list of turns, each a mapping; got {shortened(turns)}")
-    return [_checked(_message(turn, f"{where}, turn {i}", form), f"{where}, turn {i}") for i, turn in enumerate(turns)]
+    messages = [_checked(_message(turn, f"{where}, turn {i}", form), f"{where}, turn {i}") for i, turn in enumerate(turns)]
+    return _numbered(messages) if any(turn.get("from", turn.get("role")) in CALLS for turn in turns) else messages
+
+
+def _numbered(messages: list[Message]) -> list[Message]:
+    """Give calls without an id one, and results without the id of their call that of the first call that has no result yet.
+
+    Files of turns whose value is a call know no ids, and some templates need them (Mistral's: of nine characters).
+    """
+    numbered: list[Message] = []
+    waiting: list[Any] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+            calls = [call if call.get("id") else {"id": f"call{len(numbered):03d}{i:02d}"} | call for i, call in enumerate(calls)]
+            waiting, message = [call["id"] for call in calls], message | {"tool_calls": calls}
+        elif message["role"] == "tool" and waiting:
+            message = {"tool_call_id": waiting[0], **message}
+            waiting = [one for one in waiting if one != message["tool_call_id"]]
+        numbered.append(message)
+    return numbered
 
 
 def _message(turn: dict[str, Any], where: str, form: str) -> Message:
@@ -46,7 +80,7 @@ def _message(turn: dict[str, Any], where: str, form: str) -> Message:
         rest = {key: value for key, value in fields.items() if key not in ("from", "value")}
         if not isinstance(fields["from"], str) or fields["from"] not in ROLES:
             raise UserError(f"{where}: unknown speaker {shortened(fields['from'])}; known: {', '.join(ROLES)}")
-        said = read_calls(fields["value"], where) if fields["from"] in (CALL, "tool_call") else {"content": fields["value"]}
+        said = read_calls(fields["value"], where) if fields["from"] in CALLS else {"content": fields["value"]}
         return {"role": ROLES[fields["from"]], **said, **rest}
     expected = FIELDS.get(form, ", or ".join(FIELDS.values()))
     raise UserError(f"{where}: a turn has {expected}; this one has {', '.join(map(str, turn)) or 'nothing'}")

@@ -6,73 +6,91 @@ message found so counts only if the template writes it as exactly the answer's t
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from headstart.support.chat.marked import KEY, NAME, THOUGHT, VALUE, Marked
 from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.chat.template import Template, TemplateRefusal
-from headstart.support.chat.written import MARK
+from headstart.support.chat.written import MARK, written
 
-THOUGHT, NAME, ARGUMENT = "headstartthought", "headstartname", "headstartargument"
-ARGUMENTS = json.dumps({ARGUMENT: 1})
-ANYTHING = {THOUGHT: "(?P<thought>.+?)", MARK: "(?P<content>.*?)", NAME: r"(?P<name>[\w.-]+)", ARGUMENTS: r"(?P<arguments>\{.*\})"}
-"""What may stand in the place of a mark; a further name or mapping belongs to another call."""
-MARKS = re.compile("|".join(map(re.escape, ANYTHING)))
+IDS = ("call0000{0}", "functions.{1}:{0}")
+"""Forms of a call's id; Kimi's templates write it in place of the name."""
+MOST = 9
+"""Calls in one answer that are read."""
 
 
-def read_answer(template: Template, messages: Sequence[Message], text: str, tools: Any = None) -> Message:
-    """Return the message whose rendering after ``messages`` is ``text``, which ends before the token that ended it.
+def read_answer(template: Template, messages: Sequence[Message], text: str, tools: Any = None, end: str = "") -> Message:
+    """Return the message whose rendering after ``messages`` is ``text``, which ends before the token ``end`` that ended it.
 
-    Thoughts become ``reasoning_content``, and calls ``tool_calls`` where the template would not write them back as content. What it would
-    not write back at all stays in ``content``, special tokens included.
+    Thoughts become ``reasoning_content``, and calls ``tool_calls``: where there are ``tools``, or where the template would not write them
+    back as content. What it would not write back at all stays in ``content``, special tokens included.
     """
-    try:
-        prompt = template.render(messages, tools, ask=True).text
-        for fields in _forms():
-            shown = template.render([*messages, {"role": ASSISTANT, **fields}], tools).text
-            found = _found(shown[len(prompt) :], text) if shown.startswith(prompt) else None
-            if found is not None and template.render([*messages, found], tools).text.startswith(prompt + text):
-                return found
-    except TemplateRefusal:
-        pass
+    reader = _Reader(template, messages, tools)
+    for found in reader.candidates(text, end):
+        shown = reader.shown(found)
+        if shown is not None and shown.startswith(text + end if end in shown else text):
+            return found
     return {"role": ASSISTANT, "content": text}
 
 
-def _forms() -> Iterator[Message]:
-    """Yield what a message may hold, with marks."""
-    for calls in ({}, {"tool_calls": [_call("call00000", NAME, {ARGUMENT: 1})]}):
-        for content in ({"content": MARK}, {"content": ""}) if calls else ({"content": MARK},):
-            yield {**content, "reasoning_content": THOUGHT, **calls}
-            yield {**content, **calls}
+class _Reader:
+    def __init__(self, template: Template, messages: Sequence[Message], tools: Any) -> None:
+        self.template, self.messages, self.tools = template, messages, tools
 
-
-def _call(number: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _found(shown: str, text: str) -> Message | None:
-    """Return the message whose parts stand in ``text`` as the marks do in ``shown``, up to what follows the last mark."""
-    places = [found.span() for found in MARKS.finditer(shown)]
-    marks = [shown[start:end] for start, end in places]
-    if not marks or len(set(marks)) < len(marks):
-        return None
-    pieces = [shown[a:b] for a, b in zip([0, *(end for _, end in places)], [start for start, _ in places], strict=False)]
-    tail = shown[places[-1][1] :]
-    closing = next((size for size in range(len(tail), -1, -1) if text.endswith(tail[:size])), 0) if marks[-1] == ARGUMENTS else 0
-    pattern = "".join(re.escape(piece) + ANYTHING[mark] for piece, mark in zip(pieces, marks, strict=True)) + re.escape(tail[:closing])
-    match = re.fullmatch(pattern, text, re.DOTALL)
-    return None if match is None else _message(match.groupdict())
-
-
-def _message(parts: dict[str, str]) -> Message | None:
-    message: Message = {"role": ASSISTANT, "content": parts.get("content", "")}
-    if "thought" in parts:
-        message["reasoning_content"] = parts["thought"]
-    if "name" in parts:
+    def shown(self, message: Message) -> str | None:
+        """Return what the model writes for a message; None if the template refuses it."""
         try:
-            message["tool_calls"] = [_call("call00000", parts["name"], json.loads(parts["arguments"]))]
-        except (ValueError, RecursionError):
+            return written(self.template, [*self.messages, message], self.tools).text
+        except TemplateRefusal:
             return None
-    return message
+
+    def candidates(self, text: str, end: str) -> Iterator[Message]:
+        """Yield the messages that the answer may be."""
+        kinds = [self._calls, self._plain] if self.tools or self.template.tools else [self._plain, self._calls]
+        for kind in kinds:
+            for fields in kind(text):
+                marked = Marked(self.shown({"role": ASSISTANT, **fields}) or "", end)
+                if all(f"{NAME}{i}x" in marked.marks for i in range(len(fields.get("tool_calls", ())))):
+                    yield from (_message(fields, parts) for parts in marked.read(text, self.tools))
+
+    def _plain(self, text: str) -> Iterator[Message]:
+        yield from ({"content": MARK, "reasoning_content": THOUGHT}, {"content": MARK})
+
+    def _calls(self, text: str) -> Iterator[Message]:
+        for pairs in (False, True):
+            for form in IDS:
+                for base in ({"reasoning_content": THOUGHT}, {}):
+                    for content in ("", MARK):
+                        fields = {"content": content, **base}
+                        for count in self._counts(fields, pairs, form, text):
+                            yield fields | {"tool_calls": _calls(count, pairs, form)}
+
+    def _counts(self, fields: Message, pairs: bool, form: str, text: str) -> list[int]:
+        """Return how many calls the answer may have, by what the template writes between two, which may also stand before the first."""
+        shown = self.shown({"role": ASSISTANT, **fields, "tool_calls": _calls(2, pairs, form)})
+        between = Marked(shown, "").between() if shown is not None else ""
+        found = text.count(between) if between else 0
+        return [count for count in (found + 1, found) if 0 < count <= MOST]
+
+
+def _calls(count: int, pairs: bool, form: str) -> list[dict[str, Any]]:
+    """Return calls of marks: arguments that are written as JSON text, or as pairs of key and value."""
+    made = []
+    for i in range(count):
+        name, key = f"{NAME}{i}x", f"{KEY}{i}x"
+        arguments = {key: f"{VALUE}{i}x", f"{KEY}{i}y": f"{VALUE}{i}y"} if pairs else {key: 1}
+        made.append({"id": form.format(i, name), "type": "function", "function": {"name": name, "arguments": arguments}})
+    return made
+
+
+def _message(fields: Message, parts: dict[str, Any]) -> Message:
+    message: Message = {"role": ASSISTANT, "content": parts.get(MARK, "")}
+    if THOUGHT in parts:
+        message["reasoning_content"] = parts[THOUGHT]
+    calls = []
+    for i, call in enumerate(fields.get("tool_calls", [])):
+        name = parts[f"{NAME}{i}x"]
+        function = {"name": name, "arguments": parts.get(f"{KEY}{i}x", {})}
+        calls.append({"id": call["id"].replace(f"{NAME}{i}x", name), "type": "function", "function": function})
+    return message | ({"tool_calls": calls} if calls else {})

@@ -1,7 +1,8 @@
 """Render conversations with a chat template exactly as transformers' ``apply_chat_template`` does, text and generation blocks at once.
 
 Two things differ: a tool call's ``arguments`` that are JSON text of a mapping, as servers write them, become the mapping that templates
-expect (vLLM does the same), and the date is that of the settings' instant, if they have one.
+expect (vLLM does the same), and the date is that of the settings' instant, if they have one. A template that takes no mapping
+(DeepSeek's) gets JSON text.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,6 +30,10 @@ STOPPED = (
     "{% set out.text = out.text.replace(one, value) %}{% endfor %}{{ out.text }}{% endmacro %}\n"
 )
 """Stands before a template and shadows transformers' function of that name; its line break is dropped by ``trim_blocks``."""
+PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": {"a": "b"}}},
+]}]  # fmt: skip
+"""A call, to see which arguments a template takes."""
 
 
 class TemplateRefusal(Exception):
@@ -56,6 +62,7 @@ class Template:
         self.variables = {**tokenizer.special_tokens_map, **settings.variables}
         self.tools = self.variables.pop("tools", None)
         self.time = settings.time
+        self._as_text: dict[str, bool] = {}
 
     def source(self, tools: Any = None) -> str:
         """Return the Jinja text that renders conversations with these tools."""
@@ -85,13 +92,33 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Any = None, ask: bool = False) -> Rendered:
         """Render a conversation, with ``ask`` followed by the generation prompt. Raises TemplateRefusal."""
+        return self._render(self.plain(messages, tools), tools, ask)
+
+    def plain(self, messages: Sequence[Message], tools: Any = None) -> list[Message]:
+        """Return messages as this template expects them (`plain_message`): arguments of calls as JSON text where it takes no mapping."""
+        text = any(message.get("tool_calls") for message in messages) and self._takes_text(tools)
+        return [plain_message(message, text) for message in messages]
+
+    def _takes_text(self, tools: Any) -> bool:
+        source = self.source(tools)
+        if source not in self._as_text:
+            self._as_text[source] = False
+            try:
+                self._render(PROBE, tools)
+            except TemplateRefusal:
+                with suppress(TemplateRefusal):
+                    self._render([plain_message(message, True) for message in PROBE], tools)
+                    self._as_text[source] = True
+        return self._as_text[source]
+
+    def _render(self, messages: list[Message], tools: Any, ask: bool = False) -> Rendered:
         tools, marks = self.tools if tools is None else tools, self.marks(tools)
         try:
             if not messages:
                 raise ValueError("the conversation is empty")
             texts, blocks = render_jinja_template(
-                conversations=[[plain_message(message) for message in messages]], tools=tools, add_generation_prompt=ask,
-                return_assistant_tokens_mask=marks, **self.arguments(tools),
+                conversations=[messages], tools=tools, add_generation_prompt=ask, return_assistant_tokens_mask=marks,
+                **self.arguments(tools),
             )  # fmt: skip
         except Exception as error:   # a template is a program that comes with a model, and may raise anything
             raise TemplateRefusal(cause(error)) from None
@@ -104,22 +131,27 @@ def clock(time: str) -> list[tuple[str, str]]:
     return [("%%", "\0"), *((one, instant.strftime(one)) for one in DIRECTIVES), ("\0", "%")]
 
 
-def plain_message(message: Message) -> Message:
-    """Return the message as templates expect it: no nulls, which transformers drops too, and arguments of calls as mappings."""
+def plain_message(message: Message, text: bool = False) -> Message:
+    """Return the message as templates expect it: no nulls, which transformers drops too, and arguments of calls as mappings.
+
+    ``text``: as JSON text instead, text as it stands.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_call(call) for call in calls]
+        plain["tool_calls"] = [_call(call, text) for call in calls]
     if isinstance(call := plain.get("function_call"), dict):
-        plain["function_call"] = _call(call)
+        plain["function_call"] = _call(call, text)
     return plain
 
 
-def _call(call: Any) -> Any:
+def _call(call: Any, text: bool) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(function := call.get("function"), dict):
-        return call | {"function": _call(function)}
+        return call | {"function": _call(function, text)}
     arguments = call.get("arguments")
+    if text:
+        return call if isinstance(arguments, str) else call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
     if not isinstance(arguments, str):
         return call
     try:

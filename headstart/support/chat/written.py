@@ -10,7 +10,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.support.chat.messages import Message
@@ -25,6 +25,10 @@ OPENED = re.compile(r"<(\w{3,})>\s*$")
 """A thought that the generation prompt opens."""
 CLOSED = re.compile(r"</\w{3,}>\s*$")
 """A thought that the generation prompt opens and closes: the model answers without one."""
+EMPTY = re.compile(r"<(\w{3,})>(?P<blanks>\s*)</\1>")
+"""A thought that the template leaves out."""
+PARTIAL = re.compile(r"[<\[][^<>\[\]\s]*$")
+"""The beginning of a tag or a special token."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,29 @@ class Written:
     """What follows the prompt: the answer and what the template writes after it."""
     marked: tuple[tuple[int, int], ...] | None
     """The parts of the text inside ``{% generation %}`` blocks; None if the template has none."""
+    calls: bool = False
+    """Whether it ends with calls of tools."""
 
 
 def written(template: Template, messages: Sequence[Message], tools: Any = None) -> Written:
     """Return prompt and text of the last message, the assistant's. Raises TemplateRefusal."""
+    return replace(_written(template, messages, tools), calls=bool(messages[-1].get("tool_calls")))
+
+
+def _written(template: Template, messages: Sequence[Message], tools: Any) -> Written:
     *before, message = messages
-    prompt, after = template.render(before, tools, ask=True).text, template.render(messages, tools)
-    content, thought = _after_opening(prompt, message), thoughts(message)
+    prompt = template.render(before, tools, ask=True).text
+    if CLOSED.search(prompt):   # the prompt has closed its thought, so the model writes none
+        message = {key: value for key, value in message.items() if key not in THOUGHTS}
+    messages = [*before, message]
+    after, content, thought = template.render(messages, tools), _after_opening(prompt, message), thoughts(message)
     if not after.text.startswith(prompt):
         return _restored(template, messages, tools, prompt, None)
     text, start = after.text[len(prompt) :], len(prompt)
-    if content not in text or (thought.strip() not in text and not CLOSED.search(prompt)):
-        return _restored(template, messages, tools, prompt, text)
+    if content not in text or content != content.strip() or thought.strip() not in text:
+        restored = _restored(template, messages, tools, prompt, text)
+        if restored.text != text:
+            return restored
     blocks = tuple((max(first - start, 0), end - start) for first, end in after.marked if end > start)
     return Written(prompt, text, blocks if template.marks(tools) else None)
 
@@ -60,34 +75,46 @@ def _restored(template: Template, messages: Sequence[Message], tools: Any, promp
     """Put the text together. ``text`` is what the template writes after the prompt; None if it does not write the prompt first."""
     *before, message = messages
     content, thought = _after_opening(prompt, message), thoughts(message)
-    shown = template.render([*before, message | {"content": MARK}], tools).text
+    called = bool(message.get("tool_calls"))
+    shown = template.render([*before, message if called and not content else message | {"content": MARK}], tools).text
     place = shown.rfind(MARK)
-    if place < 0:   # the template leaves content out, as beside a tool call
-        return _rest(template, messages, tools, prompt)
-    lead, tail = "", shown[place + len(MARK) :]
-    common = os.path.commonprefix([prompt, shown[:place]])
-    if len(common) >= _turn(template, messages, tools, prompt):   # else it writes earlier messages otherwise: only the rest is known
-        lead = shown[len(common) : place]
+    if place < 0:   # a call beside no content, or a template that leaves content out beside one
+        return _beside(template, messages, tools, prompt, shown)
+    lead, tail = _lead(template, messages, tools, prompt, shown[:place]), shown[place + len(MARK) :]
     if text is not None and _squeezed(content) in _squeezed(text) and _squeezed(thought) in _squeezed(text):
-        if lead or text != content.strip() + tail:
-            return Written(prompt, text, None)
-    if CLOSED.search(prompt) and common != prompt:   # the prompt has closed its thought, so the model writes none
+        inside = text[len(lead) : len(text) - len(tail)]
+        only = text == lead + inside + tail and inside.strip() == content.strip()   # else the template has split the content
+        return Written(prompt, lead + content + tail if only else text, None)
+    if CLOSED.search(prompt) and not shown.startswith(prompt):
         return Written(prompt, content + tail, None)
     found = TAG.match(lead)
     if found is not None and content.lstrip().startswith(f"<{found.group(1)}>"):   # the content has what the template adds
         lead = ""
-    thinking = "" if thought.strip() in lead + content else _thinking(template.source(tools), prompt, thought)
-    return Written(prompt, thinking + lead + content + tail, None)
+    return Written(prompt, _thoughtful(template.source(tools), prompt, thought, lead, content) + tail, None)
 
 
-def _rest(template: Template, messages: Sequence[Message], tools: Any, prompt: str) -> Written:
+def _beside(template: Template, messages: Sequence[Message], tools: Any, prompt: str, shown: str) -> Written:
     """Take as the text what the template writes after the beginning that the conversation and the prompt share."""
-    after = template.render(messages, tools).text
-    common = os.path.commonprefix([prompt, after])
-    if len(common) < _turn(template, messages, tools, prompt):
+    start = _common(prompt, shown)
+    if start < _turn(template, messages, tools, prompt):
         raise TemplateRefusal("it does not write the conversation with this answer as the prompt for it and then more")
-    text = after[len(common) :]
-    return Written(prompt, text, None)
+    return Written(prompt, _thoughtful(template.source(tools), prompt, thoughts(messages[-1]), shown[start:], ""), None)
+
+
+def _lead(template: Template, messages: Sequence[Message], tools: Any, prompt: str, shown: str) -> str:
+    """Return what the template writes between the prompt and the content; ``shown`` ends before the content."""
+    common = _common(prompt, shown)
+    if common >= _turn(template, messages, tools, prompt):
+        return shown[common:]
+    said = messages[-2].get("content")   # it writes earlier messages otherwise: look from the last one on
+    ending = prompt[prompt.rfind(said) :] if isinstance(said, str) and said.strip() and said in prompt else ""
+    return shown[shown.rfind(ending) + len(ending) :] if ending and ending in shown else ""
+
+
+def _common(prompt: str, text: str) -> int:
+    """Return the length of the beginning that both share, which does not end within a tag or a special token."""
+    common = os.path.commonprefix([prompt, text])
+    return len(common if common == prompt else PARTIAL.sub("", common))
 
 
 def _turn(template: Template, messages: Sequence[Message], tools: Any, prompt: str) -> int:
@@ -107,6 +134,16 @@ def _after_opening(prompt: str, message: Message) -> str:
         return content
     blanks = prompt[opened.end(1) + 1 :]
     return content.lstrip()[len(opened.group(1)) + 2 :].removeprefix(blanks)
+
+
+def _thoughtful(source: str, prompt: str, thought: str, lead: str, content: str) -> str:
+    """Return lead and content with a thought that neither of them has: in the lead's empty place for it, or before them."""
+    if thought.strip() in lead + content:
+        return lead + content
+    if (empty := EMPTY.search(lead)) is not None:
+        middle = empty.start("blanks") + len(empty.group("blanks")) // 2
+        return lead[:middle] + thought + lead[middle:] + content
+    return _thinking(source, prompt, thought) + lead + content
 
 
 def _thinking(source: str, prompt: str, thought: str) -> str:

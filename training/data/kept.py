@@ -1,0 +1,148 @@
+"""Tokens that an earlier start, or another process of this one, has made: kept in the user's cache folder by all that they depend on.
+
+A file holds the samples of a recipe, their counts and the result of the check. A file that is damaged, or another's, is made again; where
+the folder cannot be written, tokens are not kept. The files used last remain, up to `MOST_BYTES` and `MOST_FILES` in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import tokenizers
+import transformers
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
+
+import headstart
+from headstart.support.chat.template import Template
+from headstart.support.errors import UserError
+from headstart.support.files import atomic, cache_folder, value_hash
+from headstart.training.data.check import Check, Difference
+from headstart.training.data.mix import Mix
+from headstart.training.data.rows import fingerprint
+from headstart.training.data.sample import Joined
+from headstart.training.data.splits import Splits
+from headstart.training.data.tokenise import Stats, chat_settings
+from headstart.training.recipe.recipe import Data, to_dict
+
+FORMAT = 1
+MOST_BYTES, MOST_FILES = 10 << 30, 256
+DAY = 86400
+CODE = ("support", "training/data")
+"""Folders of the code that makes tokens."""
+logger = logging.getLogger(__name__)
+
+
+def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Path | None:
+    """Return the file for a recipe's tokens, there or not; None if they depend on the clock, or on what cannot be known.
+
+    Raises UserError if a file or dataset of the recipe is not there.
+    """
+    settings = chat_settings(data, ends)
+    if settings.time is None and settings.template_of(tokenizer) and Template(tokenizer, settings).prints_date:
+        return None
+    sources = [fingerprint(one.name, split=one.split, subset=one.subset) for one in data.per_dataset()]
+    if data.eval is not None and data.eval_rows:
+        sources.append(fingerprint(data.eval, split=data.eval_split, subset=data.subset))
+    described = _described(tokenizer)
+    if described is None or None in sources:
+        return None
+    keys = {key: value for key, value in to_dict(data).items() if key != "processes"}
+    versions = [FORMAT, _code(), transformers.__version__, tokenizers.__version__, jinja2.__version__]
+    parts = json.dumps([versions, sources, keys, described, list(ends)], sort_keys=True, default=str)
+    return cache_folder() / "tokens" / f"{hashlib.sha256(parts.encode()).hexdigest()[:32]}.tokens"
+
+
+def read_splits(file: Path) -> Splits | None:
+    """Return the samples that a file holds; None if it is not there, damaged or something else."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            about = json.loads((opened.metadata() or {})["about"])
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}   # noqa: SIM118  (not a mapping)
+        if about["format"] != FORMAT or about["name"] != file.stem or about["sum"] != _sum(arrays):
+            return None
+        splits = _unpacked(about, arrays)
+        os.utime(file)   # the one used last
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError):
+        return None
+    return splits
+
+
+def keep_splits(file: Path, splits: Splits) -> None:
+    """Write the samples to a file, in one step. Where that is not possible they are made again at the next start."""
+    arrays = {f"{name}.{key}": array for name in ("train", "eval") for key, array in vars(Joined.of(getattr(splits, name))).items()}
+    about = {
+        "format": FORMAT, "name": file.stem, "sum": _sum(arrays), "stats": asdict(splits.stats) | {"roles": dict(splits.stats.roles)},
+        "mix": None if splits.mix is None else asdict(splits.mix), "check": None if splits.check is None else asdict(splits.check),
+    }  # fmt: skip
+    try:
+        with atomic(file) as temporary:
+            save_file(arrays, temporary, {"about": json.dumps(about)})
+        _remove_old(file)
+    except (UserError, OSError, SafetensorError) as error:
+        logger.info("tokens are not kept: %s", error)
+
+
+def _unpacked(about: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Splits:
+    train, held_out = (Joined(*(arrays[f"{name}.{key}"] for key in Joined.__annotations__)).samples() for name in ("train", "eval"))
+    stats, mix, check = about["stats"], about["mix"], about["check"]
+    if mix is not None:
+        mix = Mix(*(tuple(mix[key]) for key in ("names", "sizes", "weights")))
+    if check is not None:
+        check = Check(**check | {"first": None if check["first"] is None else Difference(**check["first"])})
+    return Splits(train, held_out, Stats(**stats | {"roles": Counter(stats["roles"])}), mix, check, kept=True)
+
+
+def _sum(arrays: dict[str, NDArray[Any]]) -> list[Any]:
+    return [[name, str(array.dtype), zlib.crc32(np.ascontiguousarray(array).data)] for name, array in sorted(arrays.items()) if array.size]
+
+
+def _remove_old(newest: Path) -> None:
+    """Remove the files used longest ago, and what killed processes have left there a day ago."""
+    used, now = 0, newest.stat().st_mtime
+    with os.scandir(newest.parent) as entries:
+        files = sorted(((entry.stat().st_mtime, entry.stat().st_size, Path(entry)) for entry in entries), reverse=True)
+    for number, (time, size, file) in enumerate(files):
+        used += size
+        many = (used > MOST_BYTES or number >= MOST_FILES) and file != newest
+        if time < now - DAY if file.suffix == ".tmp" else many:
+            with suppress(FileNotFoundError):   # another process has removed it
+                file.unlink()
+
+
+def _described(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a hash of all that makes a tokenizer's tokens; None if it cannot be known."""
+    try:
+        state = tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
+    except Exception as error:   # a tokenizer may be a program that comes with a model
+        logger.info("tokens are not kept, as the tokenizer cannot be written down: %s", error)
+        return None
+    options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in ("name_or_path", "tokenizer_file", "vocab_file")}
+    own = [f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}", tokenizer.chat_template, tokenizer.special_tokens_map, options]
+    return hashlib.sha256(state).hexdigest() + value_hash(own)
+
+
+@cache
+def _code() -> str:
+    """Return a hash of the code that makes tokens."""
+    digest, root = hashlib.sha256(headstart.__version__.encode()), Path(headstart.__file__).parent
+    for folder in CODE:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
