@@ -13,6 +13,7 @@ from arguments import tokenizer
 from families import VOCAB, Noted, left_padded, texts
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -200,6 +201,8 @@ def objects(rng: random.Random, beams: bool) -> dict[str, Callable[[], Any]]:
         found |= {"stop_strings": lambda: stops, "tokenizer": tokenizer}
     if not beams and rng.random() < 0.06:
         found["streamer"] = Noted
+    if rng.random() < 0.1:
+        found["past_key_values"] = DynamicCache
     return found
 
 

@@ -22,7 +22,7 @@ from headstart.inference.generate import SpeculativeModel
 def audit(decoder: Decoder, on: Backbone) -> None:
     """Compare every layer's keys and values, row by row, with a single read of the sequence."""
     for row, number in enumerate(decoder.rows):
-        if decoder.texts.ended[number]:
+        if decoder.texts.of[number].ended:
             continue
         length = int(decoder.cache.lengths_B[row])
         ids = decoder.texts.of[number].ids_T[decoder.request.pads_B[number] :]
