@@ -4,7 +4,7 @@
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
-# make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500)
+# make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
 # make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (fetches 93 MB), and whether what
 #              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner)
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
@@ -58,6 +58,7 @@ soak: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -x --durations=12 tests/fuzz/test_fuzz.py
+	RANDOM_CALLS=$${RANDOM_CALLS:-2000} $(BIN)/python -m pytest -q -s tests/test_random_calls.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

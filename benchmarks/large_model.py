@@ -51,7 +51,7 @@ def build(path: str | None) -> tuple[Backbone, Drafter]:
     with torch.device(device):
         torch.set_default_dtype(dtype)
         sizes = LARGE if cuda else TINY
-        backbone = loaded or Backbone(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192)))
+        backbone = loaded or Backbone(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192)).eval().requires_grad_(False))
         drafter = build_drafter("eagle3", backbone, {"depth": DEPTH, "draft_vocab_size": backbone.vocab // 4})
         torch.set_default_dtype(torch.float32)
     return backbone, drafter

@@ -89,7 +89,7 @@ class Case:
             vocab_size=vocab, hidden_size=args.width, intermediate_size=args.width, num_hidden_layers=1, num_attention_heads=2,
             max_position_embeddings=64,
         )  # fmt: skip
-        self.backbone = Backbone(LlamaForCausalLM(config))
+        self.backbone = Backbone(LlamaForCausalLM(config).eval().requires_grad_(False))
         self.drafter = build_drafter("eagle3", self.backbone, {"depth": args.depth})
         tokens_BT = torch.randint(0, vocab, (1, positions))
         document_BT = torch.zeros_like(tokens_BT)

@@ -190,7 +190,7 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
     logging.set_verbosity_error()   # of lengths that cannot be reached
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
-    backbone = Backbone(LlamaForCausalLM(CONFIG).eval())
+    backbone = Backbone(LlamaForCausalLM(CONFIG).eval().requires_grad_(False))
     systems, rng, counts = systems_of(backbone), random.Random(seed), Counter[str]()
     start, memory, differing, before = time.monotonic(), [], [], None
     while (passed := time.monotonic() - start) < 60 * minutes or counts["calls"] < 2 * EVERY:

@@ -49,7 +49,7 @@ def make(args: argparse.Namespace) -> Drafter:
         vocab_size=256, hidden_size=args.width, intermediate_size=2 * args.width, num_hidden_layers=6, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=max(args.lengths),
     )  # fmt: skip
-    return build_drafter("eagle3", Backbone(LlamaForCausalLM(config)), {"depth": args.depth})
+    return build_drafter("eagle3", Backbone(LlamaForCausalLM(config).eval().requires_grad_(False)), {"depth": args.depth})
 
 
 def made_up(drafter: Drafter, length: int, document: int) -> Features:

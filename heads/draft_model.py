@@ -119,7 +119,7 @@ class DraftModel(Drafter):
         smaller.require_fitting(backbone, small, tokenizers)
         resized = small.vocab != backbone.vocab
         smaller.resize(small.model, backbone.vocab)
-        return cls(backbone, cls.Config(draft_depth=depth), small.model if resized else small).eval().requires_grad_(False)
+        return cls(backbone, cls.Config(draft_depth=depth), small.model if resized else small)
 
     @property
     def cached(self) -> CachedModel:

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
     from headstart.heads.backbone.features import Features
     from headstart.heads.base import Drafter
+    from headstart.inference.engine.known_processors import stateless
     from headstart.inference.engine.tree import TreeShape
     from headstart.inference.generate import SpeculativeModel, load
+    from headstart.inference.grammar import grammar
     from headstart.inference.serving.assisted import assisted
     from headstart.inference.serving.custom_generate import custom_generate
     from headstart.inference.show import show
@@ -27,11 +29,13 @@ __all__ = [
     "__version__",
     "assisted",
     "custom_generate",
+    "grammar",
     "load",
     "load_backbone",
     "load_recipe",
     "load_tokenizer",
     "show",
+    "stateless",
 ]
 
 _HOME = {
@@ -42,11 +46,13 @@ _HOME = {
     "TreeShape": "headstart.inference.engine.tree",
     "assisted": "headstart.inference.serving.assisted",
     "custom_generate": "headstart.inference.serving.custom_generate",
+    "grammar": "headstart.inference.grammar",
     "load": "headstart.inference.generate",
     "load_backbone": "headstart.heads.backbone.backbone",
     "load_recipe": "headstart.training.recipe.recipe",
     "load_tokenizer": "headstart.heads.backbone.backbone",
     "show": "headstart.inference.show",
+    "stateless": "headstart.inference.engine.known_processors",
 }
 """The module each public name lives in."""
 

@@ -17,11 +17,10 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
-from headstart.inference.engine.processing import History
 from headstart.inference.engine.prompts import Prompts
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.sequence import DecodedSequence
+from headstart.inference.engine.texts import Texts
 from headstart.inference.engine.timing import Clock, Pass
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree, root_only
 from headstart.inference.engine.verify import accept, pick
@@ -46,10 +45,9 @@ class Decoder:
     ) -> None:
         self.reader, self.speculation, self.request, self.shape, self.seeds_B = reader, speculation, request, shape, seeds_B
         self.prompts, self.batch, self.device = Prompts(request, reader), batch, request.ids_BT.device
-        pads = enumerate(request.pads_B)
-        self.sequences = {number: DecodedSequence(request, request.ids_BT[number], pad, request.limit) for number, pad in pads}
+        self.texts = Texts(request)
         self.noise = None if seeds_B is None else NoiseBuffer(reader.noise, reader.backbone.vocab, seeds_B)
-        self.waiting = list(self.sequences)
+        self.waiting = list(self.texts.of)
         self.rows: list[int] = []
         """The number of each row's sequence."""
         self.over: list[int] = []
@@ -58,14 +56,12 @@ class Decoder:
         self.cache: RaggedCache
         self.tree: CandidateTree
         """The candidates of the last step."""
-        self.scores: list[list[Tensor]] = [[] for _ in self.sequences]
-        self.logits: list[list[Tensor]] = [[] for _ in self.sequences]
         speculation.start(seeds_B is not None)
 
     def put(self, number: int, ids_T: Tensor, limit: int, seed: int) -> None:
         """Let another sequence wait: a prompt that ends at a length of ``limit``. ``number``: new, or that of one which has ended."""
         self.prompts.put(number, ids_T, limit)
-        self.sequences[number] = DecodedSequence(self.request, ids_T, 0, limit)
+        self.texts.put(number, ids_T, limit)
         self.waiting.append(number)
         if self.noise is not None:
             self.noise.put(number, seed)
@@ -86,7 +82,7 @@ class Decoder:
             draft, tree, noise_BPV = self._draft()
             self.tree, drafting = tree, clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
-            scores_BNV = self.request.processing(logits_BNV, self._histories(self.rows), tree)
+            scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
             verifying = clock.lap()
             paths = accept(tree, picks)
@@ -119,7 +115,7 @@ class Decoder:
         processing, in_full = self.request.processing, self.shape is not None and self.shape.chain
         draft = Draft(
             pools=[Pool(root) for root in self.roots],
-            remaining=[self.prompts.remaining(number, len(self.sequences[number].written), in_full) for number in self.rows],
+            remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
             shape=self.shape,
@@ -139,7 +135,7 @@ class Decoder:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
         if self.noise is None:
             return None
-        positions = [self.prompts.length(number) + len(self.sequences[number].written) + first for number in self.rows]
+        positions = [self.prompts.length(number) + len(self.texts.of[number].written) + first for number in self.rows]
         return self.noise.of(self.rows, positions, end - first)
 
     def _noise_by_node(self, noise_BPV: Tensor | None, tree: CandidateTree) -> Tensor | None:
@@ -156,21 +152,19 @@ class Decoder:
         self, paths: list[list[int]], picks: list[list[int]], scores_BNV: Tensor, logits_BNV: Tensor, features: Features
     ) -> Accepted:
         """Write each row's picks along its path until its sequence ends."""
-        written = []
-        for b, (number, path) in enumerate(zip(self.rows, paths, strict=True)):
-            tokens = [picks[b][node] for node in path]
-            count = self.sequences[number].write(tokens)
-            self._collect(number, path[:count], scores_BNV[b], logits_BNV[b])
-            written.append(tokens[:count])
-        self.roots = [picked[path[-1]] for picked, path in zip(picks, paths, strict=True)]
+        runs = [[picked[node] for node in path] for picked, path in zip(picks, paths, strict=True)]
+        written = self._add(self.rows, runs, paths, scores_BNV, logits_BNV)
+        self.roots = self.texts.ids_BT[:, -1].tolist() if self.request.in_order else [run[-1] for run in runs]
         return Accepted(self.rows, written, paths, features)
 
     def _advance(self, paths: list[list[int]], accepted: Accepted) -> None:
         """Keep the accepted paths."""
+        if self.prompts.continued.cache is not None:
+            self.prompts.continued.note(accepted.features)
         self.cache.keep(paths, list(map(len, paths)))
         for source in self.speculation.sources:
             source.extend(accepted)
-        self.over = [b for b, number in enumerate(self.rows) if self.sequences[number].ended]
+        self.over = [b for b, number in enumerate(self.rows) if not self.texts.goes_on(number)]
 
     # Admitting.
 
@@ -182,7 +176,9 @@ class Decoder:
         while self.over or self.waiting:
             free = not self.over
             self._remove(self.over[len(self.waiting) :])
-            numbers = self._of_similar_length(self.waiting[: len(self.over) or self.batch - len(self.rows)])
+            numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
+            if not self.request.in_order:   # else all rows begin together
+                numbers = self._of_similar_length(numbers)
             if not numbers:
                 return
             self.waiting = [number for number in self.waiting if number not in {*numbers}]
@@ -215,15 +211,13 @@ class Decoder:
     def _start(self, numbers: list[int]) -> None:
         """Prefill the prompts of these sequences and pick their first tokens: rows in places of `over`, or after the others."""
         features, cache, logits_B1V = self.prompts.prefill(numbers)
-        scores_B1V = self.request.processing(logits_B1V, self._histories(numbers), None)
+        scores_B1V = self._scores(logits_B1V, numbers, None)
         noise_B1V = None
         if self.seeds_B is not None:
             lengths_B1 = torch.tensor([[self.prompts.length(number)] for number in numbers], device=self.device)
             noise_B1V = gumbel(self.seeds_B[numbers], lengths_B1, self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
-        for b, (number, root) in enumerate(zip(numbers, roots, strict=True)):
-            self.sequences[number].write([root])
-            self._collect(number, [0], scores_B1V[b], logits_B1V[b])
+        self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
         self._place(numbers, roots, cache, features)
 
     def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:
@@ -247,18 +241,23 @@ class Decoder:
                 source.select(order)
         rows, picked = [self.rows[b] for b in going] + numbers, [self.roots[b] for b in going] + roots
         self.rows, self.roots = [rows[i] for i in order], [picked[i] for i in order]
-        ended = [place for place, number in zip(places, numbers, strict=True) if self.sequences[number].ended]
+        ended = [place for place, number in zip(places, numbers, strict=True) if not self.texts.goes_on(number)]
         self.over = sorted(self.over[len(replaced) :] + ended)
 
-    def _histories(self, numbers: list[int]) -> list[History]:
+    def _scores(self, logits_BNV: Tensor, numbers: list[int], tree: CandidateTree | None) -> Tensor:
+        """Processed scores of the nodes of these sequences."""
         processing = self.request.processing
-        if not processing.processors:
-            return []
-        return [self.sequences[number].history for number in (numbers[:1] if processing.blind else numbers)]
+        if processing.unknown:
+            return processing.in_order(self.texts.ids_BT, logits_BNV[:, 0])[:, None]
+        needed = [] if not processing.processors else numbers[:1] if processing.blind else numbers
+        return processing(logits_BNV, [self.texts.history(number) for number in needed], tree)
 
-    def _collect(self, number: int, path: list[int], scores_NV: Tensor, logits_NV: Tensor) -> None:
-        """Collect scores and logits if the call asks for them."""
-        if self.request.scores:
-            self.scores[number].extend(scores_NV[path].float())
-        if self.request.logits:
-            self.logits[number].extend(logits_NV[path].float())
+    def _add(
+        self, numbers: list[int], runs: list[list[int]], paths: list[list[int]], scores_BNV: Tensor, logits_BNV: Tensor
+    ) -> list[list[int]]:
+        """Write runs of tokens, with their scores and logits if the call asks for them; returns what was kept."""
+        scores, logits = (
+            [values_NV[path] for values_NV, path in zip(values_BNV, paths, strict=True)] if asked else []
+            for values_BNV, asked in ((scores_BNV, self.request.scores), (logits_BNV, self.request.logits))
+        )
+        return self.texts.write(numbers, runs, scores, logits)

@@ -6,35 +6,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.hooks import Evaluation, frozen
+from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import chat_of, load_drafter
+from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
-from headstart.inference.capture.packed import version
+from headstart.inference.capture.watch import HOOKED, dependencies, hooks, sample_of
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.request import Request, read_request, require_one_side
-from headstart.inference.engine.sequence import output_ids
-from headstart.inference.engine.timing import Pass
-from headstart.inference.engine.tree import TreeShape, TreeSize, VerifiedTree
+from headstart.inference.engine.request import read_request, require_all_rows, require_one_side
+from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.engine.turn import turn
-from headstart.inference.handover import Decoding, hand_over
+from headstart.inference.handover import entry, handed_streamer
+from headstart.inference.output import GenerateOutput, output_of, sequences_of
 from headstart.inference.self_check.check import self_check
+from headstart.inference.sources.by_name import made
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.early_exit import EarlyExit
+from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.sources.source import Source
@@ -43,44 +50,19 @@ from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.inference.spot_check import SpotCheck
 from headstart.support.chat.conversation import Chat
 from headstart.support.errors import UserError
+from headstart.support.numerics import plain_arithmetic, without_autocast
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass
-class GenerateOutput(GenerateDecoderOnlyOutput):
-    """The output with ``return_dict_in_generate=True``: transformers' fields and statistics of the decoding steps."""
-
-    passes: int | None = None
-    """Forward passes of the backbone after prefill."""
-    tau: float | None = None
-    """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
-    acceptance_per_depth: list[float] | None = None
-    """Acceptance rate at each depth, as a fraction of passes; tau is 1 + their sum."""
-    seconds: dict[str, float] | None = None
-    """Total seconds spent on ``draft``, ``verify`` and ``host`` (on an accelerator, exact only with ``timed=True``)."""
-    accept_lengths: list[list[int]] | None = None
-    """For each row, the number of tokens that each pass wrote."""
-    kept: list[list[int]] | None = None
-    """For each row, the number of drafts that each pass accepted, those past the end of the text included; None with beams."""
-    drafted: list[list[int]] | None = None
-    """For each row, the number of tokens drafted for each pass; None with beams."""
-    nodes: list[int] | None = None
-    """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
-    pass_seconds: list[float] | None = None
-    """The seconds of each pass; the prefill is not in them."""
-    trees: list[list[VerifiedTree]] | None = None
-    """For each row, the verified tree of each of its passes; None with beams."""
-    sequences_scores: Tensor | None = None
-    """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
-    beam_indices: Tensor | None = None
-    """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
-
-
-class SpeculativeModel(Decoding):
+class SpeculativeModel:
     """A backbone, a drafter trained on it, and proposers that need no training; without drafter and proposers, autoregressive decoding.
 
+    The model stays the caller's: a call runs it in evaluation mode without gradients, and after it, or after an error, it is as it was.
+    What changes between calls (weights, adapters, hooks) counts from the next one on. As a context manager, unloads the heads at its end.
+
     ``capture``: the backend that captures forward passes and replays them without Python's overhead (see `capture`): "auto", "trace",
-    "cuda-graph", "compile" or "off". A capture keeps the model as it was: after adding or removing adapters, or changing
-    weights through ``.data``, load the heads again.
+    "cuda-graph", "compile" or "off".
     """
 
     def __init__(
@@ -99,9 +81,24 @@ class SpeculativeModel(Decoding):
         self.chat: Chat | None = None   # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""
+        self._forced = ForcedProposer()
+        self._forced_source = ProposerSource(self._forced)
         self._engines: dict[bool, Engine] = {}
-        self._weights: list[int] = []
-        hand_over(backbone.model)
+        self._state: tuple[Any, ...] = ()
+        """What the engines depend on."""
+        self._loaded = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.unload()
+
+    def unload(self) -> None:
+        """Release what was loaded and captured, and take the heads' own adapter off the model, if they brought one."""
+        self.backbone.detach()
+        self._engines, self._loaded = {}, False
+        self.drafter, self.drafters, self.proposers = None, [], []
 
     def limit(self, *, window: int | None = None, sink: int = 4, offload: bool = False) -> None:
         """Limit the drafter's KV cache for long sequences: it attends only to the first ``sink`` and the last ``window`` positions
@@ -119,16 +116,16 @@ class SpeculativeModel(Decoding):
         self.limits = {"window": window, "sink": sink, "offload": offload}
 
     def engine(self, speculate: bool) -> Engine:
-        """The `Engine`, which holds captures and statistics; rebuilt after weights were changed or moved or a drafter's depth was set."""
-        parameters = [weight for module in (self.backbone.model, *self.drafters) for weight in module.parameters()]
-        weights = [number for weight in parameters for number in (weight.data_ptr(), version(weight))]
-        weights += [depth for drafter in self.drafters for depth in (drafter.depth, drafter.deepest)]
-        if weights != self._weights:
-            self._engines, self._weights = {}, weights
+        """The `Engine`, which holds captures and statistics; made anew if what captures depend on or a drafter's depth has changed."""
+        modules = (self.backbone.model, *self.drafters)
+        state = (*dependencies(modules), *((drafter.depth, drafter.deepest) for drafter in self.drafters))
+        if state != self._state or any(engine.outdated for engine in self._engines.values()):
+            self._engines, self._state = {}, state
         if speculate not in self._engines:
             self._engines[speculate] = Engine(self, speculate)
         return self._engines[speculate]
 
+    @entry
     @torch.no_grad()
     def generate(
         self,
@@ -156,12 +153,16 @@ class SpeculativeModel(Decoding):
         Calls of several threads on one model take turns (see `turn`).
         Raises UserError (a ValueError) for arguments that are not supported.
         """
-        self.require_model(model)
+        if not self._loaded:
+            raise UserError("these heads were unloaded; load them again")
+        require_same_model(self.backbone, model)
+        streamer = handed_streamer(model) if streamer is None else streamer
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
         require_one_side(request, self.backbone)
         seeds_B = row_seeds(seed, len(input_ids), input_ids.device) if request.sample else None
         if batch_size is not None:
             require_count("batch_size", batch_size, of="generate")
+            require_all_rows(request, batch_size)
         if tree != "auto" and not isinstance(tree, TreeShape):
             raise UserError(f"tree is 'auto' or a TreeShape; got {tree!r}")
         shape = tree if isinstance(tree, TreeShape) else None
@@ -170,22 +171,41 @@ class SpeculativeModel(Decoding):
                 drafter.require_depth(shape.depth)
         rows = min(batch_size or len(input_ids), len(input_ids))
         require_memory(self.backbone, rows, input_ids.shape[1], shape.nodes if shape is not None else 1)
-        with turn(model):
-            engine = self.engine(speculate and bool(self.drafters or self.proposers))
+        for processor in request.processing.unknown:
+            if speculate and (self.drafters or self.proposers):
+                say_undeclared(name_of(processor))
+        with turn(model), self.running():
+            engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
             if engine.capturer.unchecked:
                 engine.reader.start(request.limit)
                 self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
-            decoder: Decoder | BeamDecoder
-            if request.beams is not None:
-                decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
-            else:
-                decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
-            passes = list(decoder.run(timed))
+            with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
+                decoder: Decoder | BeamDecoder
+                if request.beams is not None:
+                    decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
+                else:
+                    decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
+                    self._forced.texts = decoder.texts
+                passes = list(decoder.run(timed))
+            if request.processing.forked:
+                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
                 engine.spot_check.after(decoder)
+                decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)
         if streamer is not None:
             streamer.end()
-        return _output(decoder, passes, request) if request.dictionary else _sequences(decoder, request)
+        return output_of(decoder, passes, request) if request.dictionary else sequences_of(decoder, request)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of a call: the model's own dtype, evaluation mode, and weights without gradients, which captures could not hold."""
+        with ExitStack() as stack:
+            stack.enter_context(without_autocast())
+            stack.enter_context(self.backbone.evaluation())
+            stack.enter_context(frozen(self.backbone.model))
+            for drafter in self.drafters:
+                stack.enter_context(Evaluation(drafter)())
+            yield
 
 
 class Engine:
@@ -193,7 +213,14 @@ class Engine:
 
     def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
         drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
-        self.capturer = Capturer(heads.capture, heads.backbone.device)
+        self.modules = (heads.backbone.model, *drafters)
+        hooked = bool(hooks(self.modules))
+        self.capturer = Capturer("off" if hooked else heads.capture, heads.backbone.device)
+        if hooked:
+            self.capturer.reason = HOOKED
+            logger.warning(f"passes are not captured, which makes small models slower: {HOOKED}")
+        copies = heads.backbone.device.type == "cpu"   # elsewhere captures read the weights themselves
+        self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
         self.speculation = Speculation(sources, self.capturer.slow, self.capturer.fixed)
@@ -206,6 +233,13 @@ class Engine:
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
         self.beams = Beams(self.reader, self.speculation)
 
+    @property
+    def outdated(self) -> bool:
+        """True if something was captured of weights that have other values now."""
+        if self._sample is None or not any(one.captures_made for one in self.capturer.functions):
+            return False
+        return not torch.equal(self._sample, sample_of(self.modules))
+
 
 def load(
     path: str | Path | None,
@@ -214,58 +248,33 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     allow_finetuned: bool = False,
     depth: int | None = None,
-    proposers: Sequence[Proposer | Drafter] = (),
+    proposers: str | Sequence[str | Proposer | Drafter] = (),
+    draft_model: str | PreTrainedModel | None = None,
+    early_exit: int | None = None,
     capture: BackendName = "auto",
 ) -> SpeculativeModel:
-    """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only ``proposers`` or autoregressive decoding.
+    """Load heads from a folder or hub id onto a loaded model. ``path`` None: no drafter, only what follows, or autoregressive decoding.
     ``tokenizer``: the backbone's; ``heads.chat`` then makes prompts with the chat template that the heads were trained with.
 
+    ``proposers``: drafts that need no training, by name: "suffix", "recycling", "history", "lookahead", one or several. ``draft_model``: a
+    smaller model of the same vocabulary, loaded or by its folder or hub id. ``early_exit``: draft with the model's own first layers.
     ``depth``: the number of depths to draft, which may exceed the trained depth where the drafter allows it. None: as in its recipe, and in
     adaptive trees up to twice as many where that pays, unless the recipe sets ``draft_depth``.
     Raises UserError if the checkpoint is missing, damaged, or of another backbone (see `load_drafter`).
     """
-    on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
-    drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+    with plain_arithmetic():
+        on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
+        beside: list[Proposer | Drafter] = made(proposers)
+        drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+        if isinstance(draft_model, str):
+            beside.append(load_draft_model(draft_model, on, tokenizer=tokenizer))
+        elif draft_model is not None:
+            beside.append(DraftModel.of(on, draft_model))
+        if early_exit is not None:
+            beside.append(EarlyExit(on, layers=early_exit))
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)
-    heads = SpeculativeModel(on, drafter, proposers=proposers, capture=capture)
+    heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
     heads.tuned = read_tuned(path, on)
     heads.chat = chat_of(path, tokenizer, on)
     return heads
-
-
-def _sequences(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
-    return decoder.sequences() if isinstance(decoder, BeamDecoder) else output_ids([*decoder.sequences.values()], request)
-
-
-def _output(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
-    own: list[list[tuple[int, Pass]]] = [[] for _ in request.ids_BT]
-    for one in passes:
-        for number, written in one.written.items():
-            own[number] += [(written, one)] if written else []
-    lengths = [written for row in own for written, _ in row]
-    depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
-    beams = decoder if isinstance(decoder, BeamDecoder) else None
-    return GenerateOutput(
-        sequences=_sequences(decoder, request),
-        scores=_by_step(decoder.scores) if request.scores else None,
-        logits=_by_step(decoder.logits) if request.logits else None,
-        passes=len(passes),
-        tau=sum(lengths) / len(lengths) if lengths else 1.0,
-        acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
-        seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
-        accept_lengths=[[written for written, _ in its] for its in own],
-        kept=None if beams else [[one.kept[row] for _, one in its] for row, its in enumerate(own)],
-        drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
-        nodes=[one.nodes for one in passes],
-        pass_seconds=[one.seconds for one in passes],
-        trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
-        sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
-        beam_indices=beams.beam_indices() if beams is not None else None,
-    )
-
-
-def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Turn lists by row and token into tensors ``[B, V]`` by step; zeros after the end of a row."""
-    longest = max(len(row) for row in rows)
-    return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))

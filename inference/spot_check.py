@@ -39,7 +39,7 @@ class SpotCheck:
         if not self.capturer.spot_checks or _paused.get():
             return
         with _numbering:
-            numbers = [next(_numbers) for _ in decoder.sequences]
+            numbers = [next(_numbers) for _ in decoder.texts.of]
         for row, number in enumerate(numbers):
             if number % EVERY == 0 and decoder.request.processing.repeatable:
                 try:
@@ -73,6 +73,6 @@ def paused() -> Iterator[None]:
 
 
 def _text(decoder: Decoder, row: int) -> Text:
-    sequence = decoder.sequences[row]
+    text, request = decoder.texts.of[row], decoder.request
     seed_1 = None if decoder.seeds_B is None else decoder.seeds_B[row : row + 1]
-    return Text(sequence.ids_T, len(sequence.written), seed_1, decoder.request.processing, sequence.pads)
+    return Text(text.ids_T, len(text.written), seed_1, request.processing, request.pads_B[row], row)

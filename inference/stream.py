@@ -77,7 +77,7 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
     follow from what has ended. Raises UserError as generate does for a prompt that cannot be continued.
     """
     assert not queue.settings.stop
-    with turn(heads.backbone.model):
+    with turn(heads.backbone.model), heads.running():
         engine = heads.engine(queue.speculate and bool(heads.drafters or heads.proposers))
         request, shape = _request(heads.backbone.device, queue), queue.settings.tree
         seeds_B = torch.zeros(queue.batch_size, dtype=torch.int64, device=heads.backbone.device) if request.sample else None
@@ -87,8 +87,8 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
         while live := rows.fill():
             forward = decoder.advance()
             written = [] if forward is None else [(live[number], tokens) for number, tokens in forward.written.items()]
-            over = [number for number in live if decoder.sequences[number].ended]
-            yield Step(written, [Ended(live.pop(number), decoder.sequences[number].written) for number in over], forward)
+            over = [number for number in live if decoder.texts.of[number].ended]
+            yield Step(written, [Ended(live.pop(number), decoder.texts.of[number].written) for number in over], forward)
 
 
 class _Rows:

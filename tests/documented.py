@@ -81,6 +81,7 @@ def make_home(folder: Path) -> Path:
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "models").mkdir()
     write_gguf(folder / "models" / "chat.Q4_K_M.gguf", *chat_model())
+    (folder / "schema.json").write_text('{"enum": ["red", "blue"]}')
     for name in ("question.txt", "long_text.txt"):
         (folder / name).write_text("def read(path):\n")
     return folder

@@ -54,7 +54,7 @@ def build(name: str, settings: dict[str, Any], seed: int = 0, loud: float = 2.2)
     """A model of the transformers classes ``<name>Config`` and ``<name>ForCausalLM``, with weights that make its output varied."""
     config = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCAB} | SILENT | settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config).eval()
+    model = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config).eval().requires_grad_(False)
     shake(model, loud)
     model.generation_config = transformers.GenerationConfig(**SILENT)
     return model

@@ -59,7 +59,7 @@ def small_backbone(dtype: torch.dtype = torch.float64) -> Backbone:
         vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, initializer_range=0.5,
         max_position_embeddings=64,
     )  # fmt: skip
-    return Backbone(LlamaForCausalLM(config).to(dtype))
+    return Backbone(LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False))
 
 
 def batch(backbone: Backbone) -> Features:

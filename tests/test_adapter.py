@@ -13,11 +13,12 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from families import VOCAB, backbone, random_drafter, texts, tiny
+from families import VOCAB, backbone, prompts, random_drafter, texts, tiny
 from forked import Forked
 from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 from transformers import AutoModelForCausalLM
+from users_model import state
 
 import headstart
 from headstart.cli.train import main
@@ -92,7 +93,7 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(trained / "backbone")
     heads = headstart.load(out, backbone=model)
     assert heads.backbone.adapter is not None and heads.backbone.adapter.digest() == metadata["contract"]["adapter"]
-    assert not heads.backbone.trainable and not any(weight.requires_grad for weight in model.parameters())
+    assert not heads.backbone.trainable and not any(weight.requires_grad for weight in heads.backbone.adapter.parameters.values())
     ours = headstart.load(out, backbone=alone)   # passed as it is: the adapter is already attached
     bare = AutoModelForCausalLM.from_pretrained(trained / "backbone")
     differs = False
@@ -104,6 +105,32 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
         assert torch.equal(alone.generate(input_ids=row, custom_generate=ours.generate, **options), expected)
         differs = differs or not torch.equal(bare.generate(row, **options), expected)
     assert differs, "the adapter changes nothing: the test holds nothing"
+
+
+def test_unloading_takes_the_adapter_off_again(trained: Path) -> None:
+    importlib.import_module("tests.dying")
+    model = AutoModelForCausalLM.from_pretrained(trained / "backbone").train()
+    before = state(model)
+    with headstart.load(trained / "out", backbone=model):
+        names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        assert names and not any("lora" in name for name in names), "the base is trained as before"
+    assert state(model) == before
+
+
+def test_switching_an_adapter_counts_from_the_next_call_on() -> None:
+    alone = peft.get_peft_model(tiny("llama", num_hidden_layers=2), peft.LoraConfig(r=2, target_modules="all-linear"))
+    for name, weight in alone.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight.detach(), std=0.5)
+    row, said = prompts((9,))[0][None], list[torch.Tensor]()
+    heads = headstart.load(None, backbone=alone, capture="trace")
+    for _ in range(2):
+        said.append(alone.generate(input_ids=row, custom_generate=heads.generate, max_new_tokens=12))
+        assert torch.equal(said[-1], alone.generate(input_ids=row, max_new_tokens=12))
+        with alone.disable_adapter():
+            said.append(alone.generate(input_ids=row, custom_generate=heads.generate, max_new_tokens=12))
+            assert torch.equal(said[-1], alone.generate(input_ids=row, max_new_tokens=12))
+    assert not torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
 
 
 @pytest.mark.matrix(cells=1)

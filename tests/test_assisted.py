@@ -83,7 +83,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
     handle = MODEL.base_model.register_forward_hook(outputs.keep)
     MODEL(text_1T[:, :-1])
     handle.remove()
-    processing = Processing(LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(10)]), [0])
+    processing = Processing(LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(10)]), 1)
     candidates = HeadCandidates(drafter, outputs, Limits(1, 99, frozenset()), processing, 0)
     probs_V = warp(text_1T, MODEL(text_1T).logits[:, -1] / 3.0).softmax(-1)[0]
     counts_V, accepted, draws = torch.zeros(VOCAB), 0, 1500

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 
+import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
@@ -188,10 +189,14 @@ def test_processors_that_know_the_prompt() -> None:
     for few in (2, 5, 40):   # also fewer than there are beams
         allow = lambda b, ids, few=few: [(int(ids[-1]) * 7 + i) % VOCAB for i in range(few)]  # noqa: E731
         same(of, row(), num_beams=3, prefix_allowed_tokens_fn=allow)
+        same(of, row(), num_beams=3, prefix_allowed_tokens_fn=headstart.stateless(allow))
     same(of, row(), num_beams=3, encoder_no_repeat_ngram_size=1)
+    same(of, left_padded(prompts((9, 4))), num_beams=3, encoder_repetition_penalty=1.3, encoder_no_repeat_ngram_size=2)
+    four = lambda b, ids: [4]  # noqa: E731
+    same(of, row(), num_beams=2, prefix_allowed_tokens_fn=four, bad_words_ids=[[4]])   # transformers then allows it nevertheless
     with pytest.raises(UserError, match="rule out every token"):
-        say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=lambda b, ids: [4], bad_words_ids=[[4]])
-    with pytest.raises(UserError, match="empty list"):
+        say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=four, suppress_tokens=[4])
+    with pytest.raises(ValueError, match="empty list"):
         say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=lambda b, ids: [])
 
 
@@ -267,10 +272,8 @@ def test_gpt2_near_its_last_position() -> None:
         ({"do_sample": True}, "beam_sample"),
         ({"num_beam_groups": 2, "num_beams": 4, "diversity_penalty": 0.5}, "group_beam_search"),
         ({"force_words_ids": [[4]]}, "constrained_beam_search"),
-        ({"encoder_repetition_penalty": 1.3}, "first beam alone"),
         ({"streamer": Noted()}, "streamer"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"prefix_allowed_tokens_fn": lambda b, ids: [1, 2]}, "2 rows"),
     ],
 )
 def test_refusals(options: dict[str, Any], named: str) -> None:

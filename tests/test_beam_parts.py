@@ -18,7 +18,7 @@ from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader
 from headstart.inference.sources.levels import Level
 
-NEXT = TopK(np.zeros(1), np.zeros(1))
+NEXT = TopK(np.zeros(1), np.zeros(1), torch.zeros(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +54,7 @@ def test_observed_top_k_replaces_drafts() -> None:
     tokens_BW, scores_BW = torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4)
     level = Level(tokens_BW, torch.zeros_like(tokens_BW), scores_BW, scores_BW - 1)
     assert _corrected(level, [None, None]) is level
-    corrected = _corrected(level, [None, TopK(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]))])
+    corrected = _corrected(level, [None, TopK(np.array([-0.1, -0.2, -0.3], np.float32), np.array([50, 51, 52]), torch.zeros(3))])
     assert torch.equal(corrected.tokens_BW[0], tokens_BW[0]) and torch.equal(corrected.totals_BW[0], scores_BW[0] - 1)
     assert corrected.tokens_BW[1, :3].tolist() == [50, 51, 52] and corrected.scores_BW[1, :3].tolist() == pytest.approx([-0.1, -0.2, -0.3])
     assert torch.equal(corrected.totals_BW[1], corrected.scores_BW[1]) and corrected.totals_BW[1, 3] < -1e8, "nothing else is drafted"

@@ -22,11 +22,10 @@ from headstart.inference.generate import SpeculativeModel
 def audit(decoder: Decoder, on: Backbone) -> None:
     """Compare every layer's keys and values, row by row, with a single read of the sequence."""
     for row, number in enumerate(decoder.rows):
-        text = decoder.sequences[number]
-        if text.ended:
+        if decoder.texts.of[number].ended:
             continue
         length = int(decoder.cache.lengths_B[row])
-        ids = text.ids_T[text.pads :]
+        ids = decoder.texts.of[number].ids_T[decoder.request.pads_B[number] :]
         assert length == len(ids) - 1, "all but the root has been read"
         fresh = on.model(ids[None, :length], use_cache=True).past_key_values
         for i, layer in enumerate(fresh.layers):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import copy
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from families import Noted, heads, left_padded, prompts, random_drafter, tiny, u
 from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from users_model import in_training, state
 
 import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import METADATA
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import GenerateOutput
+from headstart.inference.serving.custom_generate import kept
 from headstart.support.errors import UserError
 
 ROWS = left_padded(prompts((9, 4, 6)))
@@ -82,21 +86,36 @@ def test_left_padding_and_beams(model: PreTrainedModel, folders: dict[str, Path]
 def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Path], tmp_path: Path) -> None:
     model, folder = tiny("llama"), tmp_path / "mine"
     shutil.copytree(folders["eagle3"], folder)
-    kept = lambda: [entry.heads for entry in vars(model)["_headstart_loaded"].entries.values()]  # noqa: E731
+    loaded = lambda: [entry.heads for entry in kept[model].entries.values()]  # noqa: E731
     carried(model, folder)
-    (first,) = kept()
+    (first,) = loaded()
     carried(model, folder)
-    assert kept() == [first] and first.drafter is not None
+    assert loaded() == [first] and first.drafter is not None
     random_drafter("eagle3", Backbone(model), seed=5).save_pretrained(folder)
     plain = model.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
     assert torch.equal(carried(model, folder), plain)
-    (second,) = kept()
+    (second,) = loaded()
     assert second is not first and second.drafter is not None
     assert not torch.equal(second.drafter.state_dict()["fc.weight"], first.drafter.state_dict()["fc.weight"])
     twin = copy.deepcopy(model)   # a copy has heads of its own
-    assert not vars(twin)["_headstart_loaded"].entries
+    assert twin not in kept and torch.equal(carried(twin, folder), plain)
     model.double()
-    assert carried(model, folder).shape == plain.shape and kept()[0].drafter.fc.weight.dtype == torch.float64
+    assert carried(model, folder).shape == plain.shape and loaded()[0].drafter.fc.weight.dtype == torch.float64
+
+
+def test_nothing_stays_on_the_model_and_nothing_keeps_it(folders: dict[str, Path]) -> None:
+    model = in_training("llama")
+    before = state(model)
+    carried(model, folders["eagle3"])
+    assert state(model) == before
+    model.generation_config.eos_token_id = eos = int(carried(model, folders["eagle3"])[0, -3])
+    model.generation_config = copy.deepcopy(model.generation_config)   # what is put on it later counts
+    plain = model.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
+    assert eos in plain and torch.equal(carried(model, folders["eagle3"]), plain) and model in kept
+    gone = weakref.ref(model)
+    del model, before
+    gc.collect()
+    assert gone() is None and not [one for one in kept if one is gone()]
 
 
 def test_a_hub_id_and_a_revision_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +129,7 @@ def test_a_hub_id_and_a_revision_of_it(tmp_path: Path, monkeypatch: pytest.Monke
     plain = model.generate(**ROWS, max_new_tokens=4, do_sample=False)
     assert torch.equal(carried(model, Path("someone/heads"), max_new_tokens=4), plain)
     assert torch.equal(carried(model, Path("someone/heads"), max_new_tokens=4, revision="old"), plain)
-    assert [entry.folder.name for entry in vars(model)["_headstart_loaded"].entries.values()] == list(commits.values())
+    assert [entry.folder.name for entry in kept[model].entries.values()] == list(commits.values())
 
 
 def test_code_in_a_checkpoint_runs_only_where_it_is_trusted(model: PreTrainedModel, folders: dict[str, Path]) -> None:

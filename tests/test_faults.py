@@ -32,8 +32,6 @@ from headstart.training.run.processes import lost_process
 WEIGHTS = "medusa_lm_head.safetensors"
 MOST = 100
 """More file operations than any save has."""
-
-
 NEVER = 77
 """Exit status of a process in which no operation had the number."""
 
@@ -284,8 +282,7 @@ def test_which_errors_mean_a_lost_process(monkeypatch: pytest.MonkeyPatch) -> No
     gone = RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37. Check the logs")
     assert lost_process(gone, "out") is None, "of one process it means something else"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert str(lost_process(gone, "out")).startswith(
-        "another process of this run has ended or does not answer (Connection closed by peer [127.0.0.1]:37)"
-    )
+    said = "another process of this run has ended or does not answer (Connection closed by peer [127.0.0.1]:37)"
+    assert str(lost_process(gone, "out")).startswith(said)
     assert lost_process(torch.distributed.DistBackendError("of NCCL"), "out") is not None
     assert lost_process(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "out") is None

@@ -201,8 +201,8 @@ def test_states_hold_what_a_fresh_read_would(monkeypatch: pytest.MonkeyPatch) ->
     def audit(self: Decoder, *args: Any) -> None:
         advance(self, *args)
         for row, number in enumerate(self.rows if len(audited) % 3 == 0 else []):
-            text, length = self.sequences[number], int(self.cache.lengths_B[row])
-            _, _, fresh = read_prompts(on, [text.ids_T[text.pads :][:length]])
+            ids_T, length = self.texts.of[number].ids_T[self.request.pads_B[number] :], int(self.cache.lengths_B[row])
+            _, _, fresh = read_prompts(on, [ids_T[:length]])
             for one, other in zip(list_tensors(self.cache.states), list_tensors(fresh.states), strict=True):
                 torch.testing.assert_close(one[:, row], other[:, 0], atol=1e-4, rtol=1e-3)
         audited.append(len(self.rows))

@@ -33,7 +33,7 @@ def text(ids_T: Tensor, temperature: float = 0.0, pads: int = 0) -> Text:
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature else [])
     seed_1 = torch.tensor([5]) if temperature else None
     ids_T = torch.cat([ids_T.new_zeros(pads), ids_T])
-    return Text(ids_T, len(ids_T) - pads - len(PROMPT_T), seed_1, Processing(warpers, [pads]), pads)
+    return Text(ids_T, len(ids_T) - pads - len(PROMPT_T), seed_1, Processing(warpers, 1), pads)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -63,7 +63,7 @@ def test_a_changed_token_falls_short_by_what_its_logit_lacks(temperature: float)
 def test_a_token_that_no_logit_would_make_the_pick() -> None:
     judge = Judge(backbone("llama"))
     ids_T, _ = written(judge.backbone)
-    only = Processing(LogitsProcessorList([lambda ids, scores: scores.masked_fill(torch.arange(61) != 3, -torch.inf)]), [0])   # type: ignore[list-item]
+    only = Processing(LogitsProcessorList([lambda ids, scores: scores.masked_fill(torch.arange(61) != 3, -torch.inf)]), 1)   # type: ignore[list-item]
     found = judge.judge(Text(torch.cat([PROMPT_T, torch.tensor([3, 4])]), 2, None, only))
     assert found.shortfalls == {1: float("inf")} and found.worst == (float("inf"), 1)
 
@@ -79,7 +79,7 @@ def test_a_filter_near_its_edge_is_a_near_tie() -> None:
             on.unembed.weight[[7, 9]] *= -1
     with torch.no_grad():
         on.unembed.weight[[7, 9]] *= 20 / logits_V[7].abs()
-    one = Processing(LogitsProcessorList([TopKLogitsWarper(1)]), [0])
+    one = Processing(LogitsProcessorList([TopKLogitsWarper(1)]), 1)
     judge = Judge(on)
     tokens = [judge.judge(Text(torch.cat([PROMPT_T, torch.tensor([token])]), 1, torch.tensor([5]), one)).shortfalls for token in (7, 9)]
     assert sorted(map(len, tokens)) == [0, 1] and max(size for found in tokens for size in found.values()) < 1e-3
@@ -125,13 +125,13 @@ def test_logits_that_are_no_numbers_are_no_rounding() -> None:
 def test_texts_of_every_length(length: int) -> None:
     judge = Judge(backbone("llama"))
     ids_T = torch.cat([PROMPT_T[:1], torch.arange(length) % 61])
-    judge.judge(Text(ids_T, length, None, Processing(LogitsProcessorList(), [0])))
+    judge.judge(Text(ids_T, length, None, Processing(LogitsProcessorList(), 1)))
     assert judge.rounding.texts == 1 and judge.rounding.tolerance > 0
 
 
 def test_processors_that_may_be_called_again() -> None:
     def processing(*given: object) -> Processing:
-        return Processing(LogitsProcessorList(given), [0])   # type: ignore[arg-type]
+        return Processing(LogitsProcessorList(given), 1)   # type: ignore[arg-type]
 
     assert processing(TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)).repeatable
     assert not processing(lambda ids, scores: scores).repeatable, "it may count its calls"

@@ -15,6 +15,7 @@ from families import DRAFTERS, FAMILIES, VOCAB, Scripted, backbone, heads, left_
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import headstart
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
@@ -24,8 +25,9 @@ MANNERS = [*DRAFTERS, "adversary", "oracle", "nearly"]
 SEEDS = [5, 77, -3, 2**63 + 11, 0]
 
 
+@headstart.stateless
 class Superstition(LogitsProcessor):
-    """A user-defined processor that depends on the whole history and masks many tokens."""
+    """A user-defined processor that depends on the whole history, padding included, and masks many tokens."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         total = input_ids.sum(-1, keepdim=True)
@@ -70,8 +72,11 @@ def unrecorded(family: str, kind: str) -> SpeculativeModel:
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:
-    """transformers' own generate, row by row."""
+    """transformers' own generate, row by row; a processor of the user's own sees the padding of a batch."""
     model = backbone(family).model
+    if "logits_processor" in options:
+        rows = left_padded(prompts())
+        return unpadded(model.generate(**rows, **options), rows)
     return [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **options)[0].tolist() for row in prompts()]
 
 
@@ -180,26 +185,28 @@ def test_a_broken_drafter_changes_nothing(wrong: float) -> None:
 
 @pytest.mark.parametrize("options", [{"encoder_repetition_penalty": 3.0}, {"encoder_no_repeat_ngram_size": 2}])
 def test_processors_that_know_the_prompt(options: dict[str, Any]) -> None:
-    """transformers builds these processors for the single sequence of one prompt; a tree of nodes must not confuse them."""
-    row = prompts((20,))[0][None]
-    expected = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=LENGTH, do_sample=False, **options)
-    for manner in ("oracle", "nearly"):
-        of = drafting(manner, "llama", expected.tolist())
-        assert torch.equal(say(of, {"input_ids": row}, max_new_tokens=LENGTH, do_sample=False, **options), expected)
+    """transformers makes these processors for the sequences of its prompts, by number; a tree of nodes must not confuse them."""
+    for lengths in ((20,), (20, 9, 14)):
+        rows = left_padded(prompts(lengths))
+        expected = backbone("llama").model.generate(**rows, max_new_tokens=LENGTH, do_sample=False, **options)
+        for manner in ("oracle", "nearly"):
+            of = drafting(manner, "llama", unpadded(expected, rows))
+            assert torch.equal(say(of, rows, max_new_tokens=LENGTH, do_sample=False, **options), expected)
 
 
 def test_constraints_know_the_text() -> None:
-    """prefix_allowed_tokens_fn: after token t, only t+1 to t+9."""
-    row = prompts((6,))[0][None]
+    """prefix_allowed_tokens_fn: after token t, in row b, only t+1+b to t+9+b."""
+    rows = left_padded(prompts((6, 3)))
 
+    @headstart.stateless
     def allowed(batch: int, ids: Tensor) -> list[int]:
-        assert batch == 0
-        return [int(ids[-1] + step) % VOCAB for step in range(1, 10)]
+        return [int(ids[-1] + batch + step) % VOCAB for step in range(1, 10)]
 
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
-    expected = backbone("llama").model.generate(row, attention_mask=torch.ones_like(row), **options)
+    expected = backbone("llama").model.generate(**rows, **options)
     for manner in ("oracle", "eagle3"):
-        assert torch.equal(say(drafting(manner, "llama", expected.tolist()), {"input_ids": row}, **options), expected)
+        out = say(drafting(manner, "llama", unpadded(expected, rows)), rows, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, expected) and (out.tau > 2 or manner != "oracle")
 
 
 def test_bf16_tokens_are_near_the_argmax() -> None:

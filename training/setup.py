@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, parse_flag_from_env, set_seed
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, parse_flag_from_env, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -146,7 +146,9 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     ]
     plugin = fsdp_plugin()
     try:
-        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin)
+        # The recipe alone says how to train: what is not given is read from the environment.
+        own = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1), "dynamo_backend": "no"}
+        accelerator = Accelerator(mixed_precision=recipe.train.precision, kwargs_handlers=handlers, fsdp_plugin=plugin, **own)
     except ValueError as error:
         raise UserError(f"train.precision={recipe.train.precision} does not work here ({error}); use no or bf16") from None
     require_known(accelerator, plugin)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class Adapter:
             raise UserError(f"{peft.peft_type} adapters change the prompt, not the layers; {SUPPORTED}")
         if peft.peft_config[peft.active_adapter].to_dict().get("alora_invocation_tokens"):
             raise UserError(f"the adapter is switched on by tokens of the prompt (aLoRA); {SUPPORTED}")
-        self.model: PreTrainedModel = peft.get_base_model().eval()   # PEFT's new layers are in training mode
+        self.model: PreTrainedModel = peft.get_base_model()
+        self.loaded_here = False
+        """True if it was put on a model by `load_adapter`, not by the caller."""
         self.parameters = _adapter_parameters(self.model, peft.base_model.prefix)
         self.dropouts = [module for name, module in self.model.named_modules() if f"{peft.base_model.prefix}dropout" in name]
         tables = [module for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if module is not None]
@@ -116,7 +119,7 @@ def new_adapter(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, use_dora=use_dora, task_type="CAUSAL_LM"
     )
     try:
-        return Adapter(peft.get_peft_model(model, config))
+        return Adapter(_added(peft, model, config))
     except ValueError as error:
         raise UserError(f"no adapter fits {type(model).__name__}: {' '.join(str(error).split())[:300]}") from None
 
@@ -133,21 +136,57 @@ def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True)
         if config.is_prompt_learning:
             raise UserError(f"the adapter in {folder} is {config.peft_type.value}, which changes the prompt, not the layers; {SUPPORTED}")
         config.inference_mode = True
-        wrapped = peft.get_peft_model(model, config)
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):   # PEFT draws weights, which are replaced
+            wrapped = _added(peft, model, config)
         if weights:
             report = peft.set_peft_model_state_dict(wrapped, load_file(folder / WEIGHTS))
             missing = [name for name in report.missing_keys if wrapped.base_model.prefix in name]
             if missing or report.unexpected_keys:
                 raise ValueError(f"{len(missing)} of its weights are missing and {len(report.unexpected_keys)} unknown")
-        return Adapter(wrapped)
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        adapter = Adapter(wrapped)
+        adapter.loaded_here = True
+        return adapter
+    except BaseException as error:
         if wrapped is not None:
-            wrapped.unload()
+            remove(wrapped)
+        if isinstance(error, UserError) or not isinstance(error, (ValueError, TypeError, KeyError, RuntimeError, SafetensorError)):
+            raise
         cause = " ".join(str(error).split())[:200]
         name = type(model).__name__
         raise UserError(f"the adapter in {folder} does not fit {name} ({cause}); load the backbone it was trained on") from None
+
+
+def _added(peft: Any, model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """Put an adapter on the model and leave the rest as it is, which PEFT freezes; the new layers have the model's mode."""
+    modules, learned = set(model.modules()), [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        wrapped: PeftModel = peft.get_peft_model(model, config)
+    except BaseException:
+        vars(model).pop("peft_config", None)
+        raise
+    finally:
+        for weight in learned:
+            weight.requires_grad_(True)
+    for module in set(model.modules()) - modules:
+        module.training = model.training
+    return wrapped
+
+
+def remove(wrapped: PeftModel) -> None:
+    """Take the adapter off the model, whose own layers are put back in their places."""
+    wrapped.base_model.unload()
+
+
+def tuner_state(model: nn.Module) -> tuple[Any, ...]:
+    """Return what the adapters of a model add to its layers besides their weights: which are active, merged and how they are scaled."""
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    scales = (vars(layer).get("scaling", {}).items() for layer in layers)
+    states = ((*layer.active_adapters, layer.disable_adapters, *layer.merged_adapters) for layer in layers)
+    return (*states, *map(tuple, scales))
 
 
 def find_adapter(path: str | Path) -> Path:

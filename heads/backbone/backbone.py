@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import load_adapter, new_adapter, unwrap
+from headstart.heads.backbone.adapter import load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
-from headstart.heads.backbone.hooks import recomputed, tapped
+from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
 from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows
-from headstart.heads.backbone.probes import find_postprocessing, require_masks
+from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
@@ -39,9 +39,9 @@ Attention = Literal["auto", "sdpa", "eager"]
 
 
 class Backbone:
-    """A causal language model with `embed`, `readout` and `read`. The caller may keep using the model object.
+    """A causal language model with `embed`, `readout` and `read`. The model stays the caller's, as it was after each of these.
 
-    Its weights are frozen. The adapter of a ``PeftModel`` is used in decoding and, with ``trainable``, trained.
+    It is not trained, but for the adapter of a ``PeftModel`` with ``trainable``.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False) -> None:
@@ -53,7 +53,7 @@ class Backbone:
         self._heads_without_adapter: str | None = None
         self.gguf: GgufFile | None = None
         """The GGUF file that the weights were read from, if any."""
-        self.model = model.eval().requires_grad_(False)
+        self.model, self.evaluation = model, Evaluation(model)
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
@@ -72,14 +72,17 @@ class Backbone:
         self.windows = attention_windows(stated, model)
         self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
-        self._postprocess = find_postprocessing(self)
-        require_masks(self)
+        self.forward = vars(model).get("forward")
+        with self.evaluation():
+            self.postprocess = find_postprocessing(self)
+            require_masks(self)
         if trainable:
             self._unfreeze()
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
             raise UserError(f"{type(self.model).__name__} has no adapter to train; give a PeftModel, or set backbone.lora in the recipe")
+        self.model.requires_grad_(False)
         self.trainable = self.adapter.parameters
         for weight in self.trainable.values():
             weight.requires_grad_(True)
@@ -90,14 +93,18 @@ class Backbone:
         """Attach a new, trainable LoRA or DoRA adapter to the model."""
         assert self.adapter is None
         self.adapter = new_adapter(self.model, rank, alpha, dropout, target_modules, use_dora)
-        self.model.requires_grad_(False)
         self._unfreeze()
 
     def attach(self, path: str, weights: bool = True) -> None:
         """Attach a saved adapter, frozen: a folder or hub id; without ``weights`` only its shapes. Raises UserError if it does not fit."""
         assert self.adapter is None
         self.adapter = load_adapter(self.model, path, weights)
-        self.model.requires_grad_(False)
+
+    def detach(self) -> None:
+        """Take off the adapter that `attach` put on."""
+        if self.adapter is not None and self.adapter.loaded_here:
+            remove(self.adapter.peft)
+            self.adapter = None
 
     def require_adapter(self, checkpoint: str, folder: Path, digest: str | None, allow_other: bool = False) -> None:
         """Attach the adapter that heads were trained with, unless it is attached already. ``digest`` None: trained without one.
@@ -154,7 +161,7 @@ class Backbone:
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Map final hidden states ``[..., D]`` to logits ``[..., V]``, soft-capped or scaled as in the model's own forward."""
-        return self._postprocess(self.unembed(hidden))
+        return self.postprocess(self.unembed(hidden))
 
     def read(
         self,
@@ -195,7 +202,9 @@ class Backbone:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
         repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
-        with dropout, tree_attention(self.exact) if masked else nullcontext(), repeated:
+        itself = differentiable and self.adapter is None   # a draft model in training keeps its mode
+        kernel = tree_attention(self.exact) if masked else nullcontext()
+        with nullcontext() if itself else self.evaluation(), dropout, kernel, repeated:
             yield
 
     def fingerprint(self) -> list[float]:
@@ -254,7 +263,7 @@ def load_backbone(
         raise load_error("backbone", path, error) from error
     if gguf is not None:
         gguf.describe_in(model, path)
-    backbone = Backbone(model.to(on) if place is None else place(model, on))
+    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False))
     backbone.gguf = gguf
     return backbone
 
@@ -288,11 +297,3 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise
     except Exception as error:   # as with models: what is raised depends on the tokenizer and on the damage
         raise load_error("tokenizer", path, error) from error
-
-
-def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
-    return lists[0]

@@ -1,10 +1,10 @@
-"""Temporary changes to a model during a forward pass: collect or nudge layer outputs, and recompute layers in the backward."""
+"""Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,53 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.backbone.recompute import contexts
+
+
+class Evaluation:
+    """The evaluation mode of a module: within the context no part of it is in training mode, afterwards each is as it was.
+
+    Contexts may be nested and held by several threads; the last to leave restores the modes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._holders, self._lock = 0, threading.Lock()
+        self._training: list[nn.Module] = []
+        """The parts that were in training mode."""
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Hold the module in evaluation mode."""
+        try:
+            with self._lock:
+                self._holders += 1
+                if self._holders == 1:
+                    self._training = [part for part in self.module.modules() if part.training]
+                    _set_training(self._training, False)
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if self._holders == 0:
+                    _set_training(self._training, True)
+
+
+def _set_training(modules: list[nn.Module], training: bool) -> None:
+    for module in modules:   # not train(), which also sets what is below
+        module.training = training
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Within this context no weight of the module requires gradients: what is captured could not hold such weights."""
+    learned = [weight for weight in module.parameters() if weight.requires_grad]
+    try:
+        for weight in learned:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in learned:
+            weight.requires_grad_(True)
 
 
 @contextmanager
@@ -32,15 +79,11 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
         if threading.get_ident() == thread:
             kept[0] = args[0] if args else kwargs["hidden_states"]
 
-    handles = [
-        layers[tap - 1].register_forward_hook(after(tap)) if tap else layers[0].register_forward_pre_hook(before, with_kwargs=True)
-        for tap in taps
-    ]
-    try:
+    with ExitStack() as handles:
+        for tap in taps:
+            add = layers[tap - 1].register_forward_hook if tap else layers[0].register_forward_pre_hook
+            handles.callback((add(after(tap)) if tap else add(before, with_kwargs=True)).remove)
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -61,12 +104,10 @@ def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
         moved = hidden + hidden.abs() * torch.finfo(hidden.dtype).eps * signs
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
-    handles = [layer.register_forward_hook(move) for layer in layers]
-    try:
+    with ExitStack() as handles:
+        for layer in layers:
+            handles.callback(layer.register_forward_hook(move).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -75,14 +116,22 @@ def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[
 
     transformers' own gradient checkpointing needs the model in training mode, whose dropout a backbone must not have.
     """
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=partial(contexts, mode))
+    with ExitStack() as changed:
+        for layer in layers:
+            forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=partial(contexts, mode))
+            changed.enter_context(replaced_forward(layer, forward))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context the module's forward is another function."""
+    own = vars(module).get("forward")
     try:
+        module.forward = forward
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.forward
-            else:
-                layer.forward = own
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = own

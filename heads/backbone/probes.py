@@ -1,4 +1,5 @@
-"""Test forward passes when a model is loaded: they check that it follows tree masks and find how it post-processes its logits."""
+"""Checks of a model: when it is loaded, where its layers are, and test passes that show whether it follows tree masks and how it makes its
+logits; later, that it is still the same."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headstart.heads.backbone.recurrent import Branch
 from headstart.support.errors import UserError
@@ -72,3 +74,28 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
         )
     apply, scale = POSTPROCESS[best[0]], best[1]
     return lambda logits: apply(logits, scale)
+
+
+def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
+    """Raise UserError unless ``model``, whose ``generate`` was called, is the backbone's and computes its logits as when it was loaded."""
+    if model is not backbone.model:
+        raise UserError(f"these heads are on another model object ({backbone.name}); load them with backbone=this model")
+    parts = (model.base_model, model.get_input_embeddings(), model.get_output_embeddings())
+    if parts != (backbone.base, backbone.embed, backbone.unembed) or backbone.unembed.weight.shape[0] != backbone.vocab:
+        raise UserError("the model's embedding, output layer or decoder was replaced or resized since heads were loaded; load them anew")
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise UserError(
+            "hooks on the model as a whole are not called: passes run its decoder and its output layer; put them on model.base_model, its "
+            "layers or the output layer, or remove them"
+        )
+    if (forward := vars(model).get("forward")) is not backbone.forward:
+        with backbone.evaluation():
+            backbone.postprocess, backbone.forward = find_postprocessing(backbone), forward
+
+
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """Find the list of decoder layers of the language model, not of an image tower of as many. Raises UserError if it has none."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of its {count} decoder layers; such a model can't be tapped")
+    return lists[0]

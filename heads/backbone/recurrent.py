@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from headstart.heads.backbone.hooks import replaced_forward
 from headstart.support.errors import UserError
 
 KIND = "linear_attention"
@@ -221,20 +222,18 @@ class Recurrent:
     @contextmanager
     def along(self, branch: Branch) -> Iterator[None]:
         """Run the model's forward pass over a tree's nodes inside this context."""
-        before = [vars(layer.module).get("forward") for layer in self.layers]
-        self.reading = True
-        try:
+        with ExitStack() as changed:
+            self.reading = True
+            changed.callback(self._leave)
             for layer in self.layers:
-                layer.branch, layer.module.forward = branch, layer.forward
+                layer.branch = branch
+                changed.enter_context(replaced_forward(layer.module, layer.forward))
             yield
-        finally:
-            self.reading = False
-            for layer, forward in zip(self.layers, before, strict=True):
-                layer.branch = None
-                if forward is None:
-                    del layer.module.forward
-                else:
-                    layer.module.forward = forward
+
+    def _leave(self) -> None:
+        self.reading = False
+        for layer in self.layers:
+            layer.branch = None
 
 
 def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Recurrent | None:

@@ -81,11 +81,7 @@ def allocate(config: PretrainedConfig) -> PreTrainedModel:
 
 def trainable(model: PreTrainedModel) -> Backbone:
     """Wrap a model whose weights may be trained; `Backbone.read` then computes gradients."""
-    training, learns = model.training, [weight.requires_grad for weight in model.parameters()]
-    wrapped = Backbone(model)   # freezes the model
-    model.train(training)
-    for weight, learned in zip(model.parameters(), learns, strict=True):
-        weight.requires_grad_(learned)
+    wrapped = Backbone(model)
     wrapped.trainable = dict(model.named_parameters())
     return wrapped
 

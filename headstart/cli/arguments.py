@@ -210,6 +210,9 @@ def _add_one_text(parser: argparse.ArgumentParser) -> None:
     about = "nucleus sampling: from the most probable tokens that reach P together"
     parser.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
     parser.add_argument("--seed", type=SEED, metavar="S", help="seed of the sampling (default: random, printed)")
+    grammar = parser.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="FILE", help="write JSON of the schema in this file (needs headstart[grammar])")
+    grammar.add_argument("--regex", metavar="PATTERN", help="write text that this regular expression matches as a whole")
 
 
 def _add_style(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.inference.bench.prompts import Message, Prompter
@@ -42,10 +42,19 @@ class Answer:
 
 
 class Chat:
-    """The conversation so far. Each answer prefills all of it again."""
+    """The conversation so far, and the cache in which it has been read."""
 
-    def __init__(self, heads: SpeculativeModel, prompter: Prompter, settings: Settings, seed: int, system: str | None = None) -> None:
+    def __init__(
+        self,
+        heads: SpeculativeModel,
+        prompter: Prompter,
+        settings: Settings,
+        seed: int,
+        system: str | None = None,
+        processors: LogitsProcessorList | None = None,
+    ) -> None:
         self.heads, self.prompter, self.settings, self.seed, self.system = heads, prompter, settings, seed, system
+        self.processors = processors or LogitsProcessorList()
         self.answers: list[Answer] = []
         self.conversation = -1
         self.messages: list[Message]
@@ -55,6 +64,7 @@ class Chat:
         """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.conversation += 1
+        self.cache = DynamicCache()
 
     def ask(self, question: str, painter: Painter) -> Answer:
         """Generate an answer, streamed to ``painter``; KeyboardInterrupt stops it. Raises UserError if the context is full."""
@@ -68,7 +78,8 @@ class Chat:
         tally, start = Tally(), time.perf_counter()
         stopped = False
         try:
-            tally.add(continue_text(self.heads, prompt_T, settings, self.seed + len(self.answers), streamer=painter))
+            seed, given = self.seed + len(self.answers), {"logits_processor": self.processors, "past_key_values": self.cache}
+            tally.add(continue_text(self.heads, prompt_T, settings, seed, streamer=painter, **given))
         except KeyboardInterrupt:
             painter.end()
             stopped = True

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
 from headstart.cli.chat import Chat, converse, require_template
 from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, prompter_of, quiet, tree_of
 from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.checkpoint import require_adapter
 from headstart.inference.bench.bench import Plan, compare, require_room
 from headstart.inference.bench.curve import cost_curve
@@ -28,6 +29,7 @@ from headstart.inference.bench.tune import tune as measure_machine
 from headstart.inference.engine.sizes import TUNED_SIZES
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.grammar import grammar
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation.tuned import key, write_tuned
 from headstart.support.errors import UserError
@@ -170,7 +172,7 @@ def chat(args: argparse.Namespace) -> int:
     backbone = backbone_of(name, args)
     heads = heads_of(_drafting_heads(args, backbone), backbone, prompter.tokenizer, args)
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    talk = Chat(heads, prompter, _settings(args), seed, args.system)
+    talk = Chat(heads, prompter, _settings(args), seed, args.system, _grammar(args, backbone, prompter.tokenizer))
     converse(talk)
     write_json(args.json, {"backbone": name, "heads": None if args.no_draft else args.heads, **talk.report()})
     return 0
@@ -195,6 +197,17 @@ def _settings(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:
     return Settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop, tree)
 
 
+def _grammar(args: argparse.Namespace, backbone: Backbone, tokenizer: PreTrainedTokenizerBase) -> LogitsProcessorList:
+    """The processor that --json-schema or --regex asks for, if any."""
+    if args.json_schema is None and args.regex is None:
+        return LogitsProcessorList()
+    schema = None if args.json_schema is None else read_text("--json-schema", args.json_schema)
+    ends = end_tokens(backbone.model.generation_config)
+    if not ends:
+        raise UserError(f"{backbone.name} names no token that ends a text (eos_token_id of its generation config); a grammar needs one")
+    return LogitsProcessorList([grammar(tokenizer, json_schema=schema, regex=args.regex, end_tokens=ends)])
+
+
 def _write(
     heads: SpeculativeModel, prompt_T: torch.Tensor, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -203,7 +216,8 @@ def _write(
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     streamer = SafeStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
     start = time.perf_counter()
-    output = continue_text(heads, prompt_T, settings, seed, streamer=streamer, tokenizer=tokenizer)
+    processors = _grammar(args, heads.backbone, tokenizer)
+    output = continue_text(heads, prompt_T, settings, seed, streamer=streamer, tokenizer=tokenizer, logits_processor=processors)
     seconds = time.perf_counter() - start
     tally = Tally()
     tally.add(output)

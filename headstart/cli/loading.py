@@ -17,12 +17,7 @@ from headstart.heads.draft_model import load_draft_model
 from headstart.inference.bench.prompts import Prompter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
-from headstart.inference.sources.early_exit import EarlyExit
-from headstart.inference.sources.history import HistoryProposer
-from headstart.inference.sources.lookahead import LookaheadProposer
 from headstart.inference.sources.proposer import Proposer
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.errors import UserError
 from headstart.training.recipe.yaml_text import parse_yaml
@@ -93,8 +88,12 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
     """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
     if args.draft_sink is not None and args.draft_window is None:
         raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
-    proposers = proposers_of(backbone, tokenizer, args)
-    heads = load(path, backbone, tokenizer=tokenizer, allow_finetuned=args.allow_finetuned, proposers=proposers, capture=args.capture)
+    proposers: list[str | Proposer | Drafter] = list(args.propose or [])
+    if args.draft_model:
+        how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+        proposers.append(load_draft_model(args.draft_model, backbone, **how))
+    how = {"tokenizer": tokenizer, "allow_finetuned": args.allow_finetuned, "capture": args.capture}
+    heads = load(path, backbone, proposers=proposers, early_exit=args.early_exit or None, **how)
     if args.draft_window is not None or args.draft_offload:
         heads.limit(window=args.draft_window, sink=4 if args.draft_sink is None else args.draft_sink, offload=args.draft_offload)
     gc.freeze()   # else a full collection, of every object of the libraries, stops decoding for 0.2 s now and then
@@ -104,18 +103,6 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
 def drafts_untrained(args: argparse.Namespace) -> bool:
     """Return True if a source that drafts without training was requested."""
     return bool(args.propose or args.draft_model or args.early_exit)
-
-
-def proposers_of(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[Proposer | Drafter]:
-    """Make new proposers and untrained drafters, as requested; they keep statistics of what they observe."""
-    made = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer, "lookahead": LookaheadProposer}
-    proposers: list[Proposer | Drafter] = [made[name]() for name in dict.fromkeys(args.propose or [])]
-    if args.draft_model:
-        how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-        proposers.append(load_draft_model(args.draft_model, backbone, **how))
-    if args.early_exit:
-        proposers.append(EarlyExit(backbone, layers=args.early_exit))
-    return proposers
 
 
 def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeSize:

@@ -42,13 +42,14 @@ def train(args: argparse.Namespace) -> int:
 def _train(recipe: Recipe) -> int:
     import torch
 
+    from headstart.support.numerics import plain_arithmetic
     from headstart.training.loop import train
     from headstart.training.run.lock import sole_run
     from headstart.training.run.processes import keep_group, lost_process
     from headstart.training.setup import prepare
 
     try:
-        with sole_run(recipe.save.dir) if rank() == 0 else nullcontext():
+        with plain_arithmetic(), sole_run(recipe.save.dir) if rank() == 0 else nullcontext():
             run = prepare(recipe)
             try:
                 return train(run)

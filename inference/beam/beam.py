@@ -21,7 +21,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
-from headstart.inference.beam.search import Beam, Search
+from headstart.inference.beam.search import Search
+from headstart.inference.beam.steps import Steps
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.beam_rules import BeamRules
@@ -97,16 +98,15 @@ class BeamDecoder:
             raise UserError(f"beam search keeps several sequences per row, which the recurrent layers of {name} can't; set num_beams=1")
         self.speculation.start(sampled=False)
         self.drafting = beams.drafting(rules.beams, shape)
-        self.searches = [Search(request, rules, row) for row in range(len(request.ids_BT))]
-        self.scores: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
-        self.logits: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
+        self.steps = Steps(request, rules)
         self.rows: list[Row] = []
         self.cache: RaggedCache
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """Make forward passes until every row has finished."""
-        for first in range(0, len(self.searches), self.batch):
-            self._start(list(range(first, min(first + self.batch, len(self.searches)))))
+        count = len(self.steps.searches)
+        for first in range(0, count, self.batch):
+            self._start(list(range(first, min(first + self.batch, count))))
             clock = Clock(self.device, exact_times)
             while self.rows:
                 yield self._pass(clock)
@@ -117,10 +117,14 @@ class BeamDecoder:
         beams = self.rules.beams
         prompts = [self.prompts.tokens(number) for number in numbers]
         rows = zip(numbers, prompts, strict=True)
-        self.rows = [Row(number, prompt, self.searches[number], BeamTrie(len(prompt)), [-1] * beams) for number, prompt in rows]
-        histories = [History(self.request.ids_BT[number], self.request.pads_B[number]) for number in numbers]
-        for row, (first,) in zip(self.rows, self._top_k(logits_B1V, histories), strict=True):
-            self._step(row, [first] * beams)
+        searches = self.steps.searches
+        self.rows = [Row(number, prompt, searches[number], BeamTrie(len(prompt)), [-1] * beams) for number, prompt in rows]
+        if self.request.in_order:
+            first = self._in_order(logits_B1V[:, 0].repeat_interleave(beams, 0))
+        else:
+            histories = [History(self.request.ids_BT[number], [], number) for number in numbers]
+            first = [nodes * beams for nodes in self._top_k(logits_B1V, histories)]
+        self._step(self.rows, first)
         self.drafting.start(features)
         self._leave()
 
@@ -130,7 +134,7 @@ class BeamDecoder:
             rows, drafts = self.rows, self._draft()
             drafting = clock.lap()
             features, logits_BNV = read_tries(self.reader, self.cache, [row.trie for row in rows])
-            top_k = self._top_k(logits_BNV, self._histories(logits_BNV.shape[1]))
+            top_k = self._after(logits_BNV)
             verifying = clock.lap()
             nodes = max(row.trie.new for row in rows)
             steps = self._advance(drafts, top_k, features)
@@ -156,17 +160,36 @@ class BeamDecoder:
         """The number of tokens that may be drafted after a beam's last one; one more token can still follow them."""
         return max(self.prompts.remaining(row.number, len(row.search.running[0].tokens)) - 1, 0)
 
+    def _after(self, logits_BNV: Tensor) -> list[list[TopK]]:
+        """The most likely tokens after each new node or, with calls in order, after each beam."""
+        if not self.request.in_order:
+            return self._top_k(logits_BNV, self._histories(logits_BNV.shape[1]))
+        new = [[node - row.trie.verified for node in row.last] for row in self.rows]
+        return self._in_order(torch.cat([logits_NV[nodes] for logits_NV, nodes in zip(logits_BNV, new, strict=True)]))
+
+    def _in_order(self, logits_XV: Tensor) -> list[list[TopK]]:
+        """The most likely tokens after each beam of each row ``[X]``, by calls as transformers makes them."""
+        beams = ((row.search.prompt_T, beam.tokens) for row in self.rows for beam in row.search.running)
+        ids = [torch.cat([prompt_T, prompt_T.new_tensor(tokens)]) for prompt_T, tokens in beams]
+        scores_XV = self.request.processing.in_order(torch.stack(ids), logits_XV.float().log_softmax(-1))
+        K = self.rules.beams
+        return self._best(scores_XV.reshape(-1, K, scores_XV.shape[-1]), logits_XV.reshape(-1, K, logits_XV.shape[-1]))
+
     def _top_k(self, logits_BNV: Tensor, histories: list[History]) -> list[list[TopK]]:
         """The most likely tokens after each node by processed log-probabilities, on the host."""
         B, N, V = logits_BNV.shape
         logprobs_BNV = logits_BNV.float().log_softmax(-1)
         scores_BNV = self.request.processing(logprobs_BNV.reshape(B * N, 1, V), histories, None).reshape(B, N, V)
+        return self._best(scores_BNV, logits_BNV)
+
+    def _best(self, scores_BNV: Tensor, logits_BNV: Tensor) -> list[list[TopK]]:
+        B, N, V = scores_BNV.shape
         best = scores_BNV.topk(min(max(self.rules.candidates, self.drafting.observe_top_k), V))
         values, tokens = best.values.cpu().numpy(), best.indices.cpu().numpy()
-        scores, logits = self.request.scores, self.request.logits
+        logits = self.request.logits
 
         def one(b: int, n: int) -> TopK:
-            return TopK(values[b, n], tokens[b, n], scores_BNV[b, n] if scores else None, logits_BNV[b, n].float() if logits else None)
+            return TopK(values[b, n], tokens[b, n], scores_BNV[b, n], logits_BNV[b, n].float() if logits else None)
 
         return [[one(b, n) for n in range(N)] for b in range(B)]
 
@@ -176,10 +199,10 @@ class BeamDecoder:
             return []
         padded: list[History] = []
         for row in self.rows if not self.request.processing.blind else self.rows[:1]:
-            ids_T, pads, trie = self.request.ids_BT[row.number], self.request.pads_B[row.number], row.trie
+            ids_T, trie = self.request.ids_BT[row.number], row.trie
             new = range(trie.verified, len(trie.tokens))
             written = [trie.shared_tokens + [trie.tokens[above] for above in trie.path(node)] for node in new]
-            histories = [History(torch.cat([ids_T, ids_T.new_tensor(tokens)]), pads) for tokens in written]
+            histories = [History(ids_T, tokens, row.number) for tokens in written]
             padded += histories + histories[:1] * (nodes - len(histories))
         return padded
 
@@ -192,7 +215,7 @@ class BeamDecoder:
             self.drafting.observe(trie.tokens[trie.verified :], top_tokens, logprobs)
         trie.top_k += top_k
         while True:
-            self._step(row, [trie.top_k[node] for node in nodes])
+            self._step([row], [[trie.top_k[node] for node in nodes]])
             steps.count += 1
             continued = [beam.origins[-1] for beam in search.running]
             steps.origins, steps.last = [steps.origins[beam] for beam in continued], [nodes[beam] for beam in continued]
@@ -203,19 +226,26 @@ class BeamDecoder:
             if search.over or len(nodes) < len(following):
                 return steps
 
-    def _step(self, row: Row, top_k: list[TopK]) -> None:
-        """Make one step of a row from the top k after each beam."""
-        for beam, one in enumerate(top_k, row.number * self.rules.beams):
-            if one.scores_V is not None:
-                self.scores[beam].append(one.scores_V)
-            if one.logits_V is not None:
-                self.logits[beam].append(one.logits_V)
-        row.search.step(np.stack([one.logprobs_M for one in top_k]), np.stack([one.tokens_M for one in top_k]))
+    def _steps_in_order(self, top_k: list[list[TopK]]) -> list[RowSteps]:
+        """Make one step of every row from the top k after each beam."""
+        for row, of_beams in zip(self.rows, top_k, strict=True):
+            after = dict(zip(row.last, of_beams, strict=True))
+            row.trie.top_k += [after[node] for node in range(row.trie.verified, len(row.trie.tokens))]
+        self._step(self.rows, top_k)
+        continued = [[beam.origins[-1] for beam in row.search.running] for row in self.rows]
+        return [RowSteps(1, origins, [row.last[beam] for beam in origins]) for row, origins in zip(self.rows, continued, strict=True)]
+
+    def _step(self, rows: list[Row], top_k: list[list[TopK]]) -> None:
+        """Make one step of these rows from the top k after each beam."""
+        self.steps.make([row.number for row in rows], top_k)
 
     def _advance(self, drafts: list[Drafts], top_k: list[list[TopK]], features: Features) -> list[RowSteps]:
         """Make steps, keep the nodes of the new beams, and remove finished rows."""
         self.drafting.add(features, [row.trie.verified for row in self.rows])
-        steps = [self._steps(row, drafts[b], top_k[b]) for b, row in enumerate(self.rows)]
+        if self.request.in_order:
+            steps = self._steps_in_order(top_k)
+        else:
+            steps = [self._steps(row, drafts[b], top_k[b]) for b, row in enumerate(self.rows)]
         K, rows = self.rules.beams, range(len(self.rows))
         passed = [self.rows[b].trie.path(node)[-steps[b].count :] for b in rows for node in steps[b].last]
         origins = [b * K + origin for b in rows for origin in steps[b].origins]
@@ -231,37 +261,10 @@ class BeamDecoder:
         return steps
 
     def _leave(self) -> None:
-        going = [b for b, row in enumerate(self.rows) if not row.search.over]
+        going = [b for b, row in enumerate(self.rows) if self.steps.goes_on(row.number)]
         if len(going) == len(self.rows):
             return
         self.rows = [self.rows[b] for b in going]
         self.drafting.select(going)
         if going:
             self.cache.select(going)
-
-    # The output.
-
-    def sequences(self) -> Tensor:
-        """``[B * returned, T]``: the input ids, the best sequences of each row, and padding."""
-        tokens = [beam.tokens for beam in self._best()]
-        longest = max(map(len, tokens))
-        written = [one + [self.rules.fill] * (longest - len(one)) for one in tokens]
-        ids_BT = self.request.ids_BT.repeat_interleave(self.rules.returned, 0)
-        return torch.cat([ids_BT, ids_BT.new_tensor(written).view(len(tokens), longest)], 1)
-
-    def sequences_scores(self) -> Tensor:
-        """The sum of log-probabilities of each sequence, with the length penalty."""
-        return torch.tensor([float(beam.score) for beam in self._best()], device=self.device)
-
-    def beam_indices(self) -> Tensor:
-        """For each token of each sequence, the index in the whole batch of the beam it continued; -1 after the end."""
-        indices = []
-        for row, search in enumerate(self.searches):
-            for beam in search.best[: self.rules.returned]:
-                indices.append([origin + row * self.rules.beams for origin in beam.origins])
-        longest = max(map(len, indices))
-        padded = [row + [-1] * (longest - len(row)) for row in indices]
-        return torch.tensor(padded, dtype=torch.int32, device=self.device).view(len(indices), longest)
-
-    def _best(self) -> list[Beam]:
-        return [beam for search in self.searches for beam in search.best[: self.rules.returned]]

@@ -106,11 +106,11 @@ class BeamTrie:
 
 @dataclass(frozen=True)
 class TopK:
-    """The most likely next tokens of a node by processed log-probabilities, best first; all scores and logits where requested."""
+    """The most likely next tokens of a node by processed log-probabilities, best first; all scores, and logits where requested."""
 
     logprobs_M: np.ndarray
     tokens_M: np.ndarray
-    scores_V: Tensor | None = None
+    scores_V: Tensor
     logits_V: Tensor | None = None
 
 

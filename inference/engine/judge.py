@@ -44,6 +44,8 @@ class Text:
     """The row's seed; None: temperature 0."""
     processing: Processing
     pads: int = 0
+    row: int = 0
+    """The number of its row in the call."""
 
     @property
     def prompt(self) -> int:
@@ -123,7 +125,7 @@ class _Piece:
         """The picks ``[N]`` at the positions from ``place`` on."""
         count, at = len(logits_NV), self.at + place
         read = chain(self.ids_T[at - 1 : at - 1 + count].tolist())
-        history = History(self.text.ids_T[: self.text.pads + at].to(logits_NV.device), self.text.pads)
+        history = History(self.text.ids_T[: self.text.pads + at].to(logits_NV.device), [], self.text.row)
         scores_1NV, noise_1NV = self.text.processing(logits_NV[None], [history], read), None
         if self.text.seed_1 is not None:
             places_1N = torch.arange(at, at + count, device=logits_NV.device)[None]

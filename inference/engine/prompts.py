@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.inference.engine.continued import Continued
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.sizes import TREE_SIZES
@@ -20,7 +21,7 @@ class Prompts:
     """The prompts of a call, without padding; a prompt is identified by the number of its sequence."""
 
     def __init__(self, request: Request, reader: Reader) -> None:
-        self.reader = reader
+        self.reader, self.continued = reader, Continued(request, reader)
         self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
         self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
         """The length at which each sequence ends, its prompt included."""
@@ -46,7 +47,9 @@ class Prompts:
         """Prefill some prompts, padded on the right: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
         rows = [self.rows[number] for number in numbers]
         lengths_B = torch.tensor([*map(len, rows)], device=rows[0].device)
-        features, cache = self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B)
+        known = self.continued.prefill(rows[0])
+        features, cache = known or self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B)
+        self.continued.note(features)
         last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
         return features, cache, self.reader.backbone.readout(last_BD)[:, None]
 

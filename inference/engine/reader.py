@@ -5,8 +5,9 @@ Shape suffixes: B batch, T positions, N nodes of this pass, M nodes with slots (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
 from headstart.heads.layers.ragged import pad_rows, padded_rows
@@ -89,6 +90,20 @@ class Reader:
             place_BT = self._places(tokens_BT)
             features = features.gather(place_BT, place_BT < lengths_B[:, None])
         return features, RaggedCache(layers, lengths_B, states, self.memory)
+
+    def continued(self, layers: Sequence[tuple[Tensor, Tensor]], before: Features, tokens_1T: Tensor) -> tuple[Features, RaggedCache]:
+        """Prefill the tokens of one row that follow others: returns the features and the cache of all of them.
+
+        ``layers``, ``before``: keys and values ``[1, H, T, D]``, and features, of the tokens before.
+        """
+        cache, known = DynamicCache(), layers[0][0].shape[-2]
+        for number, layer in enumerate(layers):
+            cache.update(*layer, number)
+        read = self._alike(lambda: self.backbone.read(tokens_1T, cache, known + self._places(tokens_1T), taps=self.taps))
+        whole = join_features([before, read()])
+        lengths_1 = torch.tensor([known + tokens_1T.shape[1]], device=tokens_1T.device)
+        both = [(layer.keys, layer.values) for layer in cache.layers]
+        return replace(whole, document_BT=None), RaggedCache(both, lengths_1, None, self.memory)
 
     @staticmethod
     def _places(tokens_BT: Tensor) -> Tensor:

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.beam_rules import BeamRules, beam_processors, read_beam_rules
+from headstart.inference.engine.beam_rules import BeamRules, read_beam_rules
+from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
 
-TENSORS = ("attention_mask", "position_ids", "cache_position")
-"""Tensors that transformers itself prepares in addition to the ids; any other tensor, such as images, comes from the user."""
+NO_EFFECT = (
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+)  # fmt: skip
+"""Arguments of the model's forward that are read here or change no token."""
+OTHER_MODES = (
+    "is_assistant", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "num_beam_groups",
+    "diversity_penalty", "constraints", "force_words_ids", "num_beams", "do_sample",
+)  # fmt: skip
+"""Fields of the generation config that ask for another way of decoding."""
+CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Kinds of KV cache that give the same text as the one that decoding has of its own; the others quantize it or move it to the host."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +50,42 @@ class Request:
     criteria: StoppingCriteriaList
     """All other stopping criteria."""
     processing: Processing
-    sample: bool
-    pad_token: int
-    streamer: BaseStreamer | None
-    scores: bool
-    logits: bool
-    dictionary: bool
-    beams: BeamRules | None
+    sample: bool = False
+    pad_token: int = 0
+    padded: bool = True
+    """Rows that have ended are padded until all have; False: they go on, as in transformers where no end token stops a row."""
+    streamer: BaseStreamer | None = None
+    scores: bool = False
+    logits: bool = False
+    dictionary: bool = False
+    beams: BeamRules | None = None
     """None: no beam search."""
+    cache: DynamicCache | None = None
+    """The caller's, which holds the text read so far or is to hold it."""
+
+    @cached_property
+    def in_steps(self) -> bool:
+        """True if a token counts once every row has its token of that step: what the user gave is asked about all rows together."""
+        alone = self.padded and len(self.ids_BT) > 1 and all(map(is_by_row, self.criteria))
+        return self.streamer is not None or bool(self.processing.unknown) or bool(self.criteria) and not alone
+
+    @cached_property
+    def in_order(self) -> bool:
+        """True if every row goes on until all have ended, a token at a time: as transformers decodes."""
+        together = self.beams is not None and self.in_steps and len(self.ids_BT) > 1
+        return bool(self.processing.unknown) or together
 
     @staticmethod
     def plain(ids_BT: Tensor, limit: int, ends: Iterable[int], processors: LogitsProcessorList, sample: bool) -> Request:
         """A call with unpadded prompts and none of transformers' further objects and outputs. ``ends``: tokens that end a text."""
-        pads = [0] * len(ids_BT)
         return Request(
             ids_BT=ids_BT,
-            pads_B=pads,
+            pads_B=[0] * len(ids_BT),
             limit=limit,
             eos=frozenset(ends),
             criteria=StoppingCriteriaList(),
-            processing=Processing(processors, pads),
+            processing=Processing(processors, len(ids_BT)),
             sample=sample,
-            pad_token=0,
-            streamer=None,
-            scores=False,
-            logits=False,
-            dictionary=False,
-            beams=None,
         )
 
 
@@ -76,58 +98,84 @@ def read_request(
     model_kwargs: Mapping[str, Any],
 ) -> Request:
     """Read the arguments of a call. Raises UserError naming an argument that is not supported."""
-    _refuse(config, model_kwargs, len(ids_BT), streamer)
+    _refuse(config, model_kwargs, streamer)
     mask, beams = model_kwargs.get("attention_mask"), read_beam_rules(config)
     if beams is not None:
         ids_BT, mask = ids_BT[:: beams.beams], None if mask is None else mask[:: beams.beams]
-        processors = beam_processors(processors, beams.beams)
     pads = [0] * len(ids_BT) if mask is None else (mask == 0).sum(1).tolist()
     if mask is not None and any(bool((mask[b, :pad] != 0).any()) for b, pad in enumerate(pads)):
         raise UserError("attention_mask hides positions that are not at a row's left end; pad on the left (tokenizer.padding_side='left')")
-    lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    if not lengths and not any(True for c in criteria if not isinstance(c, EosTokenCriteria)):
+    _require_usual_positions(model_kwargs.get("position_ids"), ids_BT, pads)
+    lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+    if not lengths and not any(True for c in criteria if type(c) is not EosTokenCriteria):
         raise UserError("no stopping criterion; give max_new_tokens or max_length")
-    eos = frozenset(int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist())
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
     pad = config._pad_token_tensor
     return Request(
         ids_BT=ids_BT,
         pads_B=pads,
         limit=min(lengths) if lengths else 1 << 31,
-        eos=eos,
-        criteria=others,
-        processing=Processing(processors, pads),
+        eos=frozenset(int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()),
+        criteria=StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)),
+        processing=Processing(processors, len(ids_BT), 1 if beams is None else beams.beams),
         sample=bool(config.do_sample),
         pad_token=int(pad) if pad is not None else 0,
+        padded=any(hasattr(c, "eos_token_id") for c in criteria),
         streamer=streamer,
         scores=bool(config.return_dict_in_generate and config.output_scores),
         logits=bool(config.return_dict_in_generate and config.output_logits),
         dictionary=bool(config.return_dict_in_generate),
         beams=beams,
+        cache=_callers_cache(model_kwargs),
     )
 
 
-def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], rows: int, streamer: BaseStreamer | None) -> None:
+def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer: BaseStreamer | None) -> None:
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH):
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH) or config.is_assistant:
+        usual = GenerationConfig._get_default_generation_params()
+        asked = [f"{name}={getattr(config, name)}" for name in OTHER_MODES if getattr(config, name) not in (None, False, usual.get(name))]
         raise UserError(
-            f"generation mode {mode.value!r} is not supported; heads decode greedily, by sampling, or by beam search "
-            "(num_beams with do_sample=False, no num_beam_groups, no constraints, no force_words_ids; "
-            "no penalty_alpha, no dola_layers, no prompt_lookup_num_tokens, no assistant_model)"
+            f"{', '.join(asked)} is not supported ({mode.value}); heads decode greedily, by sampling, or by beam search (num_beams with "
+            "do_sample=False)"
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise UserError(f"{name}=True is not supported: a pass verifies a tree; run the model once over the finished sequence instead")
     if model_kwargs.get("inputs_embeds") is not None:
         raise UserError("inputs_embeds is not supported: drafters read tokens; give input_ids")
+    if config.cache_implementation not in CACHES:
+        allowed = ", ".join(str(kind) for kind in CACHES)
+        raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {allowed}")
     for name, value in model_kwargs.items():
-        if isinstance(value, Tensor) and name not in TENSORS:
+        if name not in NO_EFFECT and value is not None and value is not False:
             raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
     past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise UserError("past_key_values already holds tokens, which the drafter has not read; give the whole sequence as input_ids")
-    if streamer is not None and rows > 1:
-        raise UserError(f"a streamer writes one sequence; got a batch of {rows}: decode one row at a time")
+    if past is not None and type(past) is not DynamicCache and past.get_seq_length() > 0:
+        raise UserError(f"past_key_values is a {type(past).__name__} that holds tokens; give a DynamicCache, or an empty cache")
+    if streamer is not None and mode == GenerationMode.BEAM_SEARCH:
+        raise UserError("a streamer cannot be used with beam search, whose tokens are known at its end; leave it out, or set num_beams=1")
+
+
+def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
+    past = model_kwargs.get("past_key_values")
+    return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None   # transformers marks it
+
+
+def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int]) -> None:
+    """Raise UserError for ``position_ids`` other than those that transformers makes; what they are for padding does not matter."""
+    if position_ids is None:
+        return
+    T, rows = ids_BT.shape[1], len(pads)
+    if position_ids.shape[-1] != T:
+        raise UserError(f"position_ids or attention_mask are for {position_ids.shape[-1]} tokens, input_ids has {T}; give as many")
+    usual_BT = torch.arange(T) - torch.tensor(pads)[:, None]
+    given_XBT = position_ids.reshape(-1, *position_ids.shape[-2:]).cpu()   # some models have several positions for each token
+    given_XBT = given_XBT[:, :: max(given_XBT.shape[1] // rows, 1)]        # of beams, the first
+    if bool(((given_XBT != usual_BT) & (usual_BT >= 0)).any()):
+        raise UserError(
+            "position_ids other than 0, 1, 2, ... from each row's first token on are not supported: drafts have positions of their own; "
+            "leave position_ids out"
+        )
 
 
 def rope_side(backbone: Backbone, length: int, limit: int) -> bool:
@@ -156,3 +204,14 @@ def _across(backbone: Backbone, length: int, limit: int) -> UserError:
         f"{backbone.name} changes its rotary frequencies beyond {backbone.rope_limit} positions, which these may reach (prompts up to "
         f"{length} tokens, {limit} in all); allowed: sequences that end before (max_new_tokens){longer}"
     )
+
+
+def require_all_rows(request: Request, batch_size: int) -> None:
+    """Raise UserError if rows are to be decoded one after another, and something of the user's own is asked about all of them together."""
+    rows = len(request.ids_BT)
+    if request.in_steps and rows > batch_size:
+        given = [*request.processing.unknown, *(one for one in request.criteria if not is_by_row(one) or not request.padded)]
+        names = ", ".join(dict.fromkeys(map(name_of, given))) or type(request.streamer).__name__
+        raise UserError(
+            f"{names} is asked about all {rows} rows together, and batch_size={batch_size} decodes them one after another; leave one out"
+        )

@@ -27,6 +27,12 @@ _turns: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()   # not an attr
 _adding = threading.Lock()
 
 
+def share(other: nn.Module, model: nn.Module) -> None:
+    """Let calls on ``other``, which has the parts of ``model``, take turns with those on ``model``."""
+    with _adding:
+        _turns[other] = _turns.setdefault(model, Turn())
+
+
 @contextmanager
 def turn(model: nn.Module) -> Iterator[None]:
     """Wait until no other thread decodes on ``model``, and keep others waiting during the block.

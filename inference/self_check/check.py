@@ -101,14 +101,15 @@ def run(reader: Reader, sources: Sequence[DrafterSource], lengths: Sequence[int]
     ids_BT = torch.tensor([[chance.randrange(backbone.vocab) for _ in range(longest)] for _ in lengths], device=backbone.device)
     pads = [longest - length for length in lengths]
     request = Request(
-        ids_BT, pads, longest + written, frozenset(), StoppingCriteriaList(), Processing(LogitsProcessorList([Known()]), pads),
-        sample=False, pad_token=0, streamer=None, scores=False, logits=True, dictionary=False, beams=None,
+        ids_BT, pads, longest + written, frozenset(), StoppingCriteriaList(), Processing(LogitsProcessorList([Known()]), len(pads)),
+        logits=True,
     )  # fmt: skip
-    trees = RandomTrees([KnownText([length + written for length in lengths], backbone.vocab, chance), *sources], chance, plain)
+    ends = [longest + written] * len(lengths)   # padding included, as processors see it
+    trees = RandomTrees([KnownText(ends, backbone.vocab, chance), *sources], chance, plain)
     decoder = Decoder(reader, trees, request, TreeShape(64, BEAM_WIDTH), None, len(lengths))
     for _ in decoder.run():
         pass
-    return Run(decoder.logits, trees.drafts)
+    return Run([text.logits for text in decoder.texts.of.values()], trees.drafts)
 
 
 def _difference(one: Run, other: Run) -> float:

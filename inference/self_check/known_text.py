@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 
 from headstart.heads.backbone.features import Features
 from headstart.inference.engine.cost_model import Costs
+from headstart.inference.engine.known_processors import stateless
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import Accepted, Source
@@ -33,6 +34,7 @@ def next_token(last: int, length: int, vocab: int) -> int:
     return (last * 7919 + length * 104729 + 12345) % vocab
 
 
+@stateless
 class Known(LogitsProcessor):
     """Scores by which every text goes on as `next_token` says."""
 

@@ -16,19 +16,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.hooks import tapped
+from headstart.heads.backbone.hooks import Evaluation, tapped
+from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter
+from headstart.inference.engine.known_processors import name_of
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.turn import turn
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.handover import Decoding
+from headstart.inference.handover import entry, handed_streamer
 from headstart.support.errors import UserError
+from headstart.support.numerics import without_autocast
+
+OTHER = "decode with custom_generate=heads.generate"
 
 
 def assisted(heads: SpeculativeModel, depth: int | None = None) -> Any:
@@ -47,12 +61,13 @@ def assisted(heads: SpeculativeModel, depth: int | None = None) -> Any:
     return AssistedDecoding(heads.backbone, heads.drafter, depth or heads.drafter.depth).generate
 
 
-class AssistedDecoding(Decoding):
+class AssistedDecoding:
     """transformers' assisted decoding of one backbone with one drafter."""
 
     def __init__(self, backbone: Backbone, drafter: Drafter, depth: int) -> None:
         self.backbone, self.drafter, self.depth = backbone, drafter, depth
 
+    @entry
     @torch.no_grad()
     def generate(
         self,
@@ -61,19 +76,31 @@ class AssistedDecoding(Decoding):
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """Generate; called by ``model.generate``. Raises UserError for arguments with which the output could differ from the model's."""
-        self.require_model(model)
+        require_same_model(self.backbone, model)
+        streamer = handed_streamer(model) if streamer is None else streamer
         _refuse(input_ids, stopping_criteria, generation_config, model_kwargs)
         pads = _left_padding(model_kwargs.get("attention_mask"))
-        processing = Processing(logits_processor, [pads])
-        with turn(model), _reading(self.backbone, self.drafter.taps) as outputs:
+        processing = Processing(logits_processor, 1)
+        for processor in processing.unknown:
+            raise UserError(
+                f"{name_of(processor)} may keep a state, and assisted decoding asks it about drafts that are rejected later: leave it out, "
+                f"or {OTHER}"
+            )
+        modes = (self.backbone.evaluation(), Evaluation(self.drafter)(), without_autocast())
+        with turn(model), modes[0], modes[1], modes[2], _reading(self.backbone, self.drafter.taps) as outputs:
             ends = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
             limits = Limits(self.depth, generation_config.max_length, frozenset(ends))
             candidates = HeadCandidates(self.drafter, outputs, limits, processing if generation_config.do_sample else None, pads)
             with _candidates_of(model, candidates):
-                return model._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+                return model._assisted_decoding(
+                    input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
+                )
 
 
 @dataclass(frozen=True)
@@ -182,7 +209,7 @@ def _candidates_of(model: PreTrainedModel, candidates: CandidateGenerator) -> It
 
 
 def _refuse(input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    other = "decode with custom_generate=heads.generate"
+    other = OTHER
     if len(input_ids) > 1:
         raise UserError(f"transformers' assisted decoding takes one row; got a batch of {len(input_ids)}: {other}")
     mode = config.get_generation_mode()

@@ -1,16 +1,21 @@
-"""What the ``custom_generate`` code in a checkpoint calls: find the heads, keep them on the model between calls, decode with them."""
+"""What the ``custom_generate`` code in a checkpoint calls: find the heads, keep them between calls, decode with them.
+
+What is kept belongs to a twin, a module of the same parts as the model, so that it goes when the model goes and leaves nothing on it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.checkpoint import METADATA
+from headstart.inference.engine.turn import share
 from headstart.inference.generate import GenerateOutput, SpeculativeModel, load
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
@@ -28,14 +33,22 @@ class Entry:
     heads: SpeculativeModel
 
 
-@dataclass
 class Loaded:
-    """The heads that were loaded onto a model, by checkpoint; kept as its attribute. Copies of the model start without."""
+    """The heads that were loaded for a model, by checkpoint."""
 
-    entries: dict[tuple[str, str | None, bool], Entry] = field(default_factory=dict)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.twin: PreTrainedModel = model.__class__.__new__(model.__class__)
+        self.entries: dict[tuple[str, str | None, bool], Entry] = {}
+        self.follow(model)
+        share(self.twin, model)
 
-    def __reduce__(self) -> tuple[type[Loaded], tuple[()]]:
-        return Loaded, ()
+    def follow(self, model: PreTrainedModel) -> None:
+        """Give the twin what the model has now, but for a ``generate`` that refers to the model."""
+        vars(self.twin).clear()
+        vars(self.twin).update({name: value for name, value in vars(model).items() if name != "generate"})
+
+
+kept: WeakKeyDictionary[PreTrainedModel, Loaded] = WeakKeyDictionary()
 
 
 def custom_generate(model: PreTrainedModel, heads: str | Path | None, arguments: Mapping[str, Any]) -> GenerateOutput | Tensor:
@@ -51,18 +64,21 @@ def custom_generate(model: PreTrainedModel, heads: str | Path | None, arguments:
         return type(model).generate(model, **rest)
     if not isinstance(heads, str | Path):
         raise UserError(f"custom_generate names no folder or hub id of heads (got {heads!r}); pass it as heads= too")
-    loaded = _loaded(model, str(heads), arguments.get("revision"), bool(arguments.get("allow_finetuned")))
-    return type(model).generate(model, custom_generate=loaded.generate, **rest)
+    if model not in kept:
+        kept[model] = Loaded(model)
+    its = kept[model]
+    its.follow(model)
+    loaded = _loaded(its, str(heads), arguments.get("revision"), bool(arguments.get("allow_finetuned")))
+    return type(model).generate(its.twin, custom_generate=loaded.generate, **rest)
 
 
-def _loaded(model: PreTrainedModel, path: str, revision: str | None, allow_finetuned: bool) -> SpeculativeModel:
-    kept = vars(model).setdefault("_headstart_loaded", Loaded())
+def _loaded(its: Loaded, path: str, revision: str | None, allow_finetuned: bool) -> SpeculativeModel:
     key = (path, revision, allow_finetuned)
-    entry = kept.entries.get(key)
-    if entry is None or entry.state != _state(model, entry.folder):
+    entry = its.entries.get(key)
+    if entry is None or entry.state != _state(its.twin, entry.folder):
         folder = find_folder(path, "heads", revision=revision)
-        state = _state(model, folder)
-        entry = kept.entries[key] = Entry(folder, state, load(folder, model, allow_finetuned=allow_finetuned))
+        state = _state(its.twin, folder)
+        entry = its.entries[key] = Entry(folder, state, load(folder, its.twin, allow_finetuned=allow_finetuned))
     return entry.heads
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.engine.cost_model import Costs
-from headstart.inference.engine.processing import Filters, Processing
+from headstart.inference.engine.filters import Filters
+from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.sizes import BEAM_WIDTH
 from headstart.inference.engine.tree import Pool, TreeShape
 
@@ -47,7 +48,8 @@ class DraftScoring:
         if noise_BPV is None:
             return DraftScoring()
         device = noise_BPV.device
-        return DraftScoring(torch.full((1,), processing.temperature, device=device), noise_BPV, processing.filters(device))
+        temperature_1 = torch.full((1,), processing.temperature, dtype=torch.float32, device=device)
+        return DraftScoring(temperature_1, noise_BPV, processing.filters(device))
 
 
 @dataclass(eq=False)

@@ -8,7 +8,8 @@ most. Statistics are kept from call to call. Shape suffixes: B batch, N tree nod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TypeVar
 
@@ -41,6 +42,16 @@ class Speculation:
         self.sampled = False
         self.plain_steps = 0
         """The number of autoregressive steps since a draft."""
+
+    @contextmanager
+    def beside(self, source: Source | None) -> Iterator[None]:
+        """Within this context a further source drafts, before the others; None: none."""
+        added = [] if source is None else [source]
+        self.sources = added + self.sources
+        try:
+            yield
+        finally:
+            self.sources = self.sources[len(added) :]
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         """The sources of that class."""

@@ -173,7 +173,7 @@ def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torc
         )
     model.tie_weights()
     model.config.name_or_path = resolve(settings.path)
-    return Backbone(model)
+    return Backbone(model.eval().requires_grad_(False))
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.backbone import decoder_layers, load_tokenizer
+from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED
 from headstart.heads.backbone.gguf_file import SUFFIX
+from headstart.heads.backbone.probes import decoder_layers
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.support.errors import UserError
 from headstart.training.plan.compute import active_parameters

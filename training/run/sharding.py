@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState, init_empty_weights
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,15 +19,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import attention_kernel, decoder_layers, load_config
+from headstart.heads.backbone.backbone import attention_kernel, load_config
+from headstart.heads.backbone.probes import decoder_layers
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections
 
-UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config (tensor, context or sequence parallelism)",
+}
+"""What `accelerate` makes of a configuration that training does not follow, by the variable that its launcher sets."""
 
 
 def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
-    """Return FSDP2 settings if the launcher requests FSDP, else None. Raises UserError for FSDP version 1."""
+    """Return FSDP2 settings if the launcher requests FSDP, else None. Raises UserError for another way of running processes."""
+    for variable, way in UNSUPPORTED.items():
+        if parse_flag_from_env(variable):
+            raise UserError(
+                f"launched with {way} ({variable}); training is data-parallel (accelerate launch --multi_gpu) "
+                "or sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+            )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -38,12 +51,7 @@ def fsdp_plugin() -> FullyShardedDataParallelPlugin | None:
 
 
 def require_known(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Raise UserError for an unsupported launcher. On CPUs, enable FSDP, which accelerate 1.15 ignores there."""
-    if accelerator.distributed_type in UNSUPPORTED:
-        raise UserError(
-            f"launched as {accelerator.distributed_type.value}; training is data-parallel (accelerate launch --multi_gpu) "
-            "or sharded by FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
-        )
+    """Raise UserError for processes that would each train alone. On CPUs, enable FSDP, which accelerate 1.15 ignores there."""
     if accelerator.num_processes == 1 and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
             f"{started} processes were started and found no accelerator, so each would train alone; start them on a machine that has one, "

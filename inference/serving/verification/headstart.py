@@ -48,7 +48,7 @@ def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSett
         if position < end and step.nodes > 1:
             rounds.append(Round(position, tuple(decoder.tree.tokens[0][1:]), step.kept[0]))
         position += step.written[0]
-    return Transcript(tuple(prompt), tuple(decoder.sequences[0].written[: settings.new_tokens]), tuple(rounds))
+    return Transcript(tuple(prompt), tuple(decoder.texts.of[0].written[: settings.new_tokens]), tuple(rounds))
 
 
 @torch.no_grad()

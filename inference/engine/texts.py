@@ -1,0 +1,150 @@
+"""The tokens written for the sequences of a call, and where they end, on the host.
+
+transformers writes a token to every row at each step, asks the stopping criteria about all rows, and hands the tokens to the streamer. Here
+rows have different numbers of tokens after a pass; a step is taken once every row has its token. Where each row is judged by itself,
+nothing waits for the others, and sequences may be added.
+
+Shape suffixes: B batch, T positions, P tokens of a run, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headstart.inference.engine.processing import History
+from headstart.inference.engine.request import Request
+
+
+@dataclass
+class Text:
+    """One sequence. Lengths include padding, as transformers passes it to stopping criteria."""
+
+    prompt_T: Tensor
+    limit: int
+    """The length at which it ends."""
+    eos: frozenset[int]
+    written: list[int] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    """Processed scores and logits ``[V]`` of each token, if the call asks for them."""
+    ended: bool = False
+    """True if it needs no more tokens."""
+    done: bool = False
+    """True if a step has ended it; it may need more tokens, where rows go on together."""
+
+    @property
+    def ids_T(self) -> Tensor:
+        """The prompt and the tokens written."""
+        return torch.cat([self.prompt_T, self.prompt_T.new_tensor(self.written)])
+
+    def ends(self, written: list[int]) -> bool:
+        """True if the text ends with these tokens, by an end token or its length."""
+        return written[-1] in self.eos or len(self.prompt_T) + len(written) >= self.limit
+
+    def cut(self, length: int) -> None:
+        """End it after so many tokens."""
+        self.ended = True
+        for kept in (self.written, self.scores, self.logits):
+            del kept[length:]
+
+
+class Texts:
+    """The texts of one call, by the numbers of their sequences."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.of = {number: Text(prompt_T, request.limit, request.eos) for number, prompt_T in enumerate(request.ids_BT)}
+        self.ids_BT = request.ids_BT
+        """The ids after the steps taken, as transformers passes them on; kept where `Request.in_steps`."""
+        self._steps = 0
+        self._step_scores: tuple[Tensor, ...] | None = () if request.scores else None
+
+    def put(self, number: int, prompt_T: Tensor, limit: int) -> None:
+        """Add a sequence, or replace one that has ended."""
+        assert not self.request.in_steps
+        self.of[number] = Text(prompt_T, limit, self.request.eos)
+
+    def history(self, number: int) -> History:
+        text = self.of[number]
+        return History(text.prompt_T, list(text.written), number, text.ends)
+
+    def goes_on(self, number: int) -> bool:
+        """True if the sequence is to be decoded further."""
+        return not all(text.ended for text in self.of.values()) if self.request.in_order else not self.of[number].ended
+
+    def write(self, numbers: Sequence[int], runs: list[list[int]], scores: list[Tensor], logits: list[Tensor]) -> list[list[int]]:
+        """Add a run of tokens to each of these sequences, with their scores and logits ``[P, V]`` (empty lists: not asked for).
+
+        Returns the tokens that were kept: those up to the end of each.
+        """
+        before = [len(self.of[number].written) for number in numbers]
+        for b, (number, run) in enumerate(zip(numbers, runs, strict=True)):
+            text, count = self.of[number], self._append(self.of[number], run)
+            for kept, given in ((text.scores, scores), (text.logits, logits)):
+                if given:
+                    kept.extend(given[b][: len(run) if self.request.in_order else count].float())
+        while self.request.in_steps and self._step():
+            pass
+        return [self.of[number].written[start:] for number, start in zip(numbers, before, strict=True)]
+
+    def _append(self, text: Text, run: list[int]) -> int:
+        """Add tokens until one ends the text; returns the number added."""
+        if text.done and self.request.padded:
+            return 0
+        for count, token in enumerate(run, 1):
+            text.written.append(token)
+            text.ended = text.ends(text.written)
+            if not self.request.in_steps and self.request.criteria:
+                text.ended |= bool(self.request.criteria(text.ids_T[None], None).any())
+            if text.ended:
+                return count
+        return len(run)
+
+    def _step(self) -> bool:
+        """Take a step if every row has a token for it; returns False if one has none, or if all rows have ended."""
+        request, rows = self.request, list(self.of.values())
+        padded = [text.done and request.padded for text in rows]
+        if all(text.done for text in rows) or any(
+            len(text.written) <= self._steps and not pad for text, pad in zip(rows, padded, strict=True)
+        ):
+            return False
+        tokens = [request.pad_token if pad else text.written[self._steps] for text, pad in zip(rows, padded, strict=True)]
+        self._steps += 1
+        self._judge(rows, torch.tensor(tokens, device=self.ids_BT.device))
+        if all(text.done for text in rows) or request.padded:
+            for text in rows:
+                if text.done and not (text.ended and len(text.written) <= self._steps):
+                    text.cut(self._steps)
+        return True
+
+    def _judge(self, rows: list[Text], tokens_B: Tensor) -> None:
+        """Mark the rows that end with these tokens, and hand the tokens to the streamer."""
+        request = self.request
+        ends = [text.ends([*text.written[: self._steps - 1], token]) for text, token in zip(rows, tokens_B.tolist(), strict=True)]
+        if request.criteria or request.processing.unknown:
+            self.ids_BT = torch.cat([self.ids_BT, tokens_B.to(self.ids_BT.dtype)[:, None]], 1)
+        if request.criteria:
+            if self._step_scores is not None:
+                self._step_scores += (self._scores_of_step(rows),)
+            asked = request.criteria(self.ids_BT, self._step_scores).tolist()
+            ends = [one or other for one, other in zip(ends, asked, strict=True)]
+        for text, end in zip(rows, ends, strict=True):
+            text.done = text.done or end
+        if request.streamer is not None:
+            request.streamer.put(tokens_B.cpu())
+
+    def _scores_of_step(self, rows: list[Text]) -> Tensor:
+        """The scores ``[B, V]`` of the last step; zeros for rows that had ended."""
+        own = [text.scores[self._steps - 1] if len(text.scores) >= self._steps else None for text in rows]
+        like = next(one for one in own if one is not None)
+        return torch.stack([torch.zeros_like(like) if one is None else one for one in own])
+
+    def sequences(self) -> Tensor:
+        """All rows as ``generate`` returns them: the input ids, the tokens written, and padding on the right."""
+        longest = max(len(text.written) for text in self.of.values())
+        written = [text.written + [self.request.pad_token] * (longest - len(text.written)) for text in self.of.values()]
+        return torch.cat([self.request.ids_BT, self.request.ids_BT.new_tensor(written)], 1)

@@ -1,0 +1,107 @@
+"""What a call to generate returns: transformers' output with statistics of the decoding steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from headstart.inference.beam.beam import BeamDecoder
+from headstart.inference.decode import Decoder
+from headstart.inference.engine.request import Request
+from headstart.inference.engine.timing import Pass
+from headstart.inference.engine.tree import VerifiedTree
+from headstart.inference.sources.drafter_source import DrafterSource
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """The output with ``return_dict_in_generate=True``: transformers' fields and statistics of the decoding steps."""
+
+    passes: int | None = None
+    """Forward passes of the backbone after prefill."""
+    tau: float | None = None
+    """Mean acceptance length: tokens per row and pass, the backbone's own token included; 1 for autoregressive decoding."""
+    acceptance_per_depth: list[float] | None = None
+    """Acceptance rate at each depth, as a fraction of passes; tau is 1 + their sum."""
+    seconds: dict[str, float] | None = None
+    """Total seconds spent on ``draft``, ``verify`` and ``host`` (on an accelerator, exact only with ``timed=True``)."""
+    accept_lengths: list[list[int]] | None = None
+    """For each row, the number of tokens that each pass wrote."""
+    kept: list[list[int]] | None = None
+    """For each row, the number of drafts that each pass accepted, those past the end of the text included; None with beams."""
+    drafted: list[list[int]] | None = None
+    """For each row, the number of tokens drafted for each pass; None with beams."""
+    nodes: list[int] | None = None
+    """For each pass, the nodes of a row's tree, root included: 1 for an autoregressive step; with beams, each beam has a root."""
+    pass_seconds: list[float] | None = None
+    """The seconds of each pass; the prefill is not in them."""
+    trees: list[list[VerifiedTree]] | None = None
+    """For each row, the verified tree of each of its passes; None with beams."""
+    sequences_scores: Tensor | None = None
+    """With ``num_beams`` and ``output_scores=True``: the score of each sequence."""
+    beam_indices: Tensor | None = None
+    """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
+
+
+def sequences_of(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
+    return decoder.steps.sequences() if isinstance(decoder, BeamDecoder) else decoder.texts.sequences()
+
+
+def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
+    """``passes``: those of the call; what they wrote behind the end of a text is taken off."""
+    if isinstance(decoder, Decoder):
+        _cut(passes, {number: len(text.written) for number, text in decoder.texts.of.items()})
+    own: list[list[tuple[int, Pass]]] = [[] for _ in request.ids_BT]
+    for one in passes:
+        for number, written in one.written.items():
+            own[number] += [(written, one)] if written else []
+    lengths = [written for row in own for written, _ in row]
+    depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
+    beams = decoder.steps if isinstance(decoder, BeamDecoder) else None
+    scores, logits = _kept(decoder)
+    return GenerateOutput(
+        sequences=sequences_of(decoder, request),
+        scores=_by_step(scores) if request.scores else None,
+        logits=_by_step(logits) if request.logits else None,
+        past_key_values=decoder.prompts.continued.cache,
+        passes=len(passes),
+        tau=sum(lengths) / len(lengths) if lengths else 1.0,
+        acceptance_per_depth=[sum(length > k + 1 for length in lengths) / max(len(lengths), 1) for k in range(depth)],
+        seconds={part: sum(getattr(one, part) for one in passes) for part in ("draft", "verify", "host")},
+        accept_lengths=[[written for written, _ in its] for its in own],
+        kept=None if beams else [[one.kept[row] for _, one in its] for row, its in enumerate(own)],
+        drafted=None if beams else [[one.drafted[row] for _, one in its] for row, its in enumerate(own)],
+        nodes=[one.nodes for one in passes],
+        pass_seconds=[one.seconds for one in passes],
+        trees=None if beams else [[one.trees[row] for _, one in its] for row, its in enumerate(own)],
+        sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
+        beam_indices=beams.beam_indices() if beams is not None else None,
+    )
+
+
+def _kept(decoder: Decoder | BeamDecoder) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Scores and logits by row or beam."""
+    if isinstance(decoder, BeamDecoder):
+        return decoder.steps.scores, decoder.steps.logits
+    texts = decoder.texts.of.values()
+    return [text.scores for text in texts], [text.logits for text in texts]
+
+
+def _cut(passes: list[Pass], lengths: dict[int, int]) -> None:
+    """Take off what passes wrote behind the end of a text: tokens written before it was known that another row ends all."""
+    for number, length in lengths.items():
+        over = sum(one.written.get(number, 0) for one in passes) - max(length - 1, 0)
+        for one in reversed(passes):
+            taken = min(max(over, 0), one.written.get(number, 0))
+            if taken:
+                one.written[number] -= taken
+                over -= taken
+
+
+def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Turn lists by row and token into tensors ``[B, V]`` by step; zeros after the end of a row."""
+    longest = max(len(row) for row in rows)
+    return tuple(torch.stack([row[i] if i < len(row) else torch.zeros_like(rows[0][0]) for row in rows]) for i in range(longest))
