@@ -104,7 +104,7 @@ def asked(at: Folder) -> None:
 def test_in_process(at: Folder) -> None:
     wrote = at.python(REGENERATE.replace("WORDS", repr(words("own.jsonl"))))
     exact, texts = check(at, "own.jsonl", {question: (prompt, answer) for question, (prompt, answer) in wrote.items()})
-    assert exact == KEPT and texts > 0.95 * KEPT
+    assert exact == KEPT and texts > KEPT / 2
 
 
 def test_through_a_server(at: Folder) -> None:
@@ -115,4 +115,4 @@ def test_through_a_server(at: Folder) -> None:
     report = at.json("served.json")
     assert report["answers_with_token_ids"] >= KEPT
     exact, texts = check(at, "served.jsonl", served.wrote)
-    assert exact == KEPT and texts > 0.95 * KEPT
+    assert exact == KEPT and texts > KEPT / 2
