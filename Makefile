@@ -5,7 +5,8 @@
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
 # make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
-# make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (under ten minutes; fetches 93 MB)
+# make test-real      every command on a released model, SmolLM2-135M-Instruct, on a CPU or a GPU (fetches 93 MB), and whether what
+#              it writes is what is trained on: 200 answers in process and 200 through a server (ROUND_TRIP=16 make test-real: fewer, sooner)
 # make test-engines   heads in vLLM (CPU build) and in SGLang's modules: the same drafts and logits
 # make engines        only that environment, in .venv-engines (3.6 GB)
 #

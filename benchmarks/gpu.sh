@@ -89,4 +89,6 @@ part step 40 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --json 
 part profile 30 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --profile --json "$OUT/profile.json"
 part heads_compile 90 "$PYTHON" -m $BENCH --heads "$HEADS" --allow-finetuned --capture compile --json "$OUT/heads_compile.json"
 part training 30 "$PYTHON" benchmarks/large_training.py --backbone "$OUT/model" --rows 16 --length 512 --chunk-size 4096 --json "$OUT/training.json"
+part training_compiled 45 "$PYTHON" benchmarks/large_training.py --backbone "$OUT/model" --rows 16 --length 512 --chunk-size 4096 --compile \
+    --json "$OUT/training_compiled.json"
 part ar_compile 60 "$PYTHON" -m $BENCH --propose suffix --capture compile --json "$OUT/ar_compile.json"

@@ -87,7 +87,8 @@ def measure_rows(rows: int, settings: Objective, args: argparse.Namespace) -> di
         with torch.autocast(backbone.device.type, torch.bfloat16, enabled=on_gpu):
             features = timed(spent["features"], partial(source.read, batch))
             hidden = timed(spent["drafter"], partial(drafter, features))
-            sums = timed(spent["objective"], partial(objective, FusedLoss(settings, source.teacher, drafter), features, hidden))
+            loss = FusedLoss(settings, source.teacher, drafter, args.compile)
+            sums = timed(spent["objective"], partial(objective, loss, features, hidden))
         timed(spent["backward"], (sums.loss / labels).backward)
         timed(spent["optimizer"], optimizer.step)
         optimizer.zero_grad()
@@ -123,5 +124,6 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2], help="sequences of a step (1 2)")
     parser.add_argument("--chunk-size", type=int, nargs="+", default=[1024, 4096], help="positions whose logits are held (1024 4096)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (2048; 64 without CUDA)")
+    parser.add_argument("--compile", action="store_true", help="as train.compile")
     parser.add_argument("--steps", type=int, default=5, help="measured steps (5)")
     run(parser, measure)

@@ -39,6 +39,8 @@ class Shape:
     bare: str = ""
     later: str = ""
     """What is written for a thought after a tool's result, if it is another form."""
+    inline: str = ""
+    """As what a thought in the content is written: as ``content``, or as a ``thought`` (default: as one if the prompt opens it)."""
     nothing: str = ""
     """What is written for an answer without content, if it is another form."""
     call: str = ""
@@ -79,6 +81,10 @@ class Shape:
         form = self.later or self.thought if previous["role"] == "tool" else self.thought
         before = form.replace("{}", thought) if thought and form else self.bare
         content = message["content"]
+        if isinstance(content, str) and content.startswith("<think>"):
+            if self.inline == "thought" or not self.inline and self.thought.startswith("{}"):
+                return self.thought.replace("{}", "I add.") + self.answer.replace("{}", content.split("\n\n")[-1])
+            return self.answer.replace("{}", content)
         content = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
         if calls := message.get("tool_calls"):
             return before + (self.call if len(calls) == 1 else self.two).replace("{thought}", thought)
@@ -98,6 +104,7 @@ SITUATIONS: dict[str, list[Message]] = {
     "system": [{"role": "system", "content": "Be brief."}, ASKED, FOUR],
     "turns": [ASKED, FOUR, AGAIN, said("Six.\n\nAnd so on."), ASKED, said("Four, as I said.")],
     "two questions": [ASKED, AGAIN, FOUR],
+    "thought in the content": [ASKED, said("<think>\nI add.\n</think>\n\nFour."), AGAIN, said("<think>\nI add.\n</think>\n\nSix.")],
     "reasoning": [ASKED, said("Four.", reasoning_content="I add."), AGAIN, said("Six.", reasoning_content="Once more.")],
     "thought and call": [
         ASKED, said(None, reasoning_content="I add.", calls=["add"]), result("add"), said("Four.", reasoning_content="Done."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
-from family_templates import QWEN_25
+from published import shapes
 
 from headstart.support.chat.messages import read_messages
 from headstart.support.errors import UserError
@@ -15,6 +15,7 @@ from headstart.training.data.columns import find_column, sound_rows
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.recipe.recipe import Data
 
+QWEN_25 = shapes()["qwen2.5"]
 TALK = chat(*TURNS)
 SHAREGPT = [{"from": "human", "value": TURNS[0][1]}, {"from": "gpt", "value": TURNS[1][1]}]
 TEXT = json.dumps(TALK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from chat_templates import CHATML, TURNS, chat, make_tokenizer
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.pieces import Pieces
+from headstart.support.chat.pieces import Pieces, tokenise
 
 PARTS = ["<|im_start|>", "<|im_end|>", "<s>", "<s", " a b", "\n", "user", "\u00fcnder", "<|im", "four.", "  ", "x<|im_end|>x", "Added"]
 
@@ -42,15 +43,34 @@ def more(*tokens: AddedToken) -> PreTrainedTokenizerFast:
     ],
 )  # fmt: skip
 def test_pieces_have_the_tokens_of_the_whole(tokenizer: PreTrainedTokenizerFast, pieces: int) -> None:
-    def tokenise(texts: list[str]) -> list[list[int]]:
+    def called(texts: list[str]) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
     rng, cutter = random.Random(0), Pieces(tokenizer)
     assert len(cutter.cut("a<s>b<s>c".replace("b<s>", "b" if pieces == 1 else "b<s>"))) == pieces and cutter.cut("") == []
     for _ in range(200):
         texts = ["".join(rng.choices(PARTS, k=rng.randrange(12))) for _ in range(3)]
-        assert cutter.tokens(texts, tokenise) == tokenise(texts)
+        assert cutter.tokens(texts, called) == called(texts) == tokenise(tokenizer, texts)
         assert all("".join(cutter.cut(text)) == text for text in texts)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer whose class changes what a call gives, as code that comes with a model may."""
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._encode_plus([one.upper() for one in text], *args, **kwargs)
+
+
+def test_a_tokenizer_that_changes_calls_cuts_or_pads_is_called() -> None:
+    plain = make_tokenizer(CHATML)
+    shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
+    assert tokenise(shouting, ["four."]) == tokenise(plain, ["FOUR."]) != tokenise(plain, ["four."])
+    expected = tokenise(plain, ["four. " * 9, "a"])
+    plain.backend_tokenizer.enable_truncation(3)
+    plain.backend_tokenizer.enable_padding()
+    assert tokenise(plain, ["four. " * 9, "a"]) == expected and tokenise(plain, []) == []
+    plain.split_special_tokens = True
+    assert tokenise(plain, ["<s>a"]) == plain(["<s>a"], add_special_tokens=False)["input_ids"] and len(tokenise(plain, ["<s>a"])[0]) > 2
 
 
 def test_what_turns_have_in_common_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from published import ASKED, CALLS, SITUATIONS, Shape, decoded, refused, shapes,
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import read_messages
 from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import Source, compare
 
@@ -81,6 +82,15 @@ def test_an_answer_is_read_back_as_a_message_with_its_calls_and_thoughts(shape: 
             ]  # fmt: skip
             if message.get("reasoning_content") and shape.thought:
                 assert found["reasoning_content"] == message["reasoning_content"]
+
+
+def test_a_template_that_ends_an_answer_before_its_calls_is_refused() -> None:
+    """Nemotron Nano 2 writes text and calls of a last message as two answers; the calls would be lost."""
+    shape = shapes()["nemotron-nano-2"]
+    (_, message, *_) = shape.conversation("tools")
+    chat = Chat(shape.tokenizer, ChatSettings(ends=shape.end_ids))
+    with pytest.raises(TemplateRefusal, match="it ends the answer before its calls"):
+        chat.turns([ASKED, message | {"content": "I look."}])
 
 
 def call(name: str, arguments: str) -> str:

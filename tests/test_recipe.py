@@ -82,6 +82,7 @@ def test_defaults_and_the_least_recipe(write):
         ("objective.terms={kl: 1, ce: .1}", "objective.terms", {"kl": 1.0, "ce": 0.1}),
         ("objective={depth_decay: 1}", "objective.depth_decay", 1.0),
         ("backbone.path=other/model", "backbone.path", "other/model"),
+        ("data.eval=*.jsonl", "data.eval", "*.jsonl"),
     ],
 )
 def test_overrides(write, override, key, value):
@@ -151,6 +152,7 @@ def test_later_overrides_win(write):
         ("train..lr=1", "'train..lr=1' is not an override"),
         ("data.limit=", "'data.limit=' gives no value; write data.limit=null"),
         ("train.betas=[1", "not valid YAML"),
+        ("data.train=[*.csv]", "found undefined alias '.csv'; text that begins with * is written in quotes"),
     ],
 )
 def test_what_is_wrong_is_named(write, override, message):

@@ -92,6 +92,7 @@ def keep_splits(file: Path, splits: Splits) -> None:
         "mix": None if splits.mix is None else asdict(splits.mix), "check": None if splits.check is None else asdict(splits.check),
     }  # fmt: skip
     try:
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)   # the rows may be nobody else's business
         with atomic(file) as temporary:
             save_file(arrays, temporary, {"about": json.dumps(about)})
         _remove_old(file)

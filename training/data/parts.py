@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import current_process
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from headstart.support.errors import UserError, cause
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+"""Of Linux: the signal that a process gets when its parent ends."""
 PART, LEAST, MOST = 128, 1024, 16
 """Items of a part; items for which another process pays; processes that are started unless more are asked for."""
 
@@ -28,7 +33,7 @@ def in_parts(work: Callable[[range], T], items: int, processes: int | None = Non
     """
     parts = [range(first, min(first + PART, items)) for first in range(0, items, PART)]
     count = min(free_cpus() if processes is None else processes, items // LEAST)
-    if count < 2 or sys.platform != "linux":   # elsewhere a fork is not safe
+    if count < 2 or sys.platform != "linux" or current_process().daemon:   # elsewhere a fork is not safe, and a daemon may have none
         yield from map(work, parts)
         return
     settings: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, "worker_init_fn": _begin, "multiprocessing_context": "fork"}
@@ -76,4 +81,5 @@ def _as_it_is(item: T) -> T:
 
 def _begin(_: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # else it would wait for ever for a killed parent to read its results
     gc.freeze()   # a collection would write to, and so copy, all memory that is shared with the first process

@@ -108,7 +108,7 @@ def _print_sizes(planned: PlannedCache) -> dict[str, Any]:
     teacher = f"the {form.top_k} most likely tokens" if form.top_k else "the final hidden state"
     taps = f"taps {', '.join(map(str, form.taps))} and " if form.taps else ""
     print(
-        f"data      {planned.splits.stats}\n"
+        f"data      {planned.splits}\n"
         f"cache     {manifest.folder}: {taps}{teacher}, {form.dtype}\n"
         f"size      {gigabytes(total)}, {total / tokens:,.0f} bytes per token, in {shards} shards; "
         f"{gigabytes(missing)} in {len(manifest.missing())} shards still to write, {gigabytes(free)} free",

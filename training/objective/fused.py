@@ -22,7 +22,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.chunking import chunk_policy
 from headstart.training.features.source import Teacher
 from headstart.training.objective.loss_rows import LossRows
-from headstart.training.objective.terms import FEATURES, SoftTarget, compare, gradient, mix, regression, soft_target
+from headstart.training.objective.terms import FEATURES, SoftTarget, compare_and_mix, compiled, regression, soft_target
 from headstart.training.recipe.training import Objective
 
 CPU_LOGITS, CPU_MIN_ROWS = 2**19, 128
@@ -36,6 +36,8 @@ class FusedLoss:
     settings: Objective
     teacher: Teacher
     drafter: Drafter
+    compiled: bool = False
+    """Whether what is done with logits is compiled (`terms.compiled`)."""
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -66,16 +68,17 @@ class FusedLoss:
         leaf_CD, logits_CV = self.chunk_logits(gradients.drafts[i], i, chunk, rows)
         counts_C, weight_C = rows.counts_MK[:, i], rows.weights_MK[:, i]
         with torch.no_grad():
-            draft = compare(target, logits_CV.detach())
-            loss = mix(target, draft, weight_C, self.settings)
+            compute = compiled() if self.compiled else compare_and_mix
+            found = compute(target, logits_CV.detach(), weight_C, self.settings)
+            loss = found.loss
             if logits_CV.requires_grad:
-                gradients.backward(i, chunk, leaf_CD, logits_CV, gradient(draft))
+                gradients.backward(i, chunk, leaf_CD, logits_CV, found.gradient_CV)
             if share := self.settings.terms.get(FEATURES):
                 value, gradient_CD = regression(leaf_CD.detach(), _column(rows.hidden_MJD, i), share * weight_C)
                 loss = loss + value
                 gradients.add(i, chunk, gradient_CD)
-            choice_C = draft.choice_C if self.vocabulary is None else self.vocabulary[draft.choice_C]
-            return loss, ((choice_C == target.choice_C) & counts_C).sum(), (draft.alpha_C * counts_C).sum()
+            choice_C = found.choice_C if self.vocabulary is None else self.vocabulary[found.choice_C]
+            return loss, ((choice_C == target.choice_C) & counts_C).sum(), (found.alpha_C * counts_C).sum()
 
     def chunk_logits(self, draft_MD: Tensor, i: int, chunk: slice, rows: LossRows) -> tuple[Tensor, Tensor]:
         """Return the detached hidden states of column i of a chunk, and their logits; ``rows`` are those of the chunk."""

@@ -23,6 +23,7 @@ Shape suffixes: C positions of a chunk, V draft vocabulary, D width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -184,6 +185,30 @@ def mix(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Obje
         if share and name in TERMS:
             total = total + share * (weight_C * TERMS[name](teacher, draft, share * weight_C, settings)).sum()
     return total
+
+
+class Compared(NamedTuple):
+    """What a chunk's logits of one depth give."""
+
+    loss: Tensor
+    gradient_CV: Tensor
+    """Of the loss with respect to the logits."""
+    choice_C: Tensor
+    """See `DraftProbs`."""
+    alpha_C: Tensor
+
+
+def compare_and_mix(teacher: SoftTarget, logits_CV: Tensor, weight_C: Tensor, settings: Objective) -> Compared:
+    """Compute the weighted loss of some logits, its gradient, and what is counted; autograd is not used."""
+    draft = compare(teacher, logits_CV)
+    loss = mix(teacher, draft, weight_C, settings)
+    return Compared(loss, gradient(draft), draft.choice_C, draft.alpha_C)
+
+
+@functools.cache
+def compiled() -> Callable[[SoftTarget, Tensor, Tensor, Objective], Compared]:
+    """`compare_and_mix` compiled by torch, for any number of positions: fewer kernels (``train.compile``)."""
+    return torch.compile(compare_and_mix, dynamic=True)
 
 
 def regression(drafted_CD: Tensor, hidden_CD: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:

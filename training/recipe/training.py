@@ -81,6 +81,8 @@ class Train(StrictModel):
     """Autocast of the drafter's forward, whose weights stay in fp32; ``auto``: bf16 if the backbone is in 16 bits, else none."""
     gradient_checkpointing: bool = False
     """Recompute activations of the drafter, and of a backbone with ``lora``, in the backward pass: less memory, same gradients."""
+    compile: bool = False
+    """Compile what the objective does with logits (torch.compile): fewer kernels, some seconds at the start. Not run on a GPU yet."""
     non_finite: Literal["stop", "skip"] = "stop"
     """When a loss or gradient is not finite: stop, or skip that step (and stop after ten in a row)."""
 

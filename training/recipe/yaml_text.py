@@ -54,7 +54,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{source}{line}: not valid YAML: {' '.join((error.problem or str(error)).split())}") from None
+        quotes = "; text that begins with * is written in quotes" if "undefined alias" in (error.problem or "") else ""
+        raise UserError(f"{source}{line}: not valid YAML: {' '.join((error.problem or str(error)).split())}{quotes}") from None
     except YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {cause(error)}") from None
     except ValueError as error:
@@ -127,4 +128,4 @@ def override(tree: dict[str, Any], change: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise UserError(f"{change!r}: {'.'.join(parents[:level])} is {node!r}, with no keys below it")
-    node[last] = parse_yaml(value, repr(change))
+    node[last] = _plain(value) if value.startswith("*") else parse_yaml(value, repr(change))   # a pattern of files

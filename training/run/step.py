@@ -32,15 +32,15 @@ class TrainStep(nn.Module):
     Raises UserError for a loss term that this drafter does not support.
     """
 
-    def __init__(self, teacher: Teacher, drafter: Drafter, settings: Objective) -> None:
+    def __init__(self, teacher: Teacher, drafter: Drafter, settings: Objective, compiled: bool = False) -> None:
         super().__init__()
         if settings.terms.get(FEATURES):
             require_comparable(drafter)
-        self.drafter, self.teacher, self.settings = drafter, teacher, settings
+        self.drafter, self.teacher, self.settings, self.compiled = drafter, teacher, settings, compiled
 
     def forward(self, features: Features, step_key: StepKey) -> Sums:
         """Draft from all positions, or from anchors sampled with ``step_key`` if the drafter's `anchor_share` is below 1."""
-        loss, drafter, anchors = FusedLoss(self.settings, self.teacher, self.drafter), self.drafter, None
+        loss, drafter, anchors = FusedLoss(self.settings, self.teacher, self.drafter, self.compiled), self.drafter, None
         if drafter.anchor_share < 1:
             anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
         hidden = drafter(features, None if anchors is None else anchors.at)
@@ -60,11 +60,11 @@ class JointStep(nn.Module):
     adapted backbone, detached. At a rise of 0 the heads are trained alone.
     """
 
-    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lora: Lora) -> None:
+    def __init__(self, source: FeatureSource, drafter: Drafter, settings: Objective, lora: Lora, compiled: bool = False) -> None:
         super().__init__()
         self.source, self.backbone, self.lora = source, drafter.backbone, lora
         self.original = LiveFeatures(self.backbone, ()) if lora.kl_weight else None
-        self.heads = TrainStep(source.teacher, drafter, settings)
+        self.heads = TrainStep(source.teacher, drafter, settings, compiled)
         self.adapter = nn.ParameterList(self.backbone.trainable.values())
 
     def forward(self, batch: Batch, step_key: StepKey, rise: float) -> Sums:

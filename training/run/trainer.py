@@ -25,6 +25,8 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.lora import add_lora, lora_weights, merged
 from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.inference.capture.compile import Compile
+from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
@@ -233,9 +235,11 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, source: FeatureSource) -> DrafterTrainer:
     """Build the trainer of a drafter that has its initial or resumed weights."""
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
-    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective)
+    if recipe.train.compile and (reason := Compile.unavailable(accelerator.device)):
+        raise UserError(f"train.compile=true: {reason}, or set train.compile=false")
+    step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective, recipe.train.compile)
     if lora is not None:
-        step = JointStep(source, drafter, recipe.objective, lora)
+        step = JointStep(source, drafter, recipe.objective, lora, recipe.train.compile)
     optimizer = build_optimizer(drafter, recipe.train, adapter.values(), 1.0 if lora is None else lora.lr_ratio)
     module, optimizer = accelerator.prepare(step, optimizer)
     trained = dict(drafter.named_parameters()) | _named_adapter(drafter.backbone)

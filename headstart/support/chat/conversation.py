@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.ending import Ending, find_ending
 from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.pieces import Pieces
+from headstart.support.chat.pieces import Pieces, tokenise
 from headstart.support.chat.reading import read_answer
 from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import Template
+from headstart.support.chat.template import Template, TemplateRefusal
 from headstart.support.chat.trace import TokenSample, Trace
 from headstart.support.chat.written import Written, written
 from headstart.support.errors import UserError
@@ -77,8 +77,7 @@ class Chat:
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise rendered texts; the template has written the special tokens."""
-        how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return list(self.tokenizer(texts, **how)["input_ids"]) if texts else []
+        return tokenise(self.tokenizer, texts)
 
     def continued(self, texts: list[str]) -> list[list[int]]:
         """Tokenise texts that continue others."""
@@ -121,6 +120,8 @@ class Chat:
     def _ended(self, answer: Written, tokens: list[int]) -> list[int]:
         """Return an answer's tokens up to and with its end."""
         if (length := self.ending.length(tokens)) is not None:
+            if answer.calls and not self.ending.after.endswith(self.text(tokens[length:])):
+                raise TemplateRefusal("it ends the answer before its calls")
             return tokens[:length]
         if answer.calls and self.ending.called:
             return [*tokens, *self.ending.called]

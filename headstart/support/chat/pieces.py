@@ -1,4 +1,4 @@
-"""Texts in pieces that a tokenizer reads apart from each other, so that what texts have in common is tokenised once."""
+"""Tokenise many texts: without what only a caller of transformers needs, and what they have in common once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of texts without adding any: what calling the tokenizer gives, a fifth faster where its class changes nothing."""
+    if not texts:
+        return []
+    kind, usual = type(tokenizer), PreTrainedTokenizerFast
+    if isinstance(tokenizer, usual) and all(getattr(kind, name) is getattr(usual, name) for name in ("__call__", "_encode_plus")):
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation is None and backend.padding is None and not tokenizer.split_special_tokens:
+            return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 class Pieces:

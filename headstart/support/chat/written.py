@@ -58,12 +58,27 @@ def _written(template: Template, messages: Sequence[Message], tools: Any) -> Wri
     if not after.text.startswith(prompt):
         return _restored(template, messages, tools, prompt, None)
     text, start = after.text[len(prompt) :], len(prompt)
+    if (once := _thought_once(text, message, content)) != text:
+        return Written(prompt, once, None)
     if content not in text or content != content.strip() or thought.strip() not in text:
         restored = _restored(template, messages, tools, prompt, text)
         if restored.text != text:
             return restored
     blocks = tuple((max(first - start, 0), end - start) for first, end in after.marked if end > start)
     return Written(prompt, text, blocks if template.marks(tools) else None)
+
+
+def _thought_once(text: str, message: Message, content: str) -> str:
+    """Return the text without the tag of a thought, or the empty one, that the template writes before content with a thought of its own.
+
+    ``content`` is the message's after what the prompt has opened.
+    """
+    whole = message.get("content")
+    if isinstance(whole, str) and len(content) < len(whole) and text.startswith(whole.strip()):
+        return text[len(whole.lstrip()) - len(content) :]
+    empty = EMPTY.match(text)
+    twice = empty is not None and content.startswith(f"<{empty.group(1)}>") and text[empty.end() :].startswith(content)
+    return text[empty.end() :] if empty is not None and twice else text
 
 
 def thoughts(message: Message) -> str:

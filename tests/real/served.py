@@ -1,0 +1,106 @@
+"""The released model behind OpenAI's protocol, in batches of transformers' own ``generate``; token ids as vLLM returns them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Empty, Queue
+from typing import Any
+
+import torch
+
+MOST = 32
+"""Rows of a batch."""
+GATHERS = 0.2
+"""Seconds that a batch waits for another request."""
+
+
+class Served:
+    """Answers requests, and keeps what it wrote: text of the question -> the tokens of prompt and answer."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.wrote: dict[str, tuple[list[int], list[int]]] = {}
+        self.waiting: Queue[tuple[dict[str, Any], Future[dict[str, Any]]] | None] = Queue()
+        self.ends = model.generation_config.eos_token_id
+        self.ends = {self.ends} if isinstance(self.ends, int) else set(self.ends)
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        future: Future[dict[str, Any]] = Future()
+        self.waiting.put((body, future))
+        return future.result()
+
+    def work(self) -> None:
+        """Answer what waits, in batches of one temperature, until None comes."""
+        while (first := self.waiting.get()) is not None:
+            batch = [first]
+            while len(batch) < MOST:
+                try:
+                    more = self.waiting.get(timeout=GATHERS)
+                except Empty:
+                    break
+                if more is None:
+                    return
+                batch.append(more)
+            for temperature in {body["temperature"] for body, _ in batch}:
+                rows = [one for one in batch if one[0]["temperature"] == temperature]
+                try:
+                    self.answer(rows, temperature)
+                except Exception as error:   # else whoever asked would wait for ever
+                    for _, future in rows:
+                        future.set_exception(error)
+
+    @torch.no_grad()
+    def answer(self, batch: list[tuple[dict[str, Any], Future[dict[str, Any]]]], temperature: float) -> None:
+        prompts = [
+            self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False) for body, _ in batch
+        ]
+        longest = max(map(len, prompts))
+        rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=self.model.device)
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        most = batch[0][0]["max_tokens"]
+        written = self.model.generate(rows, attention_mask=mask, max_new_tokens=most, pad_token_id=0, **how)[:, longest:].tolist()
+        for (body, future), prompt, tokens in zip(batch, prompts, written, strict=True):
+            end = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
+            ids = tokens[:end]
+            self.wrote[body["messages"][-1]["content"]] = (prompt, ids)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop" if end else "length"}
+            asked = {"token_ids": ids, "prompt_token_ids": prompt} if body.get("return_token_ids") else {}
+            future.set_result({"choices": [choice | asked], "usage": {"completion_tokens": len(ids)}})
+
+
+@contextmanager
+def serving(model: Any, tokenizer: Any) -> Iterator[tuple[Served, str]]:
+    """The server, and its address."""
+    served = Served(model, tokenizer)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:   # noqa: N802  # http.server's name
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            reply = json.dumps(served.ask(body)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threads = [threading.Thread(target=work) for work in (served.work, server.serve_forever)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield served, f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        served.waiting.put(None)
+        server.shutdown()
+        server.server_close()
+        for thread in threads:
+            thread.join()
