@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, backbone, heads, left_padded, prompts, say, texts, tiny
+from families import DRAFTERS, LAYERS, VOCAB, backbone, heads, left_padded, prompts, say, texts, tiny
 from talker import talker
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StaticCache
@@ -18,6 +18,7 @@ from headstart.inference.bench.prompts import Prompter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
+from headstart.inference.sources.early_exit import EarlyExit
 from headstart.support.errors import UserError
 
 HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -26,12 +27,12 @@ NEW = 5
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The positions of each prefill."""
+    """The positions of each prefill, but for those of smaller models that draft."""
     seen: list[int] = []
     read = Backbone.read
 
     def noted(self: Backbone, tokens_BT: Tensor, cache: Any = None, positions_BT: Any = None, mask: Any = None, taps: Any = ()) -> Any:
-        if mask is None:
+        if mask is None and self.num_layers == LAYERS:
             seen.append(tokens_BT.shape[1])
         return read(self, tokens_BT, cache, positions_BT, mask, taps)
 
@@ -41,6 +42,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def own(family: str, kind: str = "eagle3") -> SpeculativeModel:
     """Heads whose passes are not captured, so that every prefill is seen."""
+    if kind == "early exit":
+        return SpeculativeModel(backbone(family), proposers=[EarlyExit(backbone(family), layers=2)], capture="off")
     return SpeculativeModel(backbone(family), heads(family, kind).drafter, capture="off")
 
 
@@ -54,8 +57,9 @@ def follow(text: Tensor, turn: int) -> Tensor:
     return torch.cat([text, texts(1, NEW, 100 + turn)], 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "block"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("llama", kind) for kind in (*DRAFTERS, "early exit")), *((family, "eagle3") for family in ("gpt2", "gemma3"))]
+)
 def test_only_what_is_new_is_read(family: str, kind: str, reads: list[int]) -> None:
     of, cache, ids = own(family, kind), DynamicCache(), prompts((20,))[0][None]
     for turn in range(3):
