@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.backbone.recompute import contexts
 
+_counting = threading.Lock()
+"""Of all modules, since what holds one may be copied."""
+
 
 class Evaluation:
     """The evaluation mode of a module: within the context no part of it is in training mode, afterwards each is as it was.
@@ -23,7 +26,7 @@ class Evaluation:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._holders, self._lock = 0, threading.Lock()
+        self._holders = 0
         self._training: list[nn.Module] = []
         """The parts that were in training mode."""
 
@@ -31,14 +34,14 @@ class Evaluation:
     def __call__(self) -> Iterator[None]:
         """Hold the module in evaluation mode."""
         try:
-            with self._lock:
+            with _counting:
                 self._holders += 1
                 if self._holders == 1:
                     self._training = [part for part in self.module.modules() if part.training]
                     _set_training(self._training, False)
             yield
         finally:
-            with self._lock:
+            with _counting:
                 self._holders -= 1
                 if self._holders == 0:
                     _set_training(self._training, True)
