@@ -24,7 +24,7 @@ from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_co
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
 from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows
-from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks
+from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.heads.backbone.rope import rope_switch
@@ -60,7 +60,7 @@ class Backbone:
         self.base: nn.Module = model.base_model
         self.embed: Any = model.get_input_embeddings()
         self.unembed: Any = model.get_output_embeddings()
-        self.dim: int = self.config.hidden_size
+        self.dim: int = width_of(self)
         self.vocab: int = self.unembed.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         stated = self.config.to_dict()

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
 
 
+def width_of(backbone: Backbone) -> int:
+    """Return the width of the model's layers. Raises UserError if its embeddings or its output layer have another (OPT-350m's have)."""
+    width, name = backbone.config.hidden_size, type(backbone.model).__name__
+    for part, module in (("embeddings", backbone.embed), ("an output layer", backbone.unembed)):
+        if (own := module.weight.shape[-1]) != width:
+            raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
+    return int(width)
+
+
 def require_masks(backbone: Backbone) -> None:
     """Raise UserError unless the model follows 4-D masks and explicit positions.
 
