@@ -49,8 +49,10 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype, heads, queries, keys, widths, boolean, options", [
     (BF16, (6, 2), 5, 192, (64, 64), False, {}),
-    (FP32, (4, 4), 20, 37, (8, 8), True, {}),                      # more queries than one part has; the last block is not full
-    (FP16, (4, 1), 3, 70, (80, 48), True, {"scale": 0.25}),        # values of another width; widths that are no whole vectors
+    # more queries than one part has; the last block is not full
+    pytest.param(FP32, (4, 4), 20, 37, (8, 8), True, {}, marks=pytest.mark.slow),
+    # values of another width; widths that are no whole vectors
+    pytest.param(FP16, (4, 1), 3, 70, (80, 48), True, {"scale": 0.25}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_it_gives_what_sums_in_fp64_give(
     dtype: torch.dtype, heads: tuple[int, int], queries: int, keys: int, widths: tuple[int, int], boolean: bool, options: dict[str, float],
@@ -69,6 +71,7 @@ def test_it_gives_what_sums_in_fp64_give(
         assert (found != expected.to(dtype)).float().mean() < 0.01, "rounded once"
 
 
+@pytest.mark.slow
 @needs_a_compiler
 @torch.no_grad()
 def test_a_query_has_the_same_bits_alone_and_among_others_wherever_its_keys_lie() -> None:
@@ -83,6 +86,7 @@ def test_a_query_has_the_same_bits_alone_and_among_others_wherever_its_keys_lie(
     assert captured.fallback is None
 
 
+@pytest.mark.slow
 @needs_a_compiler
 def test_threads_share_the_queries() -> None:
     """In a process of its own: one that has had several threads must not be forked."""

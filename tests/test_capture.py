@@ -168,7 +168,8 @@ def test_captured_passes_write_the_same_sequences(family: str, kind: str) -> Non
     assert (engine := captured.engine(True)).reader.captured and engine.speculation.of_kind(DrafterSource)[0].captured
 
 
-@pytest.mark.parametrize("family,kind", [("llama", kind) for kind in DRAFTERS] + [("gemma3", "eagle3"), ("gpt2", "medusa")])
+@pytest.mark.matrix("kind", cells=2)
+@pytest.mark.parametrize("family,kind", [("gemma3", "eagle3"), ("gpt2", "medusa")] + [("llama", kind) for kind in DRAFTERS])
 def test_captures_follow_the_number_of_rows(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows finish one after the other: a capture that held their number would be made again each time."""
     compare, refused = Capture.compare, []
@@ -237,6 +238,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_settings_of_sampling_share_captures() -> None:
     """Temperature and filters are inputs of captured drafts: 40 settings make no more captures than few do."""
     on = backbone("llama")

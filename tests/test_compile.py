@@ -37,6 +37,7 @@ def test_prompts_and_functions_without_a_module_are_not_compiled() -> None:
     assert capturer.report().fallback is None, "nothing has failed"
 
 
+@pytest.mark.slow
 @needs_a_compiler
 @torch.no_grad()
 def test_a_compiled_function_gives_the_same_at_other_sizes_and_strides() -> None:
@@ -91,6 +92,7 @@ def test_fused_operations_in_bf16_round_as_single_ones() -> None:
     assert torch.equal(captured(held, x)[0], step(held, x)[0]) and captured.fallback is None
 
 
+@pytest.mark.slow
 @needs_a_compiler
 @torch.no_grad()
 def test_products_in_bf16_give_a_row_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, c
     assert trainer.chosen.values.get("train.readout_lr_ratio", 1.0) == (1.0 if "readout" in "".join(changes) else ratio)
 
 
+@pytest.mark.slow
 def test_few_large_steps_are_named(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(small), "train.steps=40", "train.batch_size=8"]) == 0
     line = "advice    40 steps are few: train.batch_size=1 train.steps=320 makes 320 of the same text"

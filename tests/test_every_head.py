@@ -90,6 +90,7 @@ def test_from_a_feature_cache(together: Path, tmp_path: Path) -> None:
     require_close(tmp_path / "out", together / "out")
 
 
+@pytest.mark.slow
 def test_from_packed_rows(together: Path, tmp_path: Path) -> None:
     """In rows that hold several documents, in one micro-batch or in several, every head learns the same."""
     packed = [str(together / "recipe.yaml"), "data.packing=true", "data.max_length=96"]
@@ -98,6 +99,7 @@ def test_from_packed_rows(together: Path, tmp_path: Path) -> None:
     require_close(tmp_path / "pieces", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_on_their_own_drafts(together: Path, tmp_path: Path) -> None:
     """On-policy, resumed bit for bit, for every kind whose drafts depend on its own drafts."""
     heads = [{"kind": kind, **arguments} for kind, arguments in following(2)]

@@ -149,6 +149,7 @@ def test_cache_inspect_and_regenerate(trained: Path, at: Path, capsys: pytest.Ca
     said(capsys, "regenerate", "recipe.yaml", "regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=32")
 
 
+@pytest.mark.slow
 def test_export_verify_and_import(trained: Path, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "export", "--heads", "heads", "--to", "vllm", "--out", "served")
     assert "the backbone is a GGUF file, which few engines load" in out

@@ -110,7 +110,8 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkey
     in_children(monkeypatch)
     if not (parent := os.fork()):
         try:
-            next(in_parts(big, 100, 2))
+            made = in_parts(big, 100, 2)   # kept: it ends the processes when it is gone
+            next(made)
             time.sleep(60)
         finally:
             os._exit(1)

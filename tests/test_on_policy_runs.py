@@ -32,6 +32,7 @@ def losses(out: Path) -> list[list[float]]:
     return [[line["loss"], line["grad_norm"]] for line in read_log(out) if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_step_does_not_depend_on_its_split(tmp_path: Path) -> None:
     recipe = str(make_recipe(tmp_path, objective=WANTED, drafter=DRAFTER, train={"steps": 4, "batch_size": 5}, eval={"prompts": 1}))

@@ -116,8 +116,8 @@ def run(seeds: range) -> Counter[str]:
 
 
 def test_random_calls_mean_what_transformers_means() -> None:
-    counts = run(range(60))
-    assert counts["same"] > 40
+    counts = run(range(24))
+    assert counts["same"] > 16
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tests.small_run import make_backbone, rows_of_text
 ROOT = Path(__file__).parent.parent
 GPU = Machine(True, 1, 80_000_000_000, "accelerator", False)
 FEW = ("gpt2", "qwen3-0.6b", "gemma-2-9b-it")
-"""Models whose shipped recipes are tried in every run of the tests, and those of new-recipe of the first; the others are slow."""
+"""Models whose shipped recipes are tried in every run of the tests; the others are slow."""
 PROMISED = (
     "vicuna-7b-v1.5 vicuna-13b-v1.5 llama-2-7b-chat-hf llama-3.1-8b-instruct llama-3.2-1b-instruct llama-3.2-3b-instruct "
     "llama-3.3-70b-instruct mistral-7b-instruct-v0.3 mistral-small-24b-instruct-2501 mixtral-8x7b-instruct-v0.1 qwen2.5-7b-instruct "
@@ -151,7 +151,9 @@ def losses(folder: Path) -> list[dict[str, Any]]:
 OTHERS = [(name, "eagle3") for name in ENTRIES] + [("gpt2", method) for method in METHODS if method != "eagle3"]
 
 
-@pytest.mark.parametrize(("name", "method"), matrix(OTHERS, FEW[:1]))
+@pytest.mark.parametrize(
+    ("name", "method"), [pytest.param(*one, marks=() if one == ("gpt2", "medusa") else pytest.mark.slow) for one in OTHERS]
+)
 def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text, out = small_model(tmp_path, name), rows_of_text(tmp_path), tmp_path / "recipe.yaml"
     written = ["--out", str(out), "--json", str(tmp_path / "x.json")]

@@ -14,7 +14,6 @@ from families import prompts, random_drafter
 from rich.console import Console
 
 from headstart.cli.main import main
-from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import Entry
 from headstart.inference.bench.prompts import Prompt
@@ -37,11 +36,6 @@ def measured(dtype: torch.dtype, capture: BackendName = "cuda-graph", twins: boo
     heads = SpeculativeModel(on, random_drafter("medusa", on, depth=3).to(dtype), capture=capture)
     plan = Plan(LENGTH, temperatures, tree=TreeShape(8, 3))
     return compare([("m", heads)], [Prompt(ids_T) for ids_T in prompts((12,))], plan)
-
-
-@pytest.fixture(autouse=True)
-def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "TURNS", 1)
 
 
 def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
