@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import chat_model, write_gguf
+from transformers import GenerationConfig
 
 import headstart
 from headstart.cli.main import main
+from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 
@@ -90,6 +92,12 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--json", "ending.json"]
     said(capsys, "generate", *options, "What is two?")
     assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)   # the prefill's may count
+
+
+def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda path: asked.append(Path(path)) or GenerationConfig(eos_token_id=[3, 4]))
+    assert read_end_tokens("chat.gguf") == (3, 4) and [path.is_dir() for path in asked] == [True]
 
 
 def test_chat(trained: Path, at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

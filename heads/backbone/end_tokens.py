@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from headstart.heads.backbone.backbone import load_config
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:
@@ -18,8 +19,9 @@ def end_tokens(config: Any) -> tuple[int, ...]:
 
 def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
     """Return those of a backbone that is not loaded, from its ``generation_config.json`` or else its configuration. Raises UserError."""
+    gguf = find_gguf(path)
     try:
-        found = end_tokens(GenerationConfig.from_pretrained(resolve(path)))
+        found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
     except (OSError, ValueError, TypeError):   # there is none, or one that transformers cannot read
         found = ()
     return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
