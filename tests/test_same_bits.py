@@ -23,6 +23,7 @@ from headstart.inference.measure import Settings
 from headstart.support.dtypes import bf16_instructions
 
 TREE = TreeShape(12, 4)
+needs_bf16 = pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 """Products of fewer than 64 inputs take another order of sums for a single row on CPUs with AMX."""
 WIDER = {"llama": WIDE, "qwen3": WIDE | {"head_dim": 16}, "gpt2": {"n_embd": 64}}
@@ -43,7 +44,7 @@ def compared(on: Backbone, tokens: int, temperatures: tuple[float, ...], batches
     return found
 
 
-@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
+@needs_bf16
 @pytest.mark.parametrize("family", WIDER)
 def test_drafts_change_no_bit_of_the_logits(family: str) -> None:
     model = tiny(family, **WIDER[family])
@@ -55,7 +56,7 @@ RELEASED = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads"
 """The widths of SmolLM2-135M; a single row times its last weight of a layer, of 1,536 inputs, is added up in another order."""
 
 
-@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
+@needs_bf16
 @pytest.mark.parametrize("capture", [pytest.param("off", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_drafts_change_no_bit_at_released_widths(dtype: torch.dtype, capture: str) -> None:
@@ -156,7 +157,7 @@ OTHER_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 WIDER_MIXED = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 
 
-@pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
+@needs_bf16
 @pytest.mark.parametrize(
     ("layers", "dtype"),
     [*((layers, torch.bfloat16) for layers in OTHER_LAYERS), ("experts", torch.float32), ("recurrent", torch.float32)],
