@@ -26,7 +26,6 @@ from headstart.heads.layers.ragged import (
     pad_rows,
     padded_rows,
     put,
-    put_layer,
     replace_rows,
     rounded_up,
     select_rows,
@@ -68,16 +67,21 @@ class RaggedCache:
         """Length of the longest row."""
         return max(self._lengths)
 
-    def stores(self, nodes: int) -> Stores:
-        """Keys and values with room for ``nodes`` nodes after the longest row, as views whose length is rounded up (`rounded_up`)."""
+    def room(self, nodes: int) -> int:
+        """Have room for ``nodes`` nodes after the longest row; returns how many slots a pass over them attends to (`rounded_up`)."""
         if self.memory is not None:
             self._place(self.memory, self.longest + nodes)
-            return self.keys, self.values
+            return self.keys[0].shape[-2]
         slots = rounded_up(self.longest + nodes, self.lengths_B.device)
         # On a CPU never exactly full, so that compiled passes meet one kind of strides.
         room = slots if is_accelerator(self.lengths_B.device) else slots + 1
         self.keys = tuple(grown(store, room) for store in self.keys)
         self.values = tuple(grown(store, room) for store in self.values)
+        return slots
+
+    def stores(self, nodes: int) -> Stores:
+        """Keys and values of the slots that a pass over ``nodes`` nodes after the longest row attends to."""
+        slots = self.room(nodes)
         return tuple(store[..., :slots, :] for store in self.keys), tuple(store[..., :slots, :] for store in self.values)
 
     def _place(self, memory: FixedMemory, slots: int) -> None:
@@ -180,12 +184,15 @@ class TreeLayer(CacheLayerMixin):
             put(keys, key_states, index_BN)
             put(values, value_states, index_BN)
             return keys, values
-        for store, new_BHND in zip(stores, (key_states, value_states), strict=True):
-            put_layer(store, self.place, new_BHND, index_BN)
-        return stores[0][self.place], stores[1][self.place]
+        keys_BHSD, values_BHSD = (store[self.place] for store in stores)
+        put(keys_BHSD, key_states, index_BN)
+        put(values_BHSD, value_states, index_BN)
+        if (slots := self.cache.slots) is not None:
+            keys_BHSD, values_BHSD = keys_BHSD[..., :slots, :], values_BHSD[..., :slots, :]
+        return keys_BHSD, values_BHSD
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.stores[0][self.group].shape[-2], 0
+        return self.cache.slots or self.cache.stores[0][self.group].shape[-2], 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -204,12 +211,14 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeLayer(self, *where[i]) if i in where else DynamicLayer() for i in range(max(where) + 1)])
         self.stores: Stores
         self.index_BN: Tensor
+        self.slots: int | None = None
+        """The slots that are attended to, from the first on; None: all."""
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Keys and values of layers whose pass was differentiable, by group and place in it."""
 
-    def over(self, stores: Stores, index_BN: Tensor) -> TreeCache:
-        """Set the stores and slots of the next pass; returns itself."""
-        self.stores, self.index_BN, self.copies = stores, index_BN, {}
+    def over(self, stores: Stores, index_BN: Tensor, slots: int | None = None) -> TreeCache:
+        """Set the stores of the next pass, the slots it writes to and how many it attends to (None: all); returns itself."""
+        self.stores, self.index_BN, self.slots, self.copies = stores, index_BN, slots, {}
         return self
 
     def written(self) -> Stores:

@@ -135,7 +135,7 @@ class Capture(ABC):
             if is_out_of_memory(error):
                 raise
             return None
-        if not all(_nearly_equal(one, other) for one, other in zip(replayed, list_tensors(expected), strict=True)):
+        if not all(nearly_equal(one, other) for one, other in zip(replayed, list_tensors(expected), strict=True)):
             return None
         self.extend_range(call.shapes)
         return expected
@@ -158,7 +158,8 @@ def _sizes(shapes: Iterable[torch.Size]) -> list[int]:
     return [size for shape in shapes for size in shape]
 
 
-def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+def nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """True if two results of a function differ by no more than rounding may bring about."""
     if one.shape != other.shape:
         return False
     if not one.dtype.is_floating_point:   # near-ties of a topk may fall either way

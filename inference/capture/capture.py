@@ -22,7 +22,6 @@ from torch import nn
 
 from headstart.heads.layers.fixed_memory import FixedMemory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
-from headstart.inference.capture.compile import Compile
 from headstart.inference.capture.cuda_graph import CudaGraph
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.capture.trace import Trace
@@ -31,7 +30,7 @@ from headstart.support.errors import UserError
 
 BackendName = Literal["auto", "trace", "cuda-graph", "compile", "off"]
 """auto: after `PATIENCE` calls of the first function, traces on a CPU, and nothing elsewhere. The others capture at the first call."""
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph, Compile)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Trace, CudaGraph)}
 PATIENCE = 24
 """Calls of a function before ``auto`` captures it; capturing takes about as long as 30 calls."""
 SHORT_PATIENCE = 3
@@ -57,6 +56,7 @@ class Capturer:
     """
 
     def __init__(self, name: BackendName, device: torch.device) -> None:
+        self.name = name
         self.backend, self.reason = choose(name, device)
         self.device = device
         self.patience = PATIENCE if name == "auto" else 0
@@ -229,6 +229,10 @@ def choose(name: str, device: torch.device) -> tuple[type[Backend] | None, str |
         raise UserError(f"no capture backend {name!r}; choose {', '.join(get_args(BackendName))}")
     if name == "off":
         return None, None
+    if name == "compile":
+        if device.type != "cpu":
+            raise UserError(f"capture 'compile' is for the CPU; the model is on {device.type}: choose 'auto', 'cuda-graph' or 'off'")
+        return (Trace if Trace.unavailable(device) is None else None), None
     if name != "auto":
         if reason := BACKENDS[name].unavailable(device):
             raise UserError(f"capture {name!r} cannot be used: {reason}; choose 'auto' or 'off'")

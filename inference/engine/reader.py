@@ -23,6 +23,7 @@ from headstart.heads.layers.ragged_cache import RaggedCache, Stores, TreeCache
 from headstart.heads.layers.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
+from headstart.inference.engine.compiled_read import compiled_read
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.sizes import graph_size
 from headstart.inference.engine.tree import CandidateTree
@@ -49,6 +50,7 @@ class Reader:
         """Where the stores of texts lie; None: each has its own."""
         unless = None if backbone.rope_limit is None else "its rotary frequencies depend on the context length"
         self.read = capturer.capture(self._alike(self._read), "verification", backbone.model, unless)
+        self.compiled = compiled_read(self, self._read) if unless is None else None
         self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
         if not capturer.accelerator and backbone.recurrent is None:   # there every length would be captured apart
             self._prefill = capturer.capture(
@@ -59,7 +61,7 @@ class Reader:
     @property
     def captured(self) -> bool:
         """True once forward passes are captured; their times are then kept separately, since they are faster."""
-        return bool(self.read.captures_made)
+        return bool(self.read.captures_made) or (self.compiled is not None and self.compiled.active)
 
     def _gumbel(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
         return gumbel(seeds_B, positions_BP, self.backbone.vocab)
@@ -75,6 +77,8 @@ class Reader:
 
     def start(self, positions: int) -> None:
         """Start a call; ``positions``: how long a row may become, trees included."""
+        if self.compiled is not None:
+            self.compiled.begin()
         self.memory = self.capturer.memory if self.capturer.fixed else None
         self.capturer.memory.positions = max(self.capturer.memory.positions, positions)
 
@@ -142,7 +146,7 @@ class Reader:
     def tree(self, cache: RaggedCache, tree: CandidateTree) -> tuple[Features, Tensor]:
         """Verify a tree: returns the features of every node, and the logits ``[B, N, V]`` after it."""
         nodes = tree.size if cache.memory is None else graph_size(tree.size)
-        features, logits_BNV = self.nodes(cache, cache.stores(nodes), *tree.tensors(cache.lengths_B.device, nodes))
+        features, logits_BNV = self.nodes(cache, cache.room(nodes), *tree.tensors(cache.lengths_B.device, nodes))
         if nodes > tree.size:
             features, logits_BNV = map_tensors(lambda value_BN: value_BN[:, : tree.size], (features, logits_BNV))
         return features, logits_BNV
@@ -150,7 +154,7 @@ class Reader:
     def nodes(
         self,
         cache: RaggedCache,
-        stores: Stores,
+        slots: int,
         tokens_BN: Tensor,
         levels_BM: Tensor,
         ancestors_BNM: Tensor,
@@ -158,15 +162,19 @@ class Reader:
     ) -> tuple[Features, Tensor]:
         """The features of N of the M nodes stored after each row, and the logits after them.
 
-        ``index_BN``: the indices of the N among the M nodes; None: all. A node's position is its row's length plus its level.
+        ``slots``: of those of the cache, how many are attended to. ``index_BN``: the indices of the N among the M nodes; None: all. A node's
+        position is its row's length plus its level.
         """
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
+        stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
         inputs = (tokens_BN, levels_BM, ancestors_BNM, cache.lengths_B, index_BN)
         if rows > B:   # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
-        features, logits_BNV, cache.added = self.read((stores, cache.states), *inputs)
+        arguments = (stores, cache.states), *inputs, torch.arange(slots, device=tokens_BN.device)
+        compiled = None if self.compiled is None else self.compiled(*arguments)
+        features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
         if rows > B:
             features, logits_BNV = map_tensors(lambda value_B: value_B[:B], (features, logits_BNV))
         return features, logits_BNV
@@ -179,6 +187,7 @@ class Reader:
         ancestors_BNM: Tensor,
         lengths_B: Tensor,
         index_BN: Tensor | None,
+        slot_S: Tensor,
     ) -> tuple[Features, Tensor, Added | None]:
         assert self.view is not None
         stores, states = held
@@ -187,26 +196,26 @@ class Reader:
             slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)
         else:
             slots_BN, positions_BN = lengths_B[:, None] + index_BN, positions_BM.gather(1, index_BN)
-        slots = stores[0][0].shape[-2]
-        masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slots, self.backbone.windows)
+        masks = masks_by_kind(positions_BN, positions_BM, ancestors_BNM, lengths_B, slot_S.shape[0], self.backbone.windows)
+        self.view.over(stores, slots_BN, slot_S.shape[0])
         if tokens_BN.shape != (1, 1) or not self.backbone.exact:
-            return self._pass(stores, Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, slots_BN, masks)
+            return self._pass(Branch(states, ancestors_BNM, levels_BM), tokens_BN, positions_BN, masks)
         rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
         with equal_queries():
             masks = {kind: mask_BNS.expand(*rows, -1) for kind, mask_BNS in masks.items()}
             level_11 = levels_BM if index_BN is None else levels_BM.gather(1, index_BN)   # of beams, many nodes have slots
             branch = Branch(states, itself, level_11.expand(rows))
-            found = self._pass(stores, branch, tokens_BN.expand(rows), positions_BN.expand(rows), slots_BN.expand(rows), masks)
+            self.view.over(stores, slots_BN.expand(rows), slot_S.shape[0])
+            found = self._pass(branch, tokens_BN.expand(rows), positions_BN.expand(rows), masks)
         features, logits_BNV, added = found
         return map_tensors(lambda one: one[:, :1], features), logits_BNV[:, :1], added
 
     def _pass(
-        self, stores: Stores, branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, slots_BN: Tensor, masks: dict[str, Tensor]
+        self, branch: Branch, tokens_BN: Tensor, positions_BN: Tensor, masks: dict[str, Tensor]
     ) -> tuple[Features, Tensor, Added | None]:
-        assert self.view is not None
-        view, recurrent = self.view.over(stores, slots_BN), self.backbone.recurrent
+        recurrent = self.backbone.recurrent
         with recurrent.along(branch) if recurrent is not None else nullcontext():
-            features = self.backbone.read(tokens_BN, view, positions_BN, masks, self.taps)
+            features = self.backbone.read(tokens_BN, self.view, positions_BN, masks, self.taps)
         return features, self.backbone.readout(features.hidden_BTD), branch.added() if recurrent is not None else None
 
     def _alike(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,388 @@
+// Products and attention of few rows for compiled layers on a CPU, as operations of torch.
+//
+// A row has the same bits among any number of rows: every sum adds its products in one order, and sums over keys are kept in fp64 and
+// rounded once. Written with vectors of the compiler, which splits them for processors with shorter ones.
+//
+// Shape suffixes: B batch, H query heads, G key heads, N queries, S keys, C width of a head, M rows, K inputs, O outputs of a block.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+using at::Tensor;
+using std::int64_t;
+using Bits = uint16_t;                                             // a number in bf16
+typedef float Floats __attribute__((vector_size(64), aligned(4)));   // 16 of them
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+typedef double Doubles __attribute__((vector_size(128), aligned(8)));
+constexpr int64_t LANES = 16;
+constexpr int64_t OUTPUTS = 32;   // of a block: two vectors of sums for every row
+#if defined(__AVX512F__)
+constexpr int64_t ROWS = 12;      // of a block: its sums fill 24 of 32 registers
+#else
+constexpr int64_t ROWS = 3;
+#endif
+
+template <typename V> inline V load(const void* from) { V value; std::memcpy(&value, from, sizeof value); return value; }
+template <typename V> inline void store(void* to, const V& value) { std::memcpy(to, &value, sizeof value); }
+inline Floats spread(float x) { return Floats{} + x; }
+inline float from_bits(Bits x) { const uint32_t word = uint32_t(x) << 16; float y; std::memcpy(&y, &word, 4); return y; }
+inline Floats low(Words pairs) { pairs <<= 16; return (Floats)pairs; }
+inline Floats high(Words pairs) { pairs &= 0xffff0000u; return (Floats)pairs; }
+inline Floats widened(const Bits* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
+
+inline Bits rounded(float x)
+{
+    uint32_t word;
+    std::memcpy(&word, &x, 4);
+    if ((word & 0x7fffffffu) > 0x7f800000u) return Bits(word >> 16 | 0x40);   // NaN
+    return Bits((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+// Products. A packed weight [blocks, K, OUTPUTS] holds the weights of one input side by side; in bf16 [blocks, K / 2, OUTPUTS, 2].
+
+template <int64_t R>
+inline void block(const Bits* x, const Bits* w, Bits* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+{
+    float sums[R][OUTPUTS];
+#if defined(__AVX512BF16__)
+    __m512 s[R][2];
+    UNROLL for (int64_t r = 0; r < R; ++r) s[r][0] = s[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < K; k += 2) {
+        const __m512bh a = (__m512bh)_mm512_loadu_si512(w + k * OUTPUTS), b = (__m512bh)_mm512_loadu_si512(w + k * OUTPUTS + 32);
+        __builtin_prefetch(w + (k + 64) * OUTPUTS);
+        __builtin_prefetch(w + (k + 65) * OUTPUTS);
+        UNROLL for (int64_t r = 0; r < R; ++r) {
+            const __m512bh in = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * K + k));
+            s[r][0] = _mm512_dpbf16_ps(s[r][0], in, a);
+            s[r][1] = _mm512_dpbf16_ps(s[r][1], in, b);
+        }
+    }
+    UNROLL for (int64_t r = 0; r < R; ++r) { _mm512_storeu_ps(sums[r], s[r][0]); _mm512_storeu_ps(sums[r] + LANES, s[r][1]); }
+#else
+    Floats s[R][2] = {};
+    for (int64_t k = 0; k < K; k += 2) {
+        const Words a = load<Words>(w + k * OUTPUTS), b = load<Words>(w + k * OUTPUTS + 32);
+        UNROLL for (int64_t r = 0; r < R; ++r) {
+            const Floats even = spread(from_bits(x[r * K + k])), odd = spread(from_bits(x[r * K + k + 1]));
+            s[r][0] += even * low(a);
+            s[r][0] += odd * high(a);
+            s[r][1] += even * low(b);
+            s[r][1] += odd * high(b);
+        }
+    }
+    std::memcpy(sums, s, sizeof sums);
+#endif
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = rounded(bias ? sums[r][o] + bias[o] : sums[r][o]);
+}
+
+template <int64_t R>
+inline void block(const float* x, const float* w, float* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+{
+    Floats s[R][2] = {};
+    for (int64_t k = 0; k < K; ++k) {
+        const Floats a = load<Floats>(w + k * OUTPUTS), b = load<Floats>(w + k * OUTPUTS + LANES);
+        __builtin_prefetch(w + (k + 32) * OUTPUTS);
+        __builtin_prefetch(w + (k + 32) * OUTPUTS + LANES);
+        UNROLL for (int64_t r = 0; r < R; ++r) {
+            const Floats in = spread(x[r * K + k]);
+            s[r][0] += in * a;
+            s[r][1] += in * b;
+        }
+    }
+    float sums[R][OUTPUTS];
+    std::memcpy(sums, s, sizeof sums);
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t o = 0; o < outputs; ++o) y[r * stride + o] = bias ? sums[r][o] + bias[o] : sums[r][o];
+}
+
+template <int64_t R, typename T>
+inline void rows(int64_t m, const T* x, const T* w, T* y, const float* bias, int64_t K, int64_t stride, int64_t outputs)
+{
+    if constexpr (R > 0) {
+        if (m == R) block<R>(x, w, y, bias, K, stride, outputs);
+        else rows<R - 1>(m, x, w, y, bias, K, stride, outputs);
+    }
+}
+
+template <typename T>
+void multiply(const T* x, const T* w, T* y, const float* bias, int64_t M, int64_t K, int64_t N)
+{
+    const int64_t blocks = (N + OUTPUTS - 1) / OUTPUTS;
+    at::parallel_for(0, blocks, blocks * M * K < 1 << 14 ? blocks : 1, [&](int64_t first, int64_t last) {
+        for (int64_t n = first; n < last; ++n) {
+            const int64_t at = n * OUTPUTS, outputs = std::min(OUTPUTS, N - at);
+            for (int64_t m = 0; m < M; m += ROWS)
+                rows<ROWS, T>(std::min(M - m, ROWS), x + m * K, w + at * K, y + m * N + at, bias ? bias + at : nullptr, K, N, outputs);
+        }
+    });
+}
+
+// x [..., K], a packed weight of N outputs: [..., N].
+Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t outputs)
+{
+    const Tensor x = input.contiguous();
+    const int64_t K = x.size(-1), M = K ? x.numel() / K : 0;
+    TORCH_CHECK(x.scalar_type() == weight.scalar_type() && weight.is_contiguous(), "a product's input and weight are of different dtypes");
+    TORCH_CHECK(weight.numel() == (outputs + OUTPUTS - 1) / OUTPUTS * OUTPUTS * K, "a product's packed weight has another size");
+    auto sizes = x.sizes().vec();
+    sizes.back() = outputs;
+    Tensor y = at::empty(sizes, x.options());
+    const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
+    if (x.scalar_type() == at::kBFloat16)
+        multiply((const Bits*)x.const_data_ptr(), (const Bits*)weight.const_data_ptr(), (Bits*)y.data_ptr(), b, M, K, outputs);
+    else
+        multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), b, M, K, outputs);
+    return y;
+}
+
+// Puts the weight [N, K] of some outputs into a packed weight, from output `first`, a multiple of OUTPUTS, on.
+template <typename T>
+void arrange(const T* from, T* to, int64_t N, int64_t K, int64_t row, int64_t column)
+{
+    constexpr int64_t SIDE = std::is_same_v<T, Bits> ? 2 : 1;
+    at::parallel_for(0, (N + OUTPUTS - 1) / OUTPUTS, 1, [&](int64_t first, int64_t last) {
+        for (int64_t n = first * OUTPUTS; n < std::min(last * OUTPUTS, N); ++n)
+            for (int64_t k = 0; k < K; ++k)
+                to[n / OUTPUTS * OUTPUTS * K + k / SIDE * SIDE * OUTPUTS + n % OUTPUTS * SIDE + k % SIDE] = from[n * row + k * column];
+    });
+}
+
+void pack(const Tensor& weight, Tensor& packed, int64_t first)
+{
+    const int64_t N = weight.size(0), K = weight.size(1), row = weight.stride(0), column = weight.stride(1);
+    if (weight.scalar_type() == at::kBFloat16)
+        arrange((const Bits*)weight.const_data_ptr(), (Bits*)packed.data_ptr() + first * K, N, K, row, column);
+    else
+        arrange(weight.const_data_ptr<float>(), packed.data_ptr<float>() + first * K, N, K, row, column);
+}
+
+// Attention.
+
+constexpr int64_t KEYS = 16;         // of a block
+constexpr int64_t QUERIES = 16;      // of a key head that are computed together: so many use a block of keys once it is in the cache
+constexpr float HIDDEN = -1e30f;     // the score of a masked key
+constexpr int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+// [a's halves added, b's halves added], then quarters, eighths and sixteenths: after four of them, lane i is the sum of vector i, added up
+// in the same order for every i.
+#define HALVES(a, b) (__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) \
+    + __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define QUARTERS(a, b) (__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) \
+    + __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define EIGHTHS(a, b) (__builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) \
+    + __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+#define SIXTEENTHS(a, b) (__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) \
+    + __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+
+inline Floats sums_of(const Floats* v)
+{
+    Floats two[8], four[4];
+    UNROLL for (int64_t i = 0; i < 8; ++i) two[i] = HALVES(v[2 * i], v[2 * i + 1]);
+    UNROLL for (int64_t i = 0; i < 4; ++i) four[i] = QUARTERS(two[2 * i], two[2 * i + 1]);
+    return SIXTEENTHS(EIGHTHS(four[0], four[1]), EIGHTHS(four[2], four[3]));
+}
+
+template <typename T>
+inline void to_floats(float* to, const T* from, int64_t size)
+{
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, Bits>)
+        for (; i + LANES <= size; i += LANES) store(to + i, widened(from + i));
+    for (; i < size; ++i) {
+        if constexpr (std::is_same_v<T, bool>) to[i] = from[i] ? 0.0f : HIDDEN;
+        else if constexpr (std::is_same_v<T, Bits>) to[i] = from_bits(from[i]);
+        else to[i] = from[i];
+    }
+}
+
+// The scores of a block of keys: scale * (query . key) is added to each. Widths are padded with zeros; WIDTH 0: any.
+template <int64_t WIDTH>
+void add_scores(float* scores, const float* query, const float* keys, float scale, int64_t width)
+{
+    const int64_t W = WIDTH ? WIDTH : width;
+    Floats parts[KEYS];
+    UNROLL for (int64_t key = 0; key < KEYS; ++key) parts[key] = load<Floats>(query) * load<Floats>(keys + key * W);
+    for (int64_t i = LANES; i < W; i += LANES)
+        UNROLL for (int64_t key = 0; key < KEYS; ++key) parts[key] += load<Floats>(query + i) * load<Floats>(keys + key * W + i);
+    store(scores, load<Floats>(scores) + sums_of(parts) * scale);
+}
+
+// output += share * value, summed over a block of keys.
+template <int64_t WIDTH>
+void add_values(double* output, const float* shares, const double* values, int64_t width)
+{
+    const int64_t W = WIDTH ? WIDTH : width;
+    for (int64_t at = 0; at < W; at += LANES) {
+        Doubles sums = load<Doubles>(output + at);
+        for (int64_t key = 0; key < KEYS; ++key) sums += load<Doubles>(values + key * W + at) * double(shares[key]);
+        store(output + at, sums);
+    }
+}
+
+using AddScores = void (*)(float*, const float*, const float*, float, int64_t);
+using AddValues = void (*)(double*, const float*, const double*, int64_t);
+AddScores adding_scores(int64_t width)
+{
+    return width == 64 ? add_scores<64> : width == 96 ? add_scores<96> : width == 128 ? add_scores<128> : width == 256 ? add_scores<256> : add_scores<0>;
+}
+AddValues adding_values(int64_t width)
+{
+    return width == 64 ? add_values<64> : width == 96 ? add_values<96> : width == 128 ? add_values<128> : width == 256 ? add_values<256> : add_values<0>;
+}
+
+// exp(x) for x <= 0, to a unit in the last place or two (Cephes): 2^n times a polynomial of what is left.
+inline Floats exponential(Floats x)
+{
+    x = x < -87.0f ? spread(-87.0f) : x;
+    const Floats n = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;   // rounded to a whole number
+    const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    Floats y = spread(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return y * (Floats)((__builtin_convertvector(n, Integers) + 127) << 23);
+}
+
+// Turns scores, a multiple of KEYS of them, into shares that are not divided by their sum yet, which is returned.
+double exponentials(float* scores, int64_t size)
+{
+    Floats highest = spread(HIDDEN);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Floats some = load<Floats>(scores + i);
+        highest = some > highest ? some : highest;
+    }
+    float each[LANES];
+    store(each, highest);
+    const float largest = *std::max_element(each, each + LANES);
+    Doubles total = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Floats some = load<Floats>(scores + i), shares = some <= HIDDEN ? Floats{} : exponential(some - largest);
+        store(scores + i, shares);
+        total += __builtin_convertvector(shares, Doubles);
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < LANES; ++i) sum += total[i];
+    return sum;
+}
+
+struct Strides { int64_t batch, head, position; };   // the numbers of one position lie side by side
+struct Sizes { int64_t N, S, C, D; };                // D: width of a value
+
+// Queries first .. last - 1 of a key head, numbered by their head, then their place.
+template <typename T, typename Mask>
+void attend(
+    const T* queries, const T* keys, const T* values, const Mask* mask, T* output, float scale, int64_t first, int64_t last, Sizes of,
+    Strides query, Strides key, Strides value, int64_t mask_row, Strides out)
+{
+    const int64_t width = padded(of.C), value_width = padded(of.D), count = last - first, slots = (of.S + KEYS - 1) / KEYS * KEYS;
+    const AddScores scoring = adding_scores(width);
+    const AddValues summing = adding_values(value_width);
+    const std::unique_ptr<float[]> floats(new float[KEYS * std::max(width, value_width) + count * (width + slots)]());
+    const std::unique_ptr<double[]> doubles(new double[(KEYS + count) * value_width]());
+    float *rows = floats.get() + KEYS * std::max(width, value_width), *scores = rows + count * width;
+    double *value_rows = doubles.get(), *sums = value_rows + KEYS * value_width, totals[QUERIES];
+    for (int64_t q = 0; q < count; ++q) {
+        const int64_t head = (first + q) / of.N, place = (first + q) % of.N;
+        to_floats(rows + q * width, queries + head * query.head + place * query.position, of.C);
+        float* row = scores + q * slots;
+        to_floats(row, mask + place * mask_row, of.S);
+        std::fill(row + of.S, row + slots, HIDDEN);
+        for (int64_t i = 0; i < of.S; ++i) row[i] = std::max(row[i], HIDDEN);
+    }
+    const auto seen = [&](float above, int64_t start) {   // whether any query has a larger number in a block
+        for (int64_t q = 0; q < count; ++q)
+            for (int64_t i = start; i < start + KEYS; ++i)
+                if (scores[q * slots + i] > above) return true;
+        return false;
+    };
+    for (int64_t start = 0; start < of.S; start += KEYS) {
+        if (!seen(HIDDEN, start)) continue;
+        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i) to_floats(floats.get() + i * width, keys + (start + i) * key.position, of.C);
+        for (int64_t q = 0; q < count; ++q) scoring(scores + q * slots + start, rows + q * width, floats.get(), scale, width);
+    }
+    for (int64_t q = 0; q < count; ++q) totals[q] = exponentials(scores + q * slots, slots);
+    for (int64_t start = 0; start < of.S; start += KEYS) {
+        if (!seen(0, start)) continue;
+        for (int64_t i = 0; i < std::min(KEYS, of.S - start); ++i) {
+            to_floats(floats.get(), values + (start + i) * value.position, of.D);
+            for (int64_t d = 0; d < of.D; ++d) value_rows[i * value_width + d] = floats[d];
+        }
+        for (int64_t q = 0; q < count; ++q) summing(sums + q * value_width, scores + q * slots + start, value_rows, value_width);
+    }
+    for (int64_t q = 0; q < count; ++q) {
+        T* to = output + (first + q) / of.N * out.head + (first + q) % of.N * out.position;
+        for (int64_t d = 0; d < of.D; ++d) {
+            const float value_d = float(sums[q * value_width + d] / totals[q]);
+            if constexpr (std::is_same_v<T, Bits>) to[d] = rounded(value_d);
+            else to[d] = value_d;
+        }
+    }
+}
+
+// query [B, H, N, C], keys and values [B, G, S, C], mask [B, 1, N, S], additive or boolean: [B, N, H, C].
+Tensor attention(const Tensor& query_, const Tensor& keys_, const Tensor& values_, const Tensor& mask_, double scale)
+{
+    const auto dense = [](const Tensor& one) { return one.stride(-1) == 1 ? one : one.contiguous(); };
+    const Tensor query = dense(query_), keys = dense(keys_), values = dense(values_);
+    const int64_t B = query.size(0), H = query.size(1), G = keys.size(1);
+    const Sizes of{query.size(2), mask_.size(-1), query.size(3), values.size(3)};
+    TORCH_CHECK(mask_.size(1) == 1 && keys.size(2) >= of.S && values.size(2) >= of.S, "attention has fewer keys than its mask");
+    const Tensor mask = (mask_.stride(-1) == 1 ? mask_ : mask_.contiguous()).expand({B, 1, of.N, of.S});
+    Tensor output = at::empty({B, of.N, H, of.D}, query.options());
+    const int64_t group = H / G * of.N, threads = at::get_num_threads();   // queries of a key head
+    const int64_t part = std::clamp<int64_t>(B * G * group / std::max<int64_t>(2 * threads, 1), 1, QUERIES), parts = (group + part - 1) / part;
+    const auto strides = [](const Tensor& one) { return Strides{one.stride(0), one.stride(1), one.stride(2)}; };
+    const Strides q = strides(query), k = strides(keys), v = strides(values), out{output.stride(0), output.stride(2), output.stride(1)};
+    const auto run = [&](auto typed, auto masked) {
+        using T = decltype(typed);
+        using Mask = decltype(masked);
+        at::parallel_for(0, B * G * parts, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; ++task) {
+                const int64_t b = task / parts / G, g = task / parts % G, first = task % parts * part;
+                attend<T, Mask>(
+                    (const T*)query.const_data_ptr() + b * q.batch + g * (H / G) * q.head, (const T*)keys.const_data_ptr() + b * k.batch + g * k.head,
+                    (const T*)values.const_data_ptr() + b * v.batch + g * v.head, (const Mask*)mask.const_data_ptr() + b * mask.stride(0),
+                    (T*)output.data_ptr() + b * out.batch + g * (H / G) * out.head, float(scale), first, std::min(first + part, group), of, q, k, v,
+                    mask.stride(2), out);
+            }
+        });
+    };
+    const auto by_mask = [&](auto typed) {
+        if (mask.scalar_type() == at::kBool) run(typed, bool());
+        else if (mask.scalar_type() == at::kBFloat16) run(typed, Bits());
+        else run(typed, float());
+    };
+    TORCH_CHECK(keys.scalar_type() == query.scalar_type() && values.scalar_type() == query.scalar_type(), "attention of different dtypes");
+    if (query.scalar_type() == at::kBFloat16) by_mask(Bits());
+    else by_mask(float());
+    return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(headstart_cpu, CPU, m)
+{
+    m.impl("product", product);
+    m.impl("pack", pack);
+    m.impl("attention", attention);
+}

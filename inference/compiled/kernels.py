@@ -1,0 +1,98 @@
+"""The operations of kernels.cpp, compiled for this machine at their first use and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.support.files import atomic, cache_folder
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+OPTIONS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1")
+DTYPES = (torch.float32, torch.bfloat16)
+OUTPUTS = 32
+"""Outputs of a block of a packed weight."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: that of CXX, or ``g++``; None if there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def unavailable() -> str | None:
+    """The reason why nothing can be compiled for this machine; None if it can."""
+    if sys.platform != "linux":
+        return f"compiled layers are for Linux; this is {sys.platform}"
+    if compiler() is None:
+        return f"there is no C++ compiler ({os.environ.get('CXX', 'g++')}); install one or set CXX"
+    return None
+
+
+@functools.cache
+def machine() -> str:
+    """What compiled code depends on beside its source: torch, compiler and all of the processor's instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    except OSError:
+        processor = platform.processor()
+    return f"{torch.__version__} | {torch.version.git_version} | {compiler()} | {platform.machine()} | {processor}"
+
+
+@functools.cache
+def code() -> str:
+    """A hash of the kernels and of the machine."""
+    return hashlib.sha256(f"{machine()} | {OPTIONS} | {SOURCE.read_text()}".encode()).hexdigest()[:20]
+
+
+def folder() -> Path:
+    """Where compiled code is kept."""
+    return cache_folder() / "compiled"
+
+
+def library() -> Path:
+    """The compiled operations, there or not."""
+    return folder() / f"kernels-{code()}.so"
+
+
+def build() -> None:
+    """Compile the operations, if that has not been done. Raises OSError or CalledProcessError."""
+    if library().is_file():
+        return
+    root = Path(torch.__file__).parent
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    with atomic(library()) as path:
+        command = [str(compiler()), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+@functools.cache
+def load() -> None:
+    """Load the operations, which must be compiled. Raises OSError if they are damaged."""
+    torch.ops.load_library(str(library()))
+
+
+OPERATIONS = torch.library.Library("headstart_cpu", "DEF")
+OPERATIONS.define("product(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor")
+OPERATIONS.define("pack(Tensor weight, Tensor(a!) packed, int first) -> ()")
+OPERATIONS.define("attention(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
+
+
+@torch.library.register_fake("headstart_cpu::product")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+@torch.library.register_fake("headstart_cpu::attention")
+def _(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    B, H, N, _ = query.shape
+    return query.new_empty(B, N, H, values.shape[-1])

@@ -1,0 +1,53 @@
+"""One compiled region, kept in a folder of its own: compiled by AOTInductor with its weights as inputs, loaded by torch's runner."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.inference.compiled.program import SPACE, Region
+from headstart.support.files import atomic
+
+FILE = "layer.so"
+OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,   # in 16 bits fused operations round as single ones do
+    "cpp.dynamic_threads": True,       # as many as the process has
+    "cpp.min_chunk_size": 1 << 14,     # operations of few rows are not worth a second thread
+}
+
+
+def compile_region(region: Region, folder: Path) -> None:
+    """Compile a region into a new folder. Raises what torch raises for a region that it cannot compile."""
+    from torch._inductor.compile_fx import compile_fx_aot   # these take seconds
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from headstart.inference.compiled.fakes import Fakes
+
+    space = dict(SPACE)
+    exec(region.text, space)   # written by regions.py
+    fakes = Fakes(region.inputs)
+    with fakes.mode, torch.no_grad():
+        graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
+    if fakes.sizes() != [sizes for _, sizes in region.inputs]:
+        raise RuntimeError("a size of a layer that changes was taken for a constant")
+    with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
+        for suffix in (".so", ".json"):   # the latter says how operations of ours are called
+            shutil.copyfile(built.with_suffix(suffix), path / f"layer{suffix}")
+
+
+class Layer:
+    """A loaded region: a function of its inputs and weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self._run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / FILE), 1).run
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = self._run(tensors)
+        return found

@@ -1,0 +1,117 @@
+"""A pass as a program: calls of its compiled layers, and what lies between them as the Python text of the traced operations.
+
+A program is kept as JSON beside the compiled layers, so that later processes need not trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.inference.compiled.kernels import OUTPUTS
+from headstart.inference.compiled.sizes import Inputs, hold, sizes_named
+
+FORMAT = 1
+SPACE: dict[str, Any] = {
+    "torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "operator": operator, "NoneType": type(None),
+}  # fmt: skip
+"""Names that the text of a program may use."""
+
+
+def region_call(number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Stands for the call of a layer in the graph of a program."""
+    raise NotImplementedError
+
+
+class NotCompiled(Exception):
+    """The pass cannot be compiled; the message says why."""
+
+
+CALL = f"{__name__}.{region_call.__name__}".replace(".", "_")
+"""The name of `region_call` in a text."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A function of tensors as Python text; ``inputs``: the dtype and sizes of each, weights last."""
+
+    text: str
+    inputs: Inputs
+
+    @property
+    def key(self) -> str:
+        """A hash of both."""
+        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor made of the weights ``[N, K]`` of linear layers (``transposed``: ``[K, N]``), or of their biases, by their names.
+
+    Both begin a whole block for each layer; a layer without a bias has None.
+    """
+
+    names: tuple[str | None, ...]
+    outputs: tuple[int, ...]
+    transposed: bool = False
+    bias: bool = False
+
+
+def whole_blocks(outputs: int) -> int:
+    """Round up to whole blocks of a packed weight."""
+    return -(-outputs // OUTPUTS) * OUTPUTS
+
+
+@dataclass(frozen=True)
+class Program:
+    """``inputs``: dtypes and shapes of the tensors it is called with. ``conditions``: what has to hold of their sizes.
+
+    ``attributes``: names of the modules' weights by those that the text uses; ``packed``: attributes made of several. ``calls``: for each layer
+    its region and the attributes that are its weights.
+    """
+
+    text: str
+    inputs: Inputs
+    conditions: tuple[str, ...]
+    attributes: dict[str, str]
+    packed: dict[str, Packed]
+    regions: tuple[Region, ...]
+    calls: tuple[tuple[int, tuple[str, ...]], ...]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """True if it is right for tensors of these sizes and strides."""
+        sizes = sizes_named([shape for _, shape in self.inputs], tensors)
+        return sizes is not None and hold(self.conditions, sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Program:
+        """The program of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        if found["format"] != FORMAT:
+            raise ValueError("another format")
+        shaped = lambda inputs: tuple((dtype, tuple(shape)) for dtype, shape in inputs)   # noqa: E731
+        regions = tuple(Region(one["text"], shaped(one["inputs"])) for one in found["regions"])
+        packed = {
+            name: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"]) for name, one in found["packed"].items()
+        }
+        calls = tuple((number, tuple(names)) for number, names in found["calls"])
+        return cls(found["text"], shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
+
+
+def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def named_weights(program: Program, modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The modules' weights by the names that the program's text has for them. Raises KeyError if one is missing."""
+    tensors = {f"{i}.{name}": tensor for i, module in enumerate(modules) for name, tensor in named_tensors(module)}
+    return {name: tensors[there].detach() for name, there in program.attributes.items()}

@@ -1,0 +1,174 @@
+"""Splits the graph of a traced pass into its decoder layers and what lies between them.
+
+The layers of a model are mostly the same operations with other weights. So a layer is written as a text that is equal for equal layers: a
+function of its inputs and weights, with their dtypes and sizes. Such a `Region` is compiled once, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from headstart.heads.backbone import tree_attention  # noqa: F401  (registers an operation)
+from headstart.inference.compiled import kernels  # noqa: F401  (as above)
+from headstart.inference.compiled.program import NotCompiled, Region
+
+aten = torch.ops.aten
+REPLACED = {torch.ops.headstart.few_queries.default: torch.ops.headstart_cpu.attention.default}
+
+
+class Call(NamedTuple):
+    """The call of a region in place of its nodes."""
+
+    region: Region
+    inputs: tuple[fx.Node, ...]
+    weights: tuple[str, ...]
+    """Attributes of the traced graph."""
+    outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+@contextmanager
+def marked(layers: Sequence[nn.Module], of: dict[fx.Node, int]) -> Iterator[None]:
+    """Within this context the number of the layer is noted for every node that is traced inside one of them."""
+    starts: list[fx.Node] = []
+
+    def last() -> fx.Node | None:
+        mode = get_proxy_mode()
+        return None if mode is None else mode.tracer.graph._root.prev
+
+    def enter(*_: Any) -> None:
+        if (node := last()) is not None:
+            starts.append(node)
+
+    def leave(number: int) -> None:
+        if (node := last()) is not None:
+            start = starts.pop()
+            while node is not start:
+                of.setdefault(node, number)
+                node = node.prev
+
+    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+    handles += [layer.register_forward_hook(lambda *_, number=number: leave(number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def split(graph: fx.GraphModule, of: dict[fx.Node, int]) -> list[Call]:
+    """The calls that take the place of the marked layers, in their order. Raises `NotCompiled`."""
+    _ask_once(graph)
+    numbers: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        number = of.get(node)
+        if number is None or not _is_tensor(node) or node.op == "get_attr":   # sizes and weights are of no layer
+            of.pop(node, None)
+        elif node.target is aten.select.int and of.get(node.args[0]) != number:   # a layer's part of the KV cache
+            del of[node]
+        else:
+            numbers.setdefault(number, []).append(node)
+    return [_Writer(graph, nodes).call() for nodes in numbers.values()]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _ask_once(graph: fx.GraphModule) -> None:
+    """Ask the function's arguments for the sizes that are one of theirs, once and at the top."""
+    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found: dict[str, tuple[fx.Node, int]] = {}
+    for node in arguments:
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(str(size.node.expr), (node, dim))
+    asked: dict[str, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt) or (size := str(value.node.expr)) not in found:
+            continue
+        if size not in asked:
+            with graph.graph.inserting_after(arguments[-1]):
+                asked[size] = graph.graph.call_function(aten.sym_size.int, found[size])
+            asked[size].meta["val"] = value
+        node.replace_all_uses_with(asked[size])
+        graph.graph.erase_node(node)
+
+
+class _Writer:
+    """Writes the nodes of one layer as a function."""
+
+    def __init__(self, whole: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+        self.whole, self.nodes = whole, nodes
+        self.graph = fx.Graph()
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.weights: dict[str, fx.Node] = {}
+        self.own: dict[fx.Node, Any] = {}
+        """What stands for each node of the whole graph."""
+
+    def call(self) -> Call:
+        """Write all of it."""
+        inside = {*self.nodes}
+        for node in self.nodes:
+            self.own[node] = self._copy(node)
+        outputs = tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+        self.graph.output([self.own[node] for node in outputs])
+        self.graph.eliminate_dead_code()
+        names = self._named(inputs := [*self.inputs.values(), *self.weights.values()])
+        text = self.graph.python_code("self").src
+        dtypes = [str(one.meta["val"].dtype).removeprefix("torch.") for one in inputs]
+        sizes = [tuple(names.get(str(size), size) if isinstance(size, torch.SymInt) else int(size) for size in one.meta["val"].shape)
+                 for one in inputs]  # fmt: skip
+        if any(isinstance(size, torch.SymInt) for of in sizes for size in of):
+            raise NotCompiled("a layer's input has a size that is computed from others")
+        region = Region(text, tuple(zip(dtypes, sizes, strict=True)))
+        return Call(region, tuple(self.inputs), tuple(self.weights), outputs, tuple(self.nodes))
+
+    def _named(self, inputs: Sequence[fx.Node]) -> dict[str, str]:
+        """Names of the sizes that change, in the order in which they occur; placeholders come first, inputs before weights."""
+        names: dict[str, str] = {}
+        for one in inputs:
+            for size in one.meta["val"].shape:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                    names.setdefault(str(size.node.expr), f"s{len(names)}")
+        for number, node in enumerate(inputs):
+            node.name = node.target = f"in{number}"
+        first = next(iter(self.graph.nodes))
+        for node in reversed(inputs):
+            first.prepend(node)
+            first = node
+        return names
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = (fx.map_arg(part, self._value) for part in (node.args, node.kwargs))
+        copied = self.graph.create_node(node.op, REPLACED.get(node.target, node.target), args, kwargs, name="v")
+        copied.meta["val"] = node.meta.get("val")
+        return copied
+
+    def _value(self, node: fx.Node) -> Any:
+        """The layer's own node for one that it reads: an input, a weight, a size or one that was written before."""
+        if node not in self.own:
+            if node.op == "get_attr":
+                self.own[node] = self._weight(str(node.target), node.meta.get("val"))
+            elif _is_tensor(node):
+                self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
+            else:
+                self.own[node] = self._copy(node)
+        return self.own[node]
+
+    def _weight(self, name: str, value: Tensor | None) -> fx.Node:
+        if name not in self.weights:
+            self.weights[name] = self._placeholder(getattr(self.whole, name) if value is None else value)
+        return self.weights[name]
+
+    def _placeholder(self, like: Tensor) -> fx.Node:
+        node = self.graph.placeholder("in")
+        node.meta["val"] = like
+        return node

@@ -1,0 +1,121 @@
+"""Programs and compiled layers in the user's cache folder, and the process that compiles what is missing.
+
+Compiling a layer takes some 20 seconds. A detached process does it, so that decoding begins at once and a short command is not kept waiting;
+what it has made serves every later process. A file that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import headstart
+from headstart.inference.compiled import kernels
+from headstart.inference.compiled.layer import FILE, Layer, compile_region
+from headstart.inference.compiled.program import Program, Region
+from headstart.support.errors import UserError
+from headstart.support.files import locked, write_json, write_text
+from headstart.support.json_text import read_json
+
+
+
+@functools.cache
+def code() -> str:
+    """A hash of all that compiled layers depend on beside the model: the machine, versions and this code."""
+    digest, root = hashlib.sha256(f"{kernels.code()} | {transformers.__version__}".encode()), Path(headstart.__file__).parent
+    for folder in ("heads", "inference/compiled", "inference/engine"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def program_file(what: Any) -> Path:
+    """The file of the program of a model's pass, there or not; ``what``: all that the trace depends on."""
+    return kernels.folder() / f"pass-{hashlib.sha256(f'{code()} | {what}'.encode()).hexdigest()[:20]}.json"
+
+
+def read_program(file: Path) -> Program | None:
+    """The program in the file; None if there is none of this code and machine, or if it is damaged."""
+    try:
+        found = read_json(file, "it is made again")
+        return Program.from_json(found) if found["code"] == code() else None
+    except (UserError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def write_program(file: Path, program: Program) -> None:
+    """Keep a program. Raises OSError or UserError where that is not possible."""
+    write_json(file, {"code": code(), **program.to_json()})
+
+
+def layer_folder(region: Region) -> Path:
+    """The folder of a compiled layer, there or not."""
+    return kernels.folder() / f"layer-{hashlib.sha256(f'{code()} | {region.key}'.encode()).hexdigest()[:20]}"
+
+
+def failure(region: Region) -> str | None:
+    """Why the region cannot be compiled; None if that is not known."""
+    file = layer_folder(region).with_suffix(".failed")
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def ready(program: Program) -> bool:
+    """True if all of it is compiled."""
+    return kernels.library().is_file() and all((layer_folder(one) / FILE).is_file() for one in program.regions)
+
+
+def load_layers(program: Program) -> list[Layer]:
+    """The compiled layers of a program. Raises OSError or RuntimeError if one of them is damaged."""
+    kernels.load()
+    return [Layer(layer_folder(one)) for one in program.regions]
+
+
+def compile_missing(program: Program) -> None:
+    """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError, or CalledProcessError of the compiler."""
+    kernels.build()
+    kernels.load()
+    for region in program.regions:
+        folder = layer_folder(region)
+        if (folder / FILE).is_file() or failure(region) is not None:
+            continue
+        try:
+            compile_region(region, folder)
+        except OSError:   # a full disk, or somebody else was faster
+            raise
+        except Exception as error:   # inductor raises its own kinds
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            write_text(folder.with_suffix(".failed"), f"{type(error).__name__}: {lines[0][:200] if lines else ''}\n")
+
+
+def compile_beside(file: Path) -> None:
+    """Have a detached process compile what the program in the file lacks; it outlives this one."""
+    root = Path(headstart.__file__).parent.parent
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    command = [sys.executable, "-m", "headstart.inference.compiled.store", str(file)]
+    nothing = subprocess.DEVNULL
+    subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd=kernels.folder())
+
+
+def main(file: Path) -> None:
+    """Compile one program after the other, the given one first; ends at once if another process does."""
+    os.nice(10)
+    with locked(kernels.folder() / "compiling.lock", "XDG_CACHE_HOME") as mine:
+        if not mine:
+            return
+        for one in (file, *sorted(kernels.folder().glob("pass-*.json"))):
+            if (program := read_program(one)) is not None:
+                compile_missing(program)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""Weights in the order of the kernels, side by side in memory of huge pages, shared by all programs of a model.
+
+They are a second copy of the model's linear layers. Read in pages of 4 KB a pass takes half as long again (LOG.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from headstart.inference.compiled.program import Packed, whole_blocks
+
+MEMORY_SHARE = 1 / 3
+"""The copy takes at most this share of the memory that is free."""
+HUGE = 2 << 20
+ALIGNED = 64
+MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
+
+
+_SHARED: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
+"""Packed weights in use, by what they were made of: all programs of a model share them."""
+
+
+class Weights:
+    """The packed weights of a model, made as they are needed."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, Tensor] = {}
+
+    def missing(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> int:
+        """Bytes of packed weights that are not in memory yet; ``held``: weights by their names."""
+        return sum(_numel(one, held) * held[str(one.names[0])].element_size() for one in self._new(packed, held) if not one.bias)
+
+    def add(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> None:
+        """Make what is missing, in memory of huge pages."""
+        new = self._new(packed, held)
+        weights = [one for one in new if not one.bias]
+        places = _side_by_side([(_numel(one, held), held[str(one.names[0])].dtype) for one in weights])
+        for one, place in zip(weights, places, strict=True):
+            at = 0
+            for name, outputs in zip(one.names, one.outputs, strict=True):
+                weight = held[str(name)]
+                torch.ops.headstart_cpu.pack(weight.t() if one.transposed else weight, place, at)
+                at += whole_blocks(outputs)
+            self._of[_key(one, held)] = place
+        self._of |= {_key(one, held): _biases(one, held) for one in new if one.bias}
+        _SHARED.update({_key(one, held): self._of[_key(one, held)] for one in new})
+
+    def of(self, packed: Mapping[str, Packed], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of packed weights, which were added, by their names."""
+        return {name: self._of[_key(one, held)] for name, one in packed.items()}
+
+    def _new(self, packed: Iterable[Packed], held: Mapping[str, Tensor]) -> list[Packed]:
+        for one in packed:
+            if (shared := _SHARED.get(key := _key(one, held))) is not None:
+                self._of[key] = shared
+        return [one for one in dict.fromkeys(packed) if _key(one, held) not in self._of]
+
+
+def _key(packed: Packed, held: Mapping[str, Tensor]) -> Any:
+    """Programs name weights differently; addresses do not change while they are in use, and changes in place are counted."""
+    made_of = tuple(None if name is None else (held[name].data_ptr(), version(held[name])) for name in packed.names)
+    return packed.outputs, packed.transposed, packed.bias, made_of
+
+
+def version(weight: Tensor) -> int:
+    """How often the tensor was changed in place; changes through ``.data`` do not count."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def _numel(weight: Packed, held: Mapping[str, Tensor]) -> int:
+    first = held[str(weight.names[0])]
+    return sum(map(whole_blocks, weight.outputs)) * first.shape[0 if weight.transposed else 1]
+
+
+def _biases(weight: Packed, held: Mapping[str, Tensor]) -> Tensor:
+    """The biases of some layers, one after the other as their outputs are; zeros where there are none."""
+    whole = torch.zeros(sum(map(whole_blocks, weight.outputs)))
+    at = 0
+    for name, outputs in zip(weight.names, weight.outputs, strict=True):
+        if name is not None:
+            whole[at : at + outputs] = held[name]
+        at += whole_blocks(outputs)
+    return whole
+
+
+def _side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Tensors of these numbers of elements, zeros, side by side in huge pages where the system has them."""
+    places, end = [], 0
+    for count, dtype in parts:
+        places.append(end)
+        end += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
+    raw = torch.empty(end + 2 * HUGE, dtype=torch.uint8)
+    skip = -raw.data_ptr() % HUGE
+    if hasattr(ctypes.CDLL(None), "madvise"):
+        start, size = ctypes.c_void_p(raw.data_ptr() + skip), ctypes.c_size_t(-(-end // HUGE) * HUGE)
+        ctypes.CDLL(None).madvise(start, size, MADV_HUGEPAGE)   # a hint: without it all works, more slowly
+    raw[skip : skip + end].zero_()
+    return [raw[skip + at : skip + at + count * dtype.itemsize].view(dtype) for at, (count, dtype) in zip(places, parts, strict=True)]
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free or can be freed; what the system says, or 0."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return 0

@@ -1,0 +1,66 @@
+"""The backbone's verification passes through compiled layers, on a CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.heads.backbone.adapter import tuner_state
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture.backend import Call
+from headstart.inference.compiled import kernels
+from headstart.inference.compiled.compiled_pass import CompiledPass
+from headstart.inference.compiled.sizes import Shape
+from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.inference.engine.reader import Reader
+
+OFF = "HEADSTART_COMPILE"
+"""With this environment variable at 0, nothing is compiled unless it is asked for by name."""
+UNSTATED = ("_name_or_path", "transformers_version")
+
+
+def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass | None:
+    """`Reader._read` compiled; None where the capturer's backend or the machine does not."""
+    name, backbone = reader.capturer.name, reader.backbone
+    if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
+        return None
+    reason = kernels.unavailable() or (None if backbone.dtype in kernels.DTYPES else f"the model is in {backbone.dtype}")
+    if reason is not None:
+        if name == "compile":
+            raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
+        return None
+    depends = (_described(backbone), reader.taps)
+    return CompiledPass(function, _shapes, backbone.layers, [backbone.model], depends, wait=name == "compile")
+
+
+def _shapes(call: Call) -> list[Shape]:
+    """The sizes of what `Reader._read` is called with."""
+    (stores, states), (tokens, _, _, _, index, _) = call.held, call.inputs
+    found: list[Shape] = []
+    for place, leaf in enumerate(call.leaves[: call.held_leaves]):
+        rows_there = (leaf.shape[0], "rows", *leaf.shape[2:])
+        found.append((*rows_there[:3], "room", leaf.shape[-1]) if place < len(stores[0]) + len(stores[1]) else rows_there)
+    stored = "nodes" if index is None else "stored"
+    found += [("rows", "nodes"), ("rows", stored), ("rows", "nodes", stored), ("rows",)]
+    if index is not None:
+        found.append(("rows", "nodes"))
+    return [*found, ("slots",)]
+
+
+def _described(backbone: Backbone) -> str:
+    """A hash of what a trace of the model's operations depends on: its class, configuration and weights' shapes."""
+    model = backbone.model
+    config = {key: value for key, value in model.config.to_dict().items() if key not in UNSTATED}
+    sources = sorted({inspect.getsourcefile(type(module)) or "" for module in model.modules()})
+    code = [(name, hashlib.sha256(Path(name).read_bytes()).hexdigest()) for name in sources if name]
+    sizes = [(name, str(weight.dtype), tuple(weight.shape)) for name, weight in model.named_parameters()]
+    described = (type(model).__qualname__, json.dumps(config, sort_keys=True, default=str), code, sizes, tuner_state(model),
+                 model.config._attn_implementation)  # fmt: skip
+    return hashlib.sha256(repr(described).encode()).hexdigest()
