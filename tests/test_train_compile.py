@@ -9,7 +9,7 @@ import torch
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
-from headstart.inference.capture.compile import Compile
+from headstart.support.devices import not_compilable
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -20,7 +20,7 @@ def losses(recipe: Path, out: Path, *changes: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(Compile.unavailable(torch.device("cpu")) is not None, reason="no C++ compiler")
+@pytest.mark.skipif(not_compilable(torch.device("cpu")) is not None, reason="no C++ compiler")
 def test_a_compiled_objective_gives_the_same_losses(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, train={"steps": 4}, eval={"every": 0, "prompts": 1, "max_new_tokens": 4})
     plain, compiled = (losses(recipe, tmp_path / str(on), f"train.compile={on}") for on in ("false", "true"))

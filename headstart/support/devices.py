@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,3 +28,17 @@ def cpu_as_accelerator() -> Iterator[None]:
         yield
     finally:
         _treated.reset(token)
+
+
+def not_compilable(device: torch.device) -> str | None:
+    """The reason why torch.compile cannot be used for the device; None if it can."""
+    if not torch._dynamo.is_dynamo_supported():
+        return f"torch {torch.__version__} does not compile on Python {sys.version_info.major}.{sys.version_info.minor}"
+    if device.type == "cpu":
+        return None if shutil.which(cxx()) else f"torch.compile needs a C++ compiler ({cxx()} is missing); install one or set CXX"
+    return None if importlib.util.find_spec("triton") else "torch.compile needs Triton on this device; install triton"
+
+
+def cxx() -> str:
+    """The name of the C++ compiler."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")

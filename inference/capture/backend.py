@@ -72,8 +72,6 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    slow: ClassVar[bool] = False
-    """Captures take so long that only the steps of modules are worth it: no prompts, no noise."""
     fixed: ClassVar[bool] = False
     """A capture is for one combination of sizes and for stores in fixed memory: sizes are padded, so that few occur."""
     checked: ClassVar[bool] = False

@@ -15,7 +15,7 @@ import functools
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -41,6 +41,16 @@ _NOT_PROVED = {"cuda": " until CUDA graphs have run on a GPU since they were men
 logger = logging.getLogger(__name__)
 
 
+class Compiling(Protocol):
+    """Passes by compiled layers."""
+
+    active: bool
+    reason: str | None
+
+    def give_up(self, reason: str) -> None:
+        """Run the function itself from now on."""
+
+
 @dataclass(frozen=True)
 class CaptureReport:
     """The backends in use ("off": none), and the reasons why functions were not captured."""
@@ -62,6 +72,8 @@ class Capturer:
         self.patience = PATIENCE if name == "auto" else 0
         self.functions: list[Captured] = []
         self.memory = FixedMemory()
+        self.compiled: Compiling | None = None
+        """Verification by compiled layers, which takes the place of its captures."""
         self.unchecked = self.backend is not None and self.backend.checked
         """True until captured passes were compared with uncaptured ones (`Backend.checked`)."""
         self.accelerator = self.fixed or is_accelerator(device)
@@ -75,16 +87,12 @@ class Capturer:
         unless: str | None = None,
         *,
         calls_per_step: int = 1,
-        every_step: bool = True,
     ) -> Captured:
         """Wrap ``function(held, *inputs)``. ``name``: its name in reports. ``unless``: a reason not to capture it; None: capture it.
 
-        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions. ``every_step``:
-        False for what is called once a text. What a slow backend would take too long for is traced on a CPU, and runs uncaptured elsewhere.
+        ``calls_per_step``: calls in one decoding step, so that ``auto`` waits for as many steps as with other functions.
         """
         kind = None if unless is not None else self.backend
-        if kind is not None and kind.slow and (module is None or not every_step):
-            kind = Trace if Trace.unavailable(self.device) is None else None
         backend = kind(module, self.memory) if kind is not None else None
         captured = Captured(function, name, backend, self.patience * calls_per_step, unless if self.backend is not None else None)
         captured.loads_kernels, captured.functions = is_accelerator(self.device), self.functions
@@ -93,6 +101,8 @@ class Capturer:
 
     def give_up(self, reason: str) -> None:
         """Run every function uncaptured from now on, with one line in the log; the captures' memory is freed."""
+        if self.compiled is not None and self.compiled.reason is None:
+            self.compiled.give_up(reason)
         if self.backend is None:
             return
         logger.warning("forward passes are no longer captured, which is slower: %s", reason)
@@ -105,21 +115,22 @@ class Capturer:
         """True if every combination of sizes is captured apart, and the stores of texts that begin now lie in ``memory``."""
         return self.backend is not None and self.backend.fixed
 
+    slow = False
+
     @property
     def spot_checks(self) -> bool:
         """True if some texts are to be read again without captures (`Backend.spot_checks`)."""
-        return self.backend is not None and self.backend.spot_checks
-
-    @property
-    def slow(self) -> bool:
-        """True if a capture takes long (`Backend.slow`)."""
-        return self.backend is not None and self.backend.slow
+        compiled = self.compiled is not None and self.compiled.active
+        return compiled or (self.backend is not None and self.backend.spot_checks)
 
     def report(self) -> CaptureReport:
         """The backends that capture the functions called so far, and the reasons for those not captured."""
         called = [one for one in self.functions if one.calls]
         backends = dict.fromkeys(one.backend.name for one in called if one.backend is not None)
         reasons = [self.reason] if self.reason else []
+        if self.compiled is not None:
+            backends = dict.fromkeys(["compile"] * self.compiled.active + [*backends])
+            reasons += [f"compiled layers: {self.compiled.reason}"] if self.compiled.reason else []
         reasons += [f"{one.name}: {one.fallback}" for one in called if one.fallback]
         return CaptureReport("+".join(backends) or "off", "; ".join(dict.fromkeys(reasons)) or None)
 

@@ -43,8 +43,9 @@ class CompiledPass:
     """
 
     def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, layers: Sequence[nn.Module], modules: Sequence[nn.Module], depends: Any, wait: bool
-    ) -> None:
+        self, function: Callable[..., Any], shapes: Shapes, layers: Sequence[nn.Module], modules: Sequence[nn.Module], depends: Any,
+        wait: bool = False,
+    ) -> None:  # fmt: skip
         self.function, self.shapes, self.layers, self.modules, self.depends, self.wait = function, shapes, layers, modules, depends, wait
         self.reason: str | None = None
         """Why it is not compiled, and will not be."""
@@ -142,9 +143,9 @@ class _Variant:
         store.compile_missing(self.program)
 
     def _trace(self, call: Call) -> None:
-        void_running()
-        from headstart.inference.compiled.traced import traced   # which takes a second
+        from headstart.inference.compiled.traced import traced  # which takes a second
 
+        void_running()
         owner = self.owner
         self.program = traced(Flat(owner.function, call), self.inputs, owner.layers, owner.modules)
         store.write_program(self.file, self.program)
@@ -155,7 +156,7 @@ class _Variant:
         held = named_weights(program, owner.modules)
         needed, free = owner.weights.missing(program.packed.values(), held), free_memory()
         if needed > MEMORY_SHARE * free:
-            raise NotCompiled(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of memory that are free")
+            raise NotCompiled(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
         layers = store.load_layers(program)
         owner.weights.add(program.packed.values(), held)
         self.loaded = Loaded(program, layers, owner.weights, held)

@@ -5,7 +5,8 @@
 //
 // Shape suffixes: B batch, H query heads, G key heads, N queries, S keys, C width of a head, M rows, K inputs, O outputs of a block.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

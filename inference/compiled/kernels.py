@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.support.devices import cxx
 from headstart.support.files import atomic, cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -23,17 +23,12 @@ OUTPUTS = 32
 """Outputs of a block of a packed weight."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler: that of CXX, or ``g++``; None if there is none."""
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
 def unavailable() -> str | None:
     """The reason why nothing can be compiled for this machine; None if it can."""
     if sys.platform != "linux":
         return f"compiled layers are for Linux; this is {sys.platform}"
-    if compiler() is None:
-        return f"there is no C++ compiler ({os.environ.get('CXX', 'g++')}); install one or set CXX"
+    if shutil.which(cxx()) is None:
+        return f"there is no C++ compiler ({cxx()} is missing); install one or set CXX"
     return None
 
 
@@ -45,7 +40,7 @@ def machine() -> str:
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     except OSError:
         processor = platform.processor()
-    return f"{torch.__version__} | {torch.version.git_version} | {compiler()} | {platform.machine()} | {processor}"
+    return f"{torch.__version__} | {torch.version.git_version} | {shutil.which(cxx())} | {platform.machine()} | {processor}"
 
 
 @functools.cache
@@ -71,7 +66,7 @@ def build() -> None:
     root = Path(torch.__file__).parent
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     with atomic(library()) as path:
-        command = [str(compiler()), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        command = [cxx(), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True)
 
 

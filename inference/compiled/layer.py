@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ OPTIONS: dict[str, Any] = {
 
 def compile_region(region: Region, folder: Path) -> None:
     """Compile a region into a new folder. Raises what torch raises for a region that it cannot compile."""
-    from torch._inductor.compile_fx import compile_fx_aot   # these take seconds
+    from torch._inductor.compile_fx import compile_fx_aot  # which takes seconds
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from headstart.inference.compiled.fakes import Fakes
@@ -48,6 +47,6 @@ class Layer:
     def __init__(self, folder: Path) -> None:
         self._run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / FILE), 1).run
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         found: list[Tensor] = self._run(tensors)
         return found

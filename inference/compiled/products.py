@@ -15,26 +15,27 @@ from headstart.inference.compiled.kernels import DTYPES
 from headstart.inference.compiled.program import Packed, whole_blocks
 
 aten = torch.ops.aten
+Node = Any   # of fx, whose arguments have no types
 
 
 class _Linear(NamedTuple):
     """A linear layer of the graph."""
 
-    node: fx.Node
-    x: fx.Node
+    node: Node
+    x: Node
     weight: str
     bias: str | None
     outputs: int
     transposed: bool
 
 
-def use_products(graph: fx.GraphModule, layer_of: MutableMapping[fx.Node, int]) -> dict[str, Packed]:
+def use_products(graph: fx.GraphModule, layer_of: MutableMapping[Node, int]) -> dict[str, Packed]:
     """Replace linear layers in the graph; returns what the attributes are that it reads instead. New nodes are of the same layer."""
     groups: dict[Any, list[_Linear]] = {}
     for node in graph.graph.nodes:
         if (linear := _linear(graph, node)) is not None:
             x = linear.x
-            same = (x.args[0], str(x.args[1:])) if x.target is aten.view.default else x
+            same = (x.args[0], str(x.meta["val"].shape)) if x.target is aten.view.default else x
             groups.setdefault((same, linear.transposed, layer_of.get(node)), []).append(linear)
     made: dict[str, Packed] = {}
     for group in groups.values():
@@ -51,7 +52,7 @@ def use_products(graph: fx.GraphModule, layer_of: MutableMapping[fx.Node, int]) 
     return made
 
 
-def _linear(graph: fx.GraphModule, node: fx.Node) -> _Linear | None:
+def _linear(graph: fx.GraphModule, node: Node) -> _Linear | None:
     if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
         return None
     bias, x, weight = (None, *node.args) if node.target is aten.mm.default else node.args
@@ -76,7 +77,7 @@ def _replace(graph: fx.GraphModule, group: list[_Linear], made: dict[str, Packed
     tensor = getattr(graph, first.weight)
     whole, inputs = sum(map(whole_blocks, outputs)), tensor.shape[0 if first.transposed else 1]
 
-    def attribute(what: Packed, size: int, dtype: torch.dtype) -> fx.Node:
+    def attribute(what: Packed, size: int, dtype: torch.dtype) -> Node:
         name = next((name for name, other in made.items() if other == what), f"_packed{len(made)}")
         made[name] = what
         node = graph.graph.create_node("get_attr", name)

@@ -72,8 +72,8 @@ def whole_blocks(outputs: int) -> int:
 class Program:
     """``inputs``: dtypes and shapes of the tensors it is called with. ``conditions``: what has to hold of their sizes.
 
-    ``attributes``: names of the modules' weights by those that the text uses; ``packed``: attributes made of several. ``calls``: for each layer
-    its region and the attributes that are its weights.
+    ``attributes``: names of the modules' weights by those that the text uses; ``packed``: attributes made of several. ``calls``: for each
+    layer its region and the attributes that are its weights.
     """
 
     text: str
@@ -99,9 +99,8 @@ class Program:
             raise ValueError("another format")
         shaped = lambda inputs: tuple((dtype, tuple(shape)) for dtype, shape in inputs)   # noqa: E731
         regions = tuple(Region(one["text"], shaped(one["inputs"])) for one in found["regions"])
-        packed = {
-            name: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"]) for name, one in found["packed"].items()
-        }
+        made = lambda one: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"])   # noqa: E731
+        packed = {name: made(one) for name, one in found["packed"].items()}
         calls = tuple((number, tuple(names)) for number, names in found["calls"])
         return cls(found["text"], shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)
 

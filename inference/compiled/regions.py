@@ -6,7 +6,7 @@ function of its inputs and weights, with their dtypes and sizes. Such a `Region`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from headstart.heads.backbone import tree_attention  # noqa: F401  (registers an operation)
 from headstart.inference.compiled import kernels  # noqa: F401  (as above)
 from headstart.inference.compiled.program import NotCompiled, Region
+from headstart.inference.compiled.sizes import Size
 
 aten = torch.ops.aten
 REPLACED = {torch.ops.headstart.few_queries.default: torch.ops.headstart_cpu.attention.default}
@@ -62,22 +63,23 @@ def marked(layers: Sequence[nn.Module], of: dict[fx.Node, int]) -> Iterator[None
             handle.remove()
 
 
-def split(graph: fx.GraphModule, of: dict[fx.Node, int]) -> list[Call]:
-    """The calls that take the place of the marked layers, in their order. Raises `NotCompiled`."""
+def split(graph: fx.GraphModule, of: dict[fx.Node, int], names: Mapping[str, str]) -> list[Call]:
+    """The calls that take the place of the marked layers, in their order; ``names``: of sizes, by their symbols. Raises `NotCompiled`."""
     _ask_once(graph)
     numbers: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         number = of.get(node)
-        if number is None or not _is_tensor(node) or node.op == "get_attr":   # sizes and weights are of no layer
+        if number is None or not is_tensor(node) or node.op == "get_attr":   # sizes and weights are of no layer
             of.pop(node, None)
         elif node.target is aten.select.int and of.get(node.args[0]) != number:   # a layer's part of the KV cache
             del of[node]
         else:
             numbers.setdefault(number, []).append(node)
-    return [_Writer(graph, nodes).call() for nodes in numbers.values()]
+    return [_Writer(graph, nodes, names).call() for nodes in numbers.values()]
 
 
-def _is_tensor(node: fx.Node) -> bool:
+def is_tensor(node: fx.Node) -> bool:
+    """True if the node's value is no size."""
     return not isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -105,8 +107,8 @@ def _ask_once(graph: fx.GraphModule) -> None:
 class _Writer:
     """Writes the nodes of one layer as a function."""
 
-    def __init__(self, whole: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
-        self.whole, self.nodes = whole, nodes
+    def __init__(self, whole: fx.GraphModule, nodes: Sequence[fx.Node], names: Mapping[str, str]) -> None:
+        self.whole, self.nodes, self.names = whole, nodes, names
         self.graph = fx.Graph()
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.weights: dict[str, fx.Node] = {}
@@ -121,34 +123,32 @@ class _Writer:
         outputs = tuple(node for node in self.nodes if any(user not in inside for user in node.users))
         self.graph.output([self.own[node] for node in outputs])
         self.graph.eliminate_dead_code()
-        names = self._named(inputs := [*self.inputs.values(), *self.weights.values()])
+        self._placeholders_first(inputs := [*self.inputs.values(), *self.weights.values()])
         text = self.graph.python_code("self").src
         dtypes = [str(one.meta["val"].dtype).removeprefix("torch.") for one in inputs]
-        sizes = [tuple(names.get(str(size), size) if isinstance(size, torch.SymInt) else int(size) for size in one.meta["val"].shape)
-                 for one in inputs]  # fmt: skip
-        if any(isinstance(size, torch.SymInt) for of in sizes for size in of):
-            raise NotCompiled("a layer's input has a size that is computed from others")
-        region = Region(text, tuple(zip(dtypes, sizes, strict=True)))
+        region = Region(text, tuple(zip(dtypes, (tuple(map(self._size, one.meta["val"].shape)) for one in inputs), strict=True)))
         return Call(region, tuple(self.inputs), tuple(self.weights), outputs, tuple(self.nodes))
 
-    def _named(self, inputs: Sequence[fx.Node]) -> dict[str, str]:
-        """Names of the sizes that change, in the order in which they occur; placeholders come first, inputs before weights."""
-        names: dict[str, str] = {}
-        for one in inputs:
-            for size in one.meta["val"].shape:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                    names.setdefault(str(size.node.expr), f"s{len(names)}")
-        for number, node in enumerate(inputs):
-            node.name = node.target = f"in{number}"
+    def _size(self, size: Any) -> Size:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        if str(size) not in self.names:
+            raise NotCompiled(f"a layer's input has a size that is computed from others: {size}")
+        return self.names[str(size)]
+
+    def _placeholders_first(self, inputs: Sequence[fx.Node]) -> None:
+        """Name the inputs by their places, weights last, and put them at the top."""
         first = next(iter(self.graph.nodes))
-        for node in reversed(inputs):
+        for number, node in reversed(list(enumerate(inputs))):
+            node.name = node.target = f"in{number}"
             first.prepend(node)
             first = node
-        return names
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = (fx.map_arg(part, self._value) for part in (node.args, node.kwargs))
-        copied = self.graph.create_node(node.op, REPLACED.get(node.target, node.target), args, kwargs, name="v")
+        target: Any = node.target
+        args: Any = fx.map_arg(node.args, self._value)
+        kwargs: Any = fx.map_arg(node.kwargs, self._value)
+        copied = self.graph.create_node(node.op, REPLACED.get(target, target), args, kwargs, name="v")
         copied.meta["val"] = node.meta.get("val")
         return copied
 
@@ -157,7 +157,7 @@ class _Writer:
         if node not in self.own:
             if node.op == "get_attr":
                 self.own[node] = self._weight(str(node.target), node.meta.get("val"))
-            elif _is_tensor(node):
+            elif is_tensor(node):
                 self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
             else:
                 self.own[node] = self._copy(node)

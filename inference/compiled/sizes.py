@@ -14,9 +14,10 @@ Shape = tuple[Size, ...]
 Inputs = tuple[tuple[str, Shape], ...]
 """The dtype and shape of every input."""
 FUNCTIONS = {
-    "Eq": lambda a, b: a == b, "Ne": lambda a, b: a != b, "Mod": lambda a, b: a % b, "FloorDiv": lambda a, b: a // b, "Max": max, "Min": min,
-    "And": lambda *a: all(a), "Or": lambda *a: any(a), "Not": lambda a: not a, "floor": math.floor, "ceiling": math.ceil,
-    "CleanDiv": lambda a, b: a // b, "PythonMod": lambda a, b: a % b, "True": True, "False": False,
+    "Eq": lambda a, b: a == b, "Ne": lambda a, b: a != b, "Mod": lambda a, b: a % b, "FloorDiv": lambda a, b: a // b,
+    "Max": max, "Min": min, "And": lambda *a: all(a), "Or": lambda *a: any(a),
+    "Not": lambda a: not a, "floor": math.floor, "ceiling": math.ceil,
+    "CleanDiv": lambda a, b: a // b, "PythonMod": lambda a, b: a % b,
 }  # fmt: skip
 
 

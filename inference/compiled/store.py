@@ -1,7 +1,7 @@
 """Programs and compiled layers in the user's cache folder, and the process that compiles what is missing.
 
-Compiling a layer takes some 20 seconds. A detached process does it, so that decoding begins at once and a short command is not kept waiting;
-what it has made serves every later process. A file that is damaged is made again.
+Compiling a layer takes some 20 seconds. A detached process does it, so that decoding begins at once and a short command is not kept
+waiting; what it has made serves every later process. A file that is damaged is made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from headstart.inference.compiled.program import Program, Region
 from headstart.support.errors import UserError
 from headstart.support.files import locked, write_json, write_text
 from headstart.support.json_text import read_json
-
 
 
 @functools.cache
@@ -81,7 +80,7 @@ def load_layers(program: Program) -> list[Layer]:
 
 
 def compile_missing(program: Program) -> None:
-    """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError, or CalledProcessError of the compiler."""
+    """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError or the compiler's CalledProcessError."""
     kernels.build()
     kernels.load()
     for region in program.regions:
@@ -100,7 +99,8 @@ def compile_missing(program: Program) -> None:
 def compile_beside(file: Path) -> None:
     """Have a detached process compile what the program in the file lacks; it outlives this one."""
     root = Path(headstart.__file__).parent.parent
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
     command = [sys.executable, "-m", "headstart.inference.compiled.store", str(file)]
     nothing = subprocess.DEVNULL
     subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd=kernels.folder())

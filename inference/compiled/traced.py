@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,7 +13,7 @@ from headstart.heads.backbone.tree_attention import attention_as_one_operation
 from headstart.inference.compiled.fakes import Fakes
 from headstart.inference.compiled.products import use_products
 from headstart.inference.compiled.program import CALL, SPACE, NotCompiled, Program, named_tensors, region_call
-from headstart.inference.compiled.regions import Call, marked, split
+from headstart.inference.compiled.regions import Call, is_tensor, marked, split
 from headstart.inference.compiled.sizes import Inputs
 
 
@@ -29,7 +28,7 @@ def traced(
     with fakes.mode, attention_as_one_operation(), marked(layers, of):
         graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes.tensors)
     packed = use_products(graph, of)
-    calls = split(graph, of)
+    calls = split(graph, of, fakes.names())
     if not calls:
         raise NotCompiled("it runs no decoder layer")
     regions = list(dict.fromkeys(call.region for call in calls))
@@ -51,25 +50,25 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
     rest, of, order = fx.Graph(), dict[fx.Node, Any](), list(graph.graph.nodes)
     inside = {node for call in calls for node in call.nodes}
     last = {call.nodes[-1]: number for number, call in enumerate(calls)}
-    due: list[int] = []
+
+    def copied(node: fx.Node) -> Any:
+        if node not in of:
+            of[node] = rest.node_copy(node, copied)
+        return of[node]
+
     for node in order:
-        if node in inside:
-            due += [last[node]] if node in last else []
-            continue
-        while due and not (node.op == "get_attr" or node.target is torch.ops.aten.sym_size.int):
-            _call(rest, calls[due[0]], due.pop(0), of)
-        of[node] = rest.node_copy(node, of.__getitem__)
-    rest.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or node.target is region_call or _writes(node))
+        if node in last:
+            call = calls[last[node]]
+            found = rest.call_function(region_call, (last[node], [copied(one) for one in call.inputs]))
+            of.update({one: rest.call_function(operator.getitem, (found, place)) for place, one in enumerate(call.outputs)})
+        elif node not in inside and is_tensor(node):   # sizes are asked for where they are needed
+            copied(node)
+    kept = lambda node: node.op in ("placeholder", "output") or node.target is region_call or _writes(node)   # noqa: E731
+    rest.eliminate_dead_code(is_impure_node=kept)
     code = rest.python_code("self")
     if unknown := sorted({*code.globals} - {*SPACE, CALL, "fx_pytree", "pytree"}):
         raise NotCompiled(f"its text uses {unknown[0]}")
     return code.src, {str(node.target) for node in rest.nodes if node.op == "get_attr"}
-
-
-def _call(rest: fx.Graph, call: Call, number: int, of: dict[fx.Node, Any]) -> None:
-    found = rest.call_function(region_call, (number, [of[node] for node in call.inputs]))
-    for place, node in enumerate(call.outputs):
-        of[node] = rest.call_function(operator.getitem, (found, place))
 
 
 def _writes(node: fx.Node) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 OFF = "HEADSTART_COMPILE"
 """With this environment variable at 0, nothing is compiled unless it is asked for by name."""
+logger = logging.getLogger(__name__)
 UNSTATED = ("_name_or_path", "transformers_version")
 
 
@@ -31,27 +34,40 @@ def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass 
     name, backbone = reader.capturer.name, reader.backbone
     if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
         return None
-    reason = kernels.unavailable() or (None if backbone.dtype in kernels.DTYPES else f"the model is in {backbone.dtype}")
+    reason = kernels.unavailable()
+    if reason is None and backbone.dtype not in kernels.DTYPES:
+        reason = f"the model is in {backbone.dtype}".replace("torch.", "")
+    if reason is None and backbone.recurrent is not None:
+        reason = f"{type(backbone.model).__name__} has recurrent layers"
     if reason is not None:
         if name == "compile":
             raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
+        say_once(reason)
         return None
     depends = (_described(backbone), reader.taps)
-    return CompiledPass(function, _shapes, backbone.layers, [backbone.model], depends, wait=name == "compile")
+    compiled = CompiledPass(function, _shapes, list(backbone.layers), [backbone.model], depends, wait=name == "compile")
+    reader.capturer.compiled = compiled
+    return compiled
+
+
+@functools.cache
+def say_once(reason: str) -> None:
+    """Say why the layers are not compiled."""
+    logger.warning(f"the model's layers are not compiled, which makes small models up to twice as slow: {reason}")
 
 
 def _shapes(call: Call) -> list[Shape]:
     """The sizes of what `Reader._read` is called with."""
-    (stores, states), (tokens, _, _, _, index, _) = call.held, call.inputs
+    stores, index = call.held[0], call.inputs[3]
     found: list[Shape] = []
     for place, leaf in enumerate(call.leaves[: call.held_leaves]):
         rows_there = (leaf.shape[0], "rows", *leaf.shape[2:])
         found.append((*rows_there[:3], "room", leaf.shape[-1]) if place < len(stores[0]) + len(stores[1]) else rows_there)
     stored = "nodes" if index is None else "stored"
-    found += [("rows", "nodes"), ("rows", stored), ("rows", "nodes", stored), ("rows",)]
+    found += [("rows", "nodes"), ("rows", stored), ("rows", "nodes", stored)]
     if index is not None:
         found.append(("rows", "nodes"))
-    return [*found, ("slots",)]
+    return [*found, ("rows",), ("slots",)]
 
 
 def _described(backbone: Backbone) -> str:

@@ -54,7 +54,7 @@ class Reader:
         self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
         if not capturer.accelerator and backbone.recurrent is None:   # there every length would be captured apart
             self._prefill = capturer.capture(
-                self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE, every_step=False
+                self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE
             )
         self._noise = capturer.capture(self._gumbel, "sampling noise")
 
@@ -162,17 +162,18 @@ class Reader:
     ) -> tuple[Features, Tensor]:
         """The features of N of the M nodes stored after each row, and the logits after them.
 
-        ``slots``: of those of the cache, how many are attended to. ``index_BN``: the indices of the N among the M nodes; None: all. A node's
-        position is its row's length plus its level.
+        ``slots``: how many slots of the cache are attended to. ``index_BN``: the indices of the N among the M nodes; None: all. A
+        node's position is its row's length plus its level.
         """
         if self.view is None or self.view.groups != cache.groups:
             self.view = TreeCache(cache.groups)
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
-        inputs = (tokens_BN, levels_BM, ancestors_BNM, cache.lengths_B, index_BN)
+        inputs = (tokens_BN, levels_BM, ancestors_BNM, index_BN, cache.lengths_B)
         if rows > B:   # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
-        arguments = (stores, cache.states), *inputs, torch.arange(slots, device=tokens_BN.device)
+        ends = inputs[-1], torch.arange(slots, device=tokens_BN.device)
+        arguments = (stores, cache.states), *inputs[:-1], ends
         compiled = None if self.compiled is None else self.compiled(*arguments)
         features, logits_BNV, cache.added = self.read(*arguments) if compiled is None else compiled[0]
         if rows > B:
@@ -185,12 +186,12 @@ class Reader:
         tokens_BN: Tensor,
         levels_BM: Tensor,
         ancestors_BNM: Tensor,
-        lengths_B: Tensor,
         index_BN: Tensor | None,
-        slot_S: Tensor,
+        ends: tuple[Tensor, Tensor],
     ) -> tuple[Features, Tensor, Added | None]:
+        """``ends``: the lengths of the rows, and the slots that are attended to, of which only the number counts."""
         assert self.view is not None
-        stores, states = held
+        (stores, states), (lengths_B, slot_S) = held, ends
         positions_BM = positions_BN = lengths_B[:, None] + levels_BM
         if index_BN is None:
             slots_BN = lengths_B[:, None] + torch.arange(tokens_BN.shape[1], device=lengths_B.device)

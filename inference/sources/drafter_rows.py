@@ -33,7 +33,7 @@ class DrafterRows(Source):
         self.fixed = capturer.fixed
         """Stores lie in fixed memory, and sizes are padded."""
         extend = lambda state, features: drafter.begin(features, state)   # noqa: E731
-        self._extend = capturer.capture(extend, "drafter prefill", drafter, not_capturable(drafter), every_step=False)
+        self._extend = capturer.capture(extend, "drafter prefill", drafter, not_capturable(drafter))
         self._clear()
 
     @property

@@ -25,7 +25,7 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.lora import add_lora, lora_weights, merged
 from headstart.heads.methods import build_drafter, construct_drafter
-from headstart.inference.capture.compile import Compile
+from headstart.support.devices import not_compilable
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import FeatureSource
@@ -235,7 +235,7 @@ def build(recipe: Recipe, backbone: Backbone, fresh: bool = True) -> Drafter:
 def build_trainer(name: str, recipe: Recipe, accelerator: Accelerator, drafter: Drafter, source: FeatureSource) -> DrafterTrainer:
     """Build the trainer of a drafter that has its initial or resumed weights."""
     lora, adapter = recipe.backbone.lora, drafter.backbone.trainable
-    if recipe.train.compile and (reason := Compile.unavailable(accelerator.device)):
+    if recipe.train.compile and (reason := not_compilable(accelerator.device)):
         raise UserError(f"train.compile=true: {reason}, or set train.compile=false")
     step: nn.Module = TrainStep(source.teacher, drafter, recipe.objective, recipe.train.compile)
     if lora is not None:

@@ -1,0 +1,243 @@
+"""Compiled layers: one region for equal layers, kernels with equal bits, programs kept on disk, and what happens where it does not work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import backbone, left_padded, prompts, random_drafter, say, tiny
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.compiled import compiled_pass, kernels, loaded, store, weights
+from headstart.inference.compiled.program import Program
+from headstart.inference.compiled.sizes import hold, sizes_named
+from headstart.inference.compiled.traced import traced
+from headstart.inference.engine.tree import TreeShape
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.sources.by_name import made
+
+needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it; elsewhere tests compile nothing."""
+    monkeypatch.delenv("HEADSTART_COMPILE", raising=False)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    kernels.build()
+    kernels.load()
+    return torch.ops.headstart_cpu
+
+
+def in_bf16(family: str = "llama") -> Backbone:
+    return Backbone(tiny(family).bfloat16())
+
+
+def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
+    compiled = heads.engine(speculate).reader.compiled
+    assert compiled is not None
+    return compiled
+
+
+# Tracing.
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gpt2", 1), ("gemma3", 1)])
+def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products of packed weights: queries, keys and values as one, gate and up as one."""
+    found: list[Program] = []
+    monkeypatch.setattr(store, "compile_beside", lambda file: None)
+    monkeypatch.setattr(store, "write_program", lambda file, program: found.append(program))
+    heads = SpeculativeModel(backbone(family), proposers=made("suffix"))
+    say(heads, left_padded(prompts([9])), max_new_tokens=compiled_pass.PATIENCE + 8, speculate=False)
+    (program,) = found
+    assert len(program.regions) == kinds and len(program.calls) == backbone(family).num_layers
+    assert program.regions[0].text.count("headstart_cpu.product") == 4 and "aten.mm" not in program.text
+    assert program.text.count("headstart_cpu.product") == 1, "the readout"
+    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+
+
+def test_a_function_without_layers_or_with_tensors_of_its_own_is_not_compiled() -> None:
+    layer = torch.nn.Linear(8, 8)
+    with pytest.raises(Exception, match="runs no decoder layer"):
+        traced(lambda x: (x + 1,), (("float32", ("rows", 8)),), [layer], [layer])
+    own = torch.randn(8)
+    with pytest.raises(Exception, match=r"makes a tensor of shape \[8\]"):
+        traced(lambda x: (layer(x) + own,), (("float32", ("rows", 8)),), [layer], [layer])
+
+
+def test_sizes_have_names_and_conditions() -> None:
+    shapes = [(1, "nodes"), ("rows", "nodes", 4)]
+    assert sizes_named(shapes, [torch.zeros(1, 5), torch.zeros(2, 5, 4)]) == {"nodes": 5, "rows": 2}
+    assert sizes_named(shapes, [torch.zeros(1, 5), torch.zeros(2, 6, 4)]) is None, "two sizes of one name"
+    assert sizes_named(shapes, [torch.zeros(5, 1).T, torch.zeros(2, 4, 5).mT]) is None, "gaps"
+    assert sizes_named(shapes, [torch.zeros(1, 5), torch.zeros(2, 5, 3)]) is None
+    conditions = ["slots <= room", "Ne(64*room, 64*slots)", "Eq(Mod(room, 2), 0)", "Ne(rows, 1)"]
+    assert hold(conditions, {"slots": 3, "room": 4, "rows": 1}), "a size of 1 is as good as any"
+    assert not hold(conditions, {"slots": 4, "room": 4, "rows": 2}) and not hold(conditions, {"slots": 3, "room": 5, "rows": 2})
+
+
+def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "pass.json"
+    program = Program("def forward(self): pass", (("float32", (1,)),), (), {}, {}, (), ())
+    store.write_program(file, program)
+    assert store.read_program(file) == program
+    file.write_text(file.read_text().replace(store.code(), "0" * 20))
+    assert store.read_program(file) is None
+    file.write_text(file.read_text()[:40])
+    assert store.read_program(file) is None and store.read_program(tmp_path / "none.json") is None
+
+
+# Kernels.
+
+@needs_a_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (49, 64), (32, 2)])
+def test_products_give_a_row_the_same_bits_alone_and_among_others(ops: Any, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(70, inputs).to(dtype), torch.randn(-(-outputs // 32) * 32)
+    packed = torch.zeros(len(bias) * inputs, dtype=dtype)
+    ops.pack(weight, packed, 0)
+    y, plain = ops.product(x, packed, bias, outputs), ops.product(x, packed, None, outputs)
+    exact = x.double() @ weight.double().T
+    small = 1e-6 if dtype == torch.float32 else 2**-8
+    for found, expected in ((y, exact + bias[:outputs].double()), (plain, exact)):
+        assert found.shape == (70, outputs) and ((found - expected).abs() <= small * expected.abs() + 1e-5 * inputs**0.5).all()
+    for rows in (1, 2, 5, 12, 13, 64):
+        assert torch.equal(torch.cat([ops.product(part, packed, bias, outputs) for part in x.split(rows)]), y)
+    turned = torch.zeros_like(packed)
+    ops.pack(weight.T.contiguous().T, turned, 0)
+    assert torch.equal(packed, turned), "a weight that lies otherwise in memory"
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "C", "D", "N", "S"),
+    [(1, 9, 3, 64, 64, 12, 139), (3, 8, 8, 96, 96, 5, 64), (2, 4, 1, 24, 40, 3, 33), (1, 16, 2, 128, 128, 1, 300)],
+)
+def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
+    ops: Any, dtype: torch.dtype, B: int, H: int, G: int, C: int, D: int, N: int, S: int
+) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(B, N, H, C).to(dtype).transpose(1, 2)
+    keys, values = (torch.randn(B, G, S + 9, width).to(dtype)[:, :, :S] for width in (C, D))
+    allowed = torch.rand(B, 1, N, S) < 0.6
+    allowed[..., 0] = True
+    mask = torch.zeros(B, 1, N, S, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+    found = ops.attention(query, keys, values, mask, 0.2)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), allowed, scale=0.2, enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.allclose(found.double(), exact, atol=2e-6 if dtype == torch.float32 else 2**-7)
+    assert torch.equal(ops.attention(query, keys, values, allowed, 0.2), found), "a boolean mask"
+    for n in range(N):
+        assert torch.equal(ops.attention(query[:, :, n : n + 1], keys, values, mask[:, :, n : n + 1], 0.2), found[:, n : n + 1])
+    if N > 1:   # the keys that a query sees may lie elsewhere
+        order = torch.randperm(S)
+        moved = ops.attention(query, keys[:, :, order], values[:, :, order], mask[..., order], 0.2)
+        assert torch.allclose(moved.double(), found.double(), atol=2**-7)
+
+
+# Decoding.
+
+@needs_a_compiler
+def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = in_bf16()
+    drafter = random_drafter("eagle3", on)
+    heads, plain = (SpeculativeModel(on, drafter, proposers=made("suffix"), capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
+    for lengths in ([9], [5, 1, 17]):
+        rows = left_padded(prompts(lengths))
+        alone = say(heads, rows, max_new_tokens=20, speculate=False)
+        for tree in ("auto", TreeShape(6, 2, 2), TreeShape(1, 1, 1)):
+            assert torch.equal(say(heads, rows, max_new_tokens=20, tree=tree), alone)
+        assert (say(plain, rows, max_new_tokens=20) == alone).float().mean() > 0.5, "up to near-ties in bf16"
+    report = heads.engine(True).capturer.report()
+    assert first(heads).active and report.backend.split("+")[0] == "compile" and report.fallback is None
+    monkeypatch.setattr(store, "compile_region", lambda *_: pytest.fail("compiled again"))
+    later = SpeculativeModel(Backbone(on.model), proposers=made("suffix"))
+    say(later, rows, max_new_tokens=4, speculate=False)
+    assert first(later, False).active, "from the first token on"
+
+
+@needs_a_compiler
+def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, asked = in_bf16(), list[Path]()
+    monkeypatch.setattr(store, "program_file", lambda what: kernels.folder() / "pass-of-this-test.json")
+    (kernels.folder() / "pass-of-this-test.json").unlink(missing_ok=True)
+
+    def beside(file: Path) -> None:
+        asked.append(file)
+        store.main(file)   # at once, in the middle of the text
+
+    ready = store.ready
+    monkeypatch.setattr(store, "ready", lambda program: bool(asked) and ready(program))
+    monkeypatch.setattr(store, "compile_beside", beside)
+    monkeypatch.setattr(store.os, "nice", lambda more: 0)
+    heads = SpeculativeModel(on, capture="auto")
+    used: list[bool] = []
+    read = heads.engine(False).reader.nodes
+    monkeypatch.setattr(heads.engine(False).reader, "nodes", lambda *args: (read(*args), used.append(first(heads, False).active))[0])
+    rows = left_padded(prompts([9]))
+    for _ in range(2):
+        say(heads, rows, max_new_tokens=compiled_pass.PATIENCE + 12, speculate=False)
+    half = len(used) // 2
+    assert not any(used[:half]) and all(used[half:]) and len(asked) == 1
+
+
+@needs_a_compiler
+def test_weights_that_change_are_packed_again() -> None:
+    on = in_bf16()
+    rows = left_padded(prompts([9]))
+    heads = SpeculativeModel(on, capture="compile")
+    before = say(heads, rows, max_new_tokens=12)
+    with torch.no_grad():
+        for weight in on.model.parameters():
+            weight.mul_(-1.5)
+    after, fresh = say(heads, rows, max_new_tokens=12), say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=12)
+    assert torch.equal(after, fresh) and not torch.equal(after, before)
+    on.model.lm_head.weight.data.mul_(-1)
+    assert torch.equal(say(heads, rows, max_new_tokens=12), say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=12))
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("fault", ["memory", "result", "compiler"])
+def test_where_it_does_not_work_decoding_goes_on_with_one_line(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on, rows = in_bf16(), left_padded(prompts([9]))
+    expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
+    if fault == "memory":
+        monkeypatch.setattr(compiled_pass, "free_memory", lambda: 1000)
+        monkeypatch.setattr(weights, "_SHARED", {})
+        line = "more than a third of the"
+    elif fault == "result":
+        run = loaded.Loaded.__call__
+        monkeypatch.setattr(loaded.Loaded, "__call__", lambda self, tensors: [-one for one in run(self, tensors)])
+        line = "what compiled layers compute differs from what the model does"
+    else:
+        monkeypatch.setattr(store, "ready", lambda program: False)
+        monkeypatch.setattr(store, "failure", lambda region: "InductorError: no such operation")
+        line = "InductorError: no such operation"
+    heads = SpeculativeModel(on, capture="compile")
+    assert torch.equal(say(heads, rows, max_new_tokens=12), expected)
+    assert [line in record.message for record in caplog.records].count(True) == 1
+    assert line in str(heads.engine(False).capturer.report().fallback)
+
+
+def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from headstart.inference.engine import compiled_read
+    from headstart.support.errors import UserError
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled_read.say_once.cache_clear()
+    for _ in range(2):
+        assert SpeculativeModel(backbone("llama")).engine(False).reader.compiled is None
+    assert len([one for one in caplog.records if "no C++ compiler (no-such-compiler is missing)" in one.message]) == 1
+    with pytest.raises(UserError, match="no-such-compiler is missing.*choose 'auto' or 'off'"):
+        SpeculativeModel(backbone("llama"), capture="compile").engine(False)
