@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import random_drafter, tiny
+import torch
+from architectures import served
+from families import SIZES, build, random_drafter, tiny
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.serving.export.export import Request, export
+from headstart.inference.serving.reference.target import Target
 from headstart.inference.serving.verification.recorded import recorded
 from headstart.inference.serving.verification.verification import Check, verify
 
@@ -46,6 +49,27 @@ def test_exports_are_equal(
         verdict = verify(Check(folder, backbone, str(heads), "reference", [[5, 9, 33, 12, 7]], 5))
         assert verdict.equal, list(verdict.lines())
         assert verdict.comparison is not None and verdict.comparison.drafts > 5
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_the_output_layer_of_a_backbone_may_have_a_bias(tmp_path: Path, kind: str) -> None:
+    model = build("Phi", SIZES | {"num_key_value_heads": 4})
+    torch.nn.init.normal_(model.get_output_embeddings().bias, std=5)   # otherwise it changes few tokens
+    model.save_pretrained(tmp_path / "backbone")
+    backbone = load_backbone(str(tmp_path / "backbone"))
+    random_drafter(kind, backbone, depth=3).save_pretrained(tmp_path / "heads")
+    export(Request(str(tmp_path / "heads"), kind, tmp_path / "out"))
+    verdict = verify(Check(tmp_path / "out", backbone, str(tmp_path / "heads"), "reference", [[5, 9, 33, 12, 7]], 5))
+    assert verdict.equal, list(verdict.lines())
+
+
+@torch.no_grad()
+def test_the_reference_makes_the_logits_of_every_family() -> None:
+    ids_1T = torch.arange(6)[None]
+    for architecture in served():
+        model = architecture.model()
+        true_TV, hidden_TD = model(input_ids=ids_1T).logits[0], model.base_model(input_ids=ids_1T).last_hidden_state[0]
+        torch.testing.assert_close(Target(model).logits(hidden_TD), true_TV, msg=lambda text, of=architecture.name: f"{of}: {text}")
 
 
 def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
