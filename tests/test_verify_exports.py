@@ -77,6 +77,8 @@ def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Pa
     random_drafter("eagle", backbone).save_pretrained(heads)
     export(Request(str(heads), "eagle", tmp_path / "out"))
     assert main(["verify", str(tmp_path / "out"), "--max-new-tokens", "4"]) == 0
-    assert "headstart and reference: 6 prompts" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "headstart and reference: 6 prompts" in said.out
+    assert "drafting with Headstart: 100%" in said.err and "drafting with the reference engine: 100%" in said.err
     random_drafter("eagle", backbone, seed=9).save_pretrained(heads)   # trained on since
     assert recorded(tmp_path / "out") == (None, backbone.name)

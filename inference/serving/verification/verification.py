@@ -36,6 +36,7 @@ from headstart.inference.serving.verification.structure import changes, faults_o
 from headstart.inference.serving.verification.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
+from headstart.support.progress import watched
 
 ENGINES = ("reference", "vllm", "transformers")
 BETTER = 1.25
@@ -200,7 +201,7 @@ def _engine_drafts(
 
 def _look_for_cause(verdict: Verdict, evidence: Evidence, reading: Reading, original: Reading | None) -> None:
     """Try other readings until one gives what is expected."""
-    for one in hypotheses(reading, evidence.target, original):
+    for one in watched(hypotheses(reading, evidence.target, original), "trying other readings", "reading"):
         verdict.tried += 1
         fit = evidence.fit(one.reading, first_only=True)
         if fit is not None and fit.whole:
@@ -212,7 +213,7 @@ def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit
     """Without original heads: look for a reading that drafts much more of the backbone's own text."""
     drafted, now = (fit.drafted, fit.share) if fit is not None else (0, 0.0)
     best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)   # beyond what chance makes of so many drafts
-    for one in hypotheses(reading, evidence.target, None):
+    for one in watched(hypotheses(reading, evidence.target, None), "trying other readings", "reading"):
         verdict.tried += 1
         other = evidence.fit(one.reading)
         if other is not None and other.share > share:
@@ -223,7 +224,7 @@ def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit
 
 def _explain_engine(verdict: Verdict, evidence: Evidence, reading: Reading) -> None:
     """The files are right, but an engine drafts otherwise: look for the reading by which it drafts."""
-    for one in hypotheses(reading, evidence.target, None):
+    for one in watched(hypotheses(reading, evidence.target, None), "trying other readings", "reading"):
         verdict.tried += 1
         fit = evidence.fit(one.reading, first_only=True)
         if fit is not None and fit.whole:
