@@ -7,7 +7,7 @@ temperature sample the same distribution. Shape suffixes: B batch, T positions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -223,7 +223,7 @@ def padded(prompts: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tenso
 
 def measure_tau(
     heads: SpeculativeModel,
-    prompts: Sequence[Tensor],
+    prompts: Iterable[Tensor],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -235,10 +235,10 @@ def measure_tau(
     ``prompts``: int64 [T] each; prompt i is decoded with ``seed + i``. ``tokens`` includes the first token of each sequence, which the
     prefill writes, so ``tau`` is slightly below ``tokens / passes``. Raises UserError without prompts.
     """
-    if not prompts:
-        raise UserError("no prompts to measure on; give at least one")
     settings = Settings(max_new_tokens, temperature, tree=tree)
     tally = Tally()
     for i, prompt_T in enumerate(prompts):
         tally.add(continue_text(heads, prompt_T, settings, seed + i))
+    if not tally.tokens:
+        raise UserError("no prompts to measure on; give at least one")
     return {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, "tokens": tally.tokens, "passes": tally.passes}

@@ -17,8 +17,7 @@ import torch  # noqa: E402
 from architectures import Architecture, refused, served  # noqa: E402
 from family_checks import CHECKS, Subject  # noqa: E402
 from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
-from released_run import dtypes  # noqa: E402
-from released_sizes import SMALLEST  # noqa: E402
+from released_sizes import PASSED, SMALLEST  # noqa: E402
 
 from headstart.heads.backbone.backbone import Backbone  # noqa: E402
 from headstart.support.errors import UserError  # noqa: E402
@@ -29,7 +28,7 @@ Which models Headstart serves, as shown by its tests. The models are tiny and ra
 width, depth, vocabulary and context reduced; what an architecture computes is as published: grouped keys and values, tied
 embeddings, sliding windows, soft-capping, experts, partial rotary embeddings, attention sinks, scaled embeddings and logits, hybrid
 layers. From DeepSeek-V3 on the configuration is the default one of `transformers`. The last column names the released model with whose
-published sizes all of it was done again. None of it says how much faster a real model becomes.
+published sizes all of it was done again, where a precision is named. None of it says how much faster a real model becomes.
 
 | column | what is shown, in fp32 on a CPU |
 |---|---|
@@ -54,8 +53,8 @@ TOKENS_MEANING = (
 )
 SIZES_MEANING = (
     "a random model of this one's widths, heads, vocabulary and rotary settings, with as many layers as it has kinds, at least two, and "
-    "three experts, in fp32 and bf16: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, after "
-    "8,000 tokens or as many as its context has room for), regenerated from, exported and verified"
+    "three experts, in the precisions named: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, "
+    "after 8,000 tokens or as many as its context has room for), regenerated from, exported and verified"
 )
 TAIL = """
 ## Chat templates
@@ -125,7 +124,7 @@ def tail() -> str:
 def size_of(architecture: Architecture) -> str:
     """The cell of the last column."""
     model = SMALLEST[architecture.name]
-    return model if len(dtypes(model)) > 1 else f"{model} ({dtypes(model)[0]})"
+    return f"{model}: {', '.join(dtype for dtype, models in PASSED.items() if model in models) or 'not run'}"
 
 
 def rows_of(text: str) -> dict[str, list[str]]:

@@ -165,9 +165,9 @@ def one(row: Tensor) -> dict[str, Tensor]:
 
 def require_picks(backbone: Backbone, tokens: list[int], start: int, seed: int | None) -> None:
     """Each token from ``start`` on is the model's pick after those before, or as good but for rounding."""
-    logits_TV = backbone.model(torch.tensor([tokens])).logits[0].float()
+    logits_TV = backbone.model(torch.tensor([tokens]), logits_to_keep=len(tokens) - start + 1).logits[0].float()
     for place in range(start, len(tokens)):
-        strict = loose = logits_TV[place - 1]
+        strict = loose = logits_TV[place - start]
         if seed is not None:
             noise_V = gumbel(torch.tensor([seed]), torch.tensor([[place]]), backbone.vocab)[0, 0]
             heated = strict[None] / SAMPLED["temperature"]

@@ -190,3 +190,12 @@ SMALLEST = {
     "Falcon-7B": "falcon-7b",
 }
 """Row of docs/families.md, by its first model -> the smallest published model of its family."""
+BF16 = (
+    "smollm2-135m-instruct", "Qwen2.5-0.5B-Instruct", "gpt2", "Qwen3.5-0.8B", "granite-3.3-2b-instruct", "granite-3.0-1b-a400m-instruct",
+    "pythia-70m", "opt-125m", "ERNIE-4.5-0.3B-PT", "qwen3-0.6b", "Falcon3-1B-Instruct", "OLMo-2-0425-1B-Instruct", "phi-1_5",
+    "llama-3.2-1b-instruct", "gemma-3-1b-it", "DeepSeek-R1-Distill-Qwen-1.5B", "EXAONE-4.0-1.2B", "qwen3-30b-a3b", "smollm3-3b",
+    "qwen3-next-80b-a3b-instruct",
+)  # fmt: skip
+FP32 = ("smollm2-135m-instruct",)
+PASSED = {"fp32": FP32, "bf16": BF16}
+"""Precision -> models with whose sizes every step of tests/released_run.py has passed: what docs/families.md says."""

@@ -106,7 +106,8 @@ def test_bench_with_everything(house, tmp_path, capsys):
     files = ["--prompts", "prompts.jsonl", str(tmp_path / "set.jsonl")]
     more = ["--prompt-lookup", "--assistant", "backbone", "--batch-size", "1", "2", "--per-task", "1", "--max-new-tokens", "6"]
     assert main(["bench", "--heads", "medusa", *files, *more, "--json", str(json_file), "--html", str(html)]) == 0
-    report, printed = json.loads(json_file.read_text()), capsys.readouterr().out
+    report, (printed, said) = json.loads(json_file.read_text()), capsys.readouterr()
+    assert all(f"{what}: 100%" in said for what in ("warm-up", "judging the texts", "comparing logits", "timing steps by tree size"))
     assert report["tasks"] == {"prompts": 1, "qa": 1} and report["prompts_files"] == files[1:]
     ar = ["AR (transformers)", "AR (headstart)"]
     names = [*ar, "prompt lookup", "assistant backbone", *ar]

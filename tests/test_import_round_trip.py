@@ -71,6 +71,7 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
     assert main([*arguments, "--json", str(tmp_path / "report.json")]) == 0
     printed = capsys.readouterr()
     assert "speculators, as eagle3 heads of" in printed.out and "measured on 8 texts that the backbone wrote itself: tau 1." in printed.out
+    assert "writing prompts with the backbone: 100%" in printed.err and "measuring the heads: 100%" in printed.err
     assert f"headstart generate --heads {out}" in printed.err and (tmp_path / "report.json").is_file()
     prompts, settings = [texts(1, 7, seed)[0].tolist() for seed in range(3)], EngineSettings(3, 8)
     before, after = (headstart_drafts(load(path, on, capture="off"), prompts, settings) for path in (heads, out))

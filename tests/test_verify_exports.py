@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import random_drafter, tiny
+import torch
+from architectures import served
+from families import SIZES, build, random_drafter, tiny
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.serving.export.export import Request, export
+from headstart.inference.serving.reference.target import Target
 from headstart.inference.serving.verification.recorded import recorded
 from headstart.inference.serving.verification.verification import Check, verify
 
@@ -48,11 +51,34 @@ def test_exports_are_equal(
         assert verdict.comparison is not None and verdict.comparison.drafts > 5
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_the_output_layer_of_a_backbone_may_have_a_bias(tmp_path: Path, kind: str) -> None:
+    model = build("Phi", SIZES | {"num_key_value_heads": 4})
+    torch.nn.init.normal_(model.get_output_embeddings().bias, std=5)   # otherwise it changes few tokens
+    model.save_pretrained(tmp_path / "backbone")
+    backbone = load_backbone(str(tmp_path / "backbone"))
+    random_drafter(kind, backbone, depth=3).save_pretrained(tmp_path / "heads")
+    export(Request(str(tmp_path / "heads"), kind, tmp_path / "out"))
+    verdict = verify(Check(tmp_path / "out", backbone, str(tmp_path / "heads"), "reference", [[5, 9, 33, 12, 7]], 5))
+    assert verdict.equal, list(verdict.lines())
+
+
+@torch.no_grad()
+def test_the_reference_makes_the_logits_of_every_family() -> None:
+    ids_1T = torch.arange(6)[None]
+    for architecture in served():
+        model = architecture.model()
+        true_TV, hidden_TD = model(input_ids=ids_1T).logits[0], model.base_model(input_ids=ids_1T).last_hidden_state[0]
+        torch.testing.assert_close(Target(model).logits(hidden_TD), true_TV, msg=lambda text, of=architecture.name: f"{of}: {text}")
+
+
 def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heads = tmp_path / "heads"
     random_drafter("eagle", backbone).save_pretrained(heads)
     export(Request(str(heads), "eagle", tmp_path / "out"))
     assert main(["verify", str(tmp_path / "out"), "--max-new-tokens", "4"]) == 0
-    assert "headstart and reference: 6 prompts" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "headstart and reference: 6 prompts" in said.out
+    assert "drafting with Headstart: 100%" in said.err and "drafting with the reference engine: 100%" in said.err
     random_drafter("eagle", backbone, seed=9).save_pretrained(heads)   # trained on since
     assert recorded(tmp_path / "out") == (None, backbone.name)

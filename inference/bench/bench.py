@@ -37,6 +37,7 @@ from headstart.inference.measure import Settings
 from headstart.inference.spot_check import paused
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
+from headstart.support.progress import watched
 
 TIMED = 4
 """Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
@@ -114,10 +115,10 @@ def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict
     greedy = race.settings.temperature == 0
     entries = {
         system: judging.add(row, by_system[system], race.seed)
-        for system, row in rows.items()
+        for system, row in watched(rows.items(), "judging the texts", "system")
         if greedy or isinstance(system, HeadstartSystem)
     }
-    for system, row in rows.items():
+    for system, row in watched(rows.items(), "comparing logits", "system"):
         if "head" in row:
             ar = entries[race.leader.system]
             row["logits"] = compare_logits(judging, entries[system], ar, race.groups, race.settings, race.seed)

@@ -14,6 +14,7 @@ from headstart.inference.engine.sizes import CURVE_SIZES
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.support.progress import watched
 
 TOKENS = 24
 REPEATS = 3
@@ -32,7 +33,7 @@ def cost_curve(heads: SpeculativeModel, prompt_T: Tensor, tokens: int = TOKENS) 
         return decode(nodes).reads
 
     best: dict[int, dict[str, float]] = {}
-    for size in CURVE_SIZES:
+    for size in watched(CURVE_SIZES, "timing steps by tree size", "size"):
         warm_up([partial(passes, size)] * REPEATS, at_least=1)
         for _ in range(REPEATS):
             tally = decode(size)

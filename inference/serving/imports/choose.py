@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
 from headstart.inference.serving.imports.reading import Reading
-from headstart.inference.serving.imports.strict import build
+from headstart.support.progress import watched
 
 CHAIN = 5
 """Most tokens of the chains that are measured."""
@@ -34,15 +33,15 @@ class Measured:
         return float(self.figures["tau"])
 
 
-def measure(readings: Sequence[Reading], backbone: Backbone, path: str, prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
-    """Decode the prompts greedily with each reading, in chains; the best comes first, and of equal ones the first. Raises UserError."""
+def measure(readings: Sequence[tuple[Reading, Drafter]], prompts: Sequence[Tensor], new_tokens: int) -> list[Measured]:
+    """Decode the prompts greedily with each reading's drafter, in chains; the best comes first, and of equal ones the first."""
     found = []
-    for reading in readings:
-        drafter = build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype)
+    for reading, drafter in readings:
         depth = min(CHAIN, drafter.max_depth or CHAIN)
         with torch.no_grad():
             figures = measure_tau(
-                SpeculativeModel(backbone, drafter, capture="off"), prompts, max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth)
+                SpeculativeModel(drafter.backbone, drafter, capture="off"), watched(prompts, "measuring the heads", "prompt"),
+                max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth),
             )
         rates = figures["acceptance_per_depth"][:depth]
         found.append(Measured(reading, drafter, {**figures, "acceptance_per_depth": rates}))

@@ -27,7 +27,7 @@ from headstart.inference.serving.imports.choose import Measured, measure, verdic
 from headstart.inference.serving.imports.foreign import Foreign, read_foreign, read_json
 from headstart.inference.serving.imports.prompts import prompts_for
 from headstart.inference.serving.imports.reading import Counting, Reading, Source
-from headstart.inference.serving.imports.strict import stored_dtype
+from headstart.inference.serving.imports.strict import build, stored_dtype
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 
@@ -62,8 +62,9 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     backbone = load()
     depth = wishes.depth or _exported_depth(foreign)
     readings = [_deep(reading, depth) for reading in source.readings(foreign, backbone, wishes.counting)]
+    drafters = [build(reading, backbone, path).to(device=backbone.device, dtype=backbone.dtype) for reading in readings]
     prompts, of_prompts = prompts_for(backbone, wishes.prompts, wishes.trust_remote_code, wishes.template_kwargs)
-    measured = measure(readings, backbone, path, prompts, wishes.new_tokens)
+    measured = measure(list(zip(readings, drafters, strict=True)), prompts, wishes.new_tokens)
     best, lines = measured[0], verdict(measured)
     quantised = ["8-bit weights became the fp32 weights that they stand for"] if foreign.config.get("quantization_config") else []
     report = {

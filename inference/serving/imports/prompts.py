@@ -20,6 +20,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts
 from headstart.support.chat.settings import ChatSettings
 from headstart.support.errors import UserError
+from headstart.support.progress import progress
 from headstart.support.spread import spread
 
 PROMPTS, WRITTEN = 8, 24
@@ -44,9 +45,11 @@ def written(backbone: Backbone) -> list[Tensor]:
     first = backbone.config.bos_token_id
     starts = [first] * PROMPTS if isinstance(first, int) else spread(1, backbone.vocab - 1, PROMPTS)
     prompts = [torch.tensor([start]) for start in starts]
-    output = continue_texts(
-        SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
-    )
+    with progress("writing prompts with the backbone", "prompt", PROMPTS) as bar:
+        output = continue_texts(
+            SpeculativeModel(backbone), prompts, Settings(WRITTEN, temperature=1.0), list(range(PROMPTS)), speculate=False
+        )
+        bar.update(PROMPTS)
     assert output.accept_lengths is not None
     found = [row_T[: 2 + sum(lengths)].cpu() for row_T, lengths in zip(output.sequences, output.accept_lengths, strict=True)]
     ends = end_tokens(backbone.model.generation_config)

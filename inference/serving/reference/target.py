@@ -40,8 +40,8 @@ class Target:
         self.embedding: Any = model.get_input_embeddings()
         self.dim: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.unembed_VD: Tensor = model.get_output_embeddings().weight
-        self.vocab: int = self.unembed_VD.shape[0]
+        self._unembed: Any = model.get_output_embeddings()
+        self.vocab: int = self._unembed.weight.shape[0]
         stated = self.config.to_dict()
         self.max_positions: int | None = stated.get("max_position_embeddings") or stated.get("n_positions")
         self._cap: float | None = stated.get("final_logit_softcapping")
@@ -55,14 +55,14 @@ class Target:
         return self.embedding(tokens_T)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map final hidden states to logits over the vocabulary, as the model does."""
-        logits = torch.nn.functional.linear(hidden, self.unembed_VD) * self._scale
+        """Map final hidden states to logits over the vocabulary, as the model does: by its output layer, which may have a bias."""
+        logits = self._unembed(hidden) * self._scale
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int], taps: Sequence[int]) -> Text:
         """Run the model over the tokens and keep the hidden states after these layers."""
-        tokens_T = torch.tensor(tokens, device=self.unembed_VD.device)
+        tokens_T = torch.tensor(tokens, device=self._unembed.weight.device)
         kept: dict[int, Tensor] = {}
         handles = [
             self._layers[tap - 1].register_forward_hook(
@@ -85,7 +85,7 @@ class Target:
         written: list[int] = []
         tokens, cache = list(prompt), DynamicCache(config=self.model.config)
         for _ in range(count):
-            ids_1T = torch.tensor([tokens], device=self.unembed_VD.device)
+            ids_1T = torch.tensor([tokens], device=self._unembed.weight.device)
             out = self.model.base_model(input_ids=ids_1T, past_key_values=cache, use_cache=True)
             tokens = [int(self.logits(out.last_hidden_state[0, -1]).argmax())]
             written += tokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.inference.serving.reference.decode import draft_at, logits_at
+from headstart.inference.serving.reference.decode import begin, draft_at, logits_at
 from headstart.inference.serving.reference.methods import drafting_of
 from headstart.inference.serving.reference.reading import Reading
 from headstart.inference.serving.reference.target import Target, Text
@@ -51,6 +51,8 @@ class Expected:
     drafts: Mapping[int, tuple[int, ...]]
     logits: Mapping[int, Tensor] = field(default_factory=dict)
     """``[K, V]`` by position."""
+    written: bool = False
+    """Whether these are tokens of the text in place of drafts."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,41 @@ class Evidence:
         try:
             for one in self.texts:
                 drafting = drafting_of(reading)(reading, self.target, one.text)
-                for position, tokens in one.drafts.items():
-                    if (wanted_KV := one.logits.get(position)) is not None:
-                        found_KV = logits_at(drafting, position, tokens)
-                        found = found_KV.argmax(-1).tolist()
-                        distances.append(_distance(found_KV, wanted_KV))
+                for position, expected in one.drafts.items():
+                    tokens = expected[: drafting.max_depth]
+                    if one.written:
+                        hits = [a == b for a, b in zip(draft_at(drafting, position, len(tokens)), tokens, strict=True)]
                     else:
-                        found = draft_at(drafting, position, min(len(tokens), drafting.max_depth or len(tokens)))
-                    drafted, equal = drafted + len(found), equal + sum(a == b for a, b in zip(found, tokens, strict=False))
+                        found_KV = logits_at(drafting, position, tokens)
+                        hits = are_picks(found_KV, tokens)
+                        if (wanted_KV := one.logits.get(position)) is not None:
+                            distances.append(_distance(found_KV, wanted_KV))
+                    drafted, equal = drafted + len(hits), equal + sum(hits)
                     fit = Fit(equal / drafted, drafted, max(distances, default=None))
                     if first_only and not fit.whole:
                         return fit
         except (RuntimeError, IndexError, KeyError):
             return None
         return fit if drafted else None
+
+
+def are_picks(logits_KV: Tensor, tokens: Sequence[int]) -> list[bool]:
+    """Whether each token is the most likely one, or as likely but for rounding."""
+    rounding_K = TOLERANCE * logits_KV.where(logits_KV.isfinite(), 0.0).abs().amax(-1)
+    own_K = logits_KV.gather(-1, torch.tensor(tokens, device=logits_KV.device)[:, None])[:, 0]
+    picks: list[bool] = (own_K >= logits_KV.amax(-1) - rounding_K).tolist()
+    return picks
+
+
+def near_tie(reading: Reading, target: Target, given: Sequence[int], depth: int | None, tokens: tuple[int, int]) -> bool:
+    """See `NearTie`: by the logits of a reading, and for the text by the backbone's own."""
+    if depth is None:
+        with torch.no_grad():
+            logits_V = target.logits(target.read(given, ()).hidden_TD[-1])
+    else:
+        place = len(given) - depth
+        logits_V = logits_at(begin(reading, target, given[:place]), place, [*given[place:], tokens[0]])[-1]
+    return all(are_picks(logits_V.expand(2, -1), tokens))
 
 
 def _distance(a_KV: Tensor, b_KV: Tensor) -> float:
@@ -110,7 +133,7 @@ def evidence_of_texts(target: Target, transcripts: Sequence[Transcript], depth: 
     texts = []
     for one in transcripts:
         places = range(len(one.prompt) + 1, len(one.text) - depth + 1)[:PLACES]
-        texts.append(Expected(_whole(target, one), {place: one.text[place : place + depth] for place in places}))
+        texts.append(Expected(_whole(target, one), {place: one.text[place : place + depth] for place in places}, written=True))
     return Evidence(target, texts)
 
 

@@ -20,6 +20,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.support.progress import watched
 
 
 def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
@@ -32,7 +33,7 @@ def headstart_drafts(heads: SpeculativeModel, prompts: Sequence[Sequence[int]], 
     """Return a transcript per prompt. Raises UserError for a depth that the heads cannot draft."""
     assert heads.drafter is not None
     heads.drafter.require_depth(settings.depth)
-    return [_transcript(heads, list(prompt), settings) for prompt in prompts]
+    return [_transcript(heads, list(prompt), settings) for prompt in watched(prompts, "drafting with Headstart", "prompt")]
 
 
 def _transcript(heads: SpeculativeModel, prompt: list[int], settings: EngineSettings) -> Transcript:

@@ -16,6 +16,7 @@ from headstart.inference.serving.reference.reading import Reading
 from headstart.inference.serving.reference.target import Target, load_target
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.support.progress import watched
 
 
 def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
@@ -26,7 +27,8 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
 
 def reference_drafts(reading: Reading, target: Target, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> list[Transcript]:
     """Return a transcript per prompt. Raises UserError for a depth that the heads cannot draft."""
-    return [_transcript(reading, target, list(prompt), settings) for prompt in prompts]
+    shown = watched(prompts, "drafting with the reference engine", "prompt")
+    return [_transcript(reading, target, list(prompt), settings) for prompt in shown]
 
 
 def _transcript(reading: Reading, target: Target, prompt: list[int], settings: EngineSettings) -> Transcript:

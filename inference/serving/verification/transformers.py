@@ -23,6 +23,7 @@ from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
+from headstart.support.progress import watched
 
 DFLASH = "muse_glimmer_assistant"
 """The ``model_type`` of DFlash heads in transformers, whose class of them is named after the first such checkpoint."""
@@ -39,7 +40,8 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
         raise UserError(f"{folder} drafts tokens of another vocabulary than {backbone}; give the backbone that it was trained on")
     model = on.model
     model.generation_config = GenerationConfig(do_sample=False)   # no padding token: where texts have it, assistants would mask it
-    return [_transcript(model, assistant, options, prompt, settings) for prompt in prompts]
+    shown = watched(prompts, "drafting with transformers", "prompt")
+    return [_transcript(model, assistant, options, prompt, settings) for prompt in shown]
 
 
 def _config(folder: Path) -> dict[str, Any]:

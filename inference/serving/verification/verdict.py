@@ -84,9 +84,12 @@ class Verdict:
         if self.compared:
             sides = " and ".join(one.figures)
             yield f"{sides}: {one.prompts} prompts, {one.equal_texts} equal texts; {one.equal_drafts} of {one.drafts} drafts equal"
+            if one.near_ties:
+                yield f"near-ties: {one.near_ties} of the differences are between tokens about equally likely, which rounding decides"
         if (first := one.first) is not None:
             tokens = " and ".join(f"{side} {token}" for side, token in zip(one.figures, (first.ours, first.theirs), strict=True))
-            yield f"first difference: prompt {first.prompt}, after {first.position} tokens, depth {first.depth}: tokens {tokens}"
+            what = "the text" if first.depth is None else f"depth {first.depth}"
+            yield f"first difference: prompt {first.prompt}, after {first.position} tokens, {what}: tokens {tokens}"
         if self.distance is not None:
             whose = "" if self.engine == "reference" else " of the reference reading"
             yield f"logits{whose} differ by at most {self.distance:.1e} of the largest one"
@@ -102,7 +105,7 @@ class Verdict:
         one = self.comparison
         compared = None
         if one is not None:
-            names = ("prompts", "equal_texts", "rounds", "drafts", "equal_drafts", "figures")
+            names = ("prompts", "equal_texts", "rounds", "drafts", "equal_drafts", "near_ties", "figures")
             compared = {name: getattr(one, name) for name in names} | {"first_difference": None if one.first is None else vars(one.first)}
         own = ("folder", "heads", "engine", "backbone", "method", "compared", "faults", "changes", "notes", "found", "tried")
         stated = {name: getattr(self, name) for name in own}

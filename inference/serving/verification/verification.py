@@ -8,8 +8,8 @@ verdict names the mistake whose correction restores agreement.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.serving.layout import Layout
 from headstart.inference.serving.quantize import dequantized, quantized
-from headstart.inference.serving.reference.decode import begin, logits_at
 from headstart.inference.serving.reference.files import DamagedError, Files, read_files
 from headstart.inference.serving.reference.methods import read_heads
 from headstart.inference.serving.reference.reading import Reading
@@ -29,7 +28,7 @@ from headstart.inference.serving.reference.target import Target
 from headstart.inference.serving.transcript import Transcript
 from headstart.inference.serving.verification.comparison import compare
 from headstart.inference.serving.verification.engine import Engine, EngineSettings
-from headstart.inference.serving.verification.evidence import TOLERANCE, Evidence, Fit, evidence_of, evidence_of_texts
+from headstart.inference.serving.verification.evidence import Evidence, Fit, evidence_of, evidence_of_texts, near_tie
 from headstart.inference.serving.verification.headstart import headstart_drafts
 from headstart.inference.serving.verification.hypotheses import hypotheses
 from headstart.inference.serving.verification.reference import reference_drafts
@@ -37,6 +36,7 @@ from headstart.inference.serving.verification.structure import changes, faults_o
 from headstart.inference.serving.verification.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
+from headstart.support.progress import watched
 
 ENGINES = ("reference", "vllm", "transformers")
 BETTER = 1.25
@@ -148,9 +148,6 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
     whole = not reading.faults
     if ours is None and check.engine != "reference" and whole:
         ours = reference_drafts(reading, target, check.prompts, settings)
-    if theirs is not None:
-        side = "headstart" if heads else "reference"
-        verdict.comparison = compare(ours or theirs, theirs, (side, check.engine))
     drafter = None if heads is None else heads.drafter
     if ours is not None:
         evidence = evidence_of(target, ours, drafter)
@@ -159,16 +156,19 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
     else:
         return
     fit = evidence.fit(reading) if whole else None
+    right = fit is not None and fit.whole
+    if theirs is not None:
+        names = ("headstart" if heads else "reference", check.engine)
+        verdict.comparison = compare(ours or theirs, theirs, names, partial(near_tie, reading, target) if right else lambda *_: False)
     if drafter is not None and fit is not None:
         verdict.distance, verdict.logits_agree = fit.distance, fit.whole
     if heads is None and check.engine == "reference":
         _look_for_better(verdict, evidence, reading, fit)
-    elif fit is None or not fit.whole:
+    elif not right:
         _look_for_cause(verdict, evidence, reading, original)
-    elif theirs is not None and verdict.comparison is not None and not verdict.comparison.equal:
+    elif theirs is not None and check.engine != "reference" and not verdict.equal:
         verdict.notes.append(AGREES)
-        if not _is_near_tie(verdict, theirs, reading, target):
-            _explain_engine(verdict, evidence_of(target, theirs), reading)
+        _explain_engine(verdict, evidence_of(target, theirs), reading)
 
 
 def _depth(check: Check, heads: SpeculativeModel | None, reading: Reading) -> int:
@@ -201,7 +201,7 @@ def _engine_drafts(
 
 def _look_for_cause(verdict: Verdict, evidence: Evidence, reading: Reading, original: Reading | None) -> None:
     """Try other readings until one gives what is expected."""
-    for one in hypotheses(reading, evidence.target, original):
+    for one in watched(hypotheses(reading, evidence.target, original), "trying other readings", "reading"):
         verdict.tried += 1
         fit = evidence.fit(one.reading, first_only=True)
         if fit is not None and fit.whole:
@@ -213,7 +213,7 @@ def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit
     """Without original heads: look for a reading that drafts much more of the backbone's own text."""
     drafted, now = (fit.drafted, fit.share) if fit is not None else (0, 0.0)
     best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)   # beyond what chance makes of so many drafts
-    for one in hypotheses(reading, evidence.target, None):
+    for one in watched(hypotheses(reading, evidence.target, None), "trying other readings", "reading"):
         verdict.tried += 1
         other = evidence.fit(one.reading)
         if other is not None and other.share > share:
@@ -222,23 +222,9 @@ def _look_for_better(verdict: Verdict, evidence: Evidence, reading: Reading, fit
         verdict.found = f"{best.cause}; read so, {share:.0%} of the drafts are right instead of {now:.0%}"
 
 
-def _is_near_tie(verdict: Verdict, theirs: Sequence[Transcript], reading: Reading, target: Target) -> bool:
-    """Whether the first draft that differs is one of two about equally likely tokens, which rounding decides."""
-    first = None if verdict.comparison is None else verdict.comparison.first
-    if first is None:
-        return False
-    transcript = theirs[first.prompt - 1]
-    drafts = next(one.drafts for one in transcript.rounds if one.position == first.position)
-    logits_V = logits_at(begin(reading, target, transcript.text), first.position, drafts[: first.depth + 1])[-1]
-    gap = float((logits_V[first.ours] - logits_V[first.theirs]).abs() / logits_V[logits_V.isfinite()].abs().max())
-    if gap <= TOLERANCE:
-        verdict.notes.append(f"the first difference is a near-tie, which rounding decides: two logits {gap:.1e} of the largest apart")
-    return gap <= TOLERANCE
-
-
 def _explain_engine(verdict: Verdict, evidence: Evidence, reading: Reading) -> None:
     """The files are right, but an engine drafts otherwise: look for the reading by which it drafts."""
-    for one in hypotheses(reading, evidence.target, None):
+    for one in watched(hypotheses(reading, evidence.target, None), "trying other readings", "reading"):
         verdict.tried += 1
         fit = evidence.fit(one.reading, first_only=True)
         if fit is not None and fit.whole:
