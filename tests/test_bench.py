@@ -9,13 +9,14 @@ from transformers import GenerationConfig
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.bench import timing
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.results import repeated_ngrams
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, TURNS, median_seconds
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, median_seconds
 from headstart.inference.capture.capture import PATIENCE, Capturer
 from headstart.inference.capture.stopwatch import Stopwatch, void_running
 from headstart.inference.engine.tree import TreeShape
@@ -93,11 +94,20 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
     plain = Capturing("does not draft", heads.backbone)
     monkeypatch.setattr(Capturing, "drafting", False)
     assert rounds(plain, 40) == 5
-    slow = Capturing("takes long", heads.backbone)
-    monkeypatch.setattr(Capturing, "captures_take_long", True)
-    assert rounds(slow, 20) == 40, "all prompts again, since something was captured"
-    slow.rounds, slow.captures = 0, 1000
-    assert rounds(slow, 20) == 20 * TURNS
+
+
+def test_a_benchmark_waits_for_layers_that_are_compiled_beside(heads, monkeypatch):
+    left, noted = [3], []
+
+    def waiting():
+        left[0] -= 1
+        return left[0] > 0
+
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    assert timing.wait(waiting, lambda: noted.append(1)) and len(noted) == 2
+    assert not timing.wait(lambda: False, lambda: noted.append(1))
+    monkeypatch.setattr(timing, "LONGEST_WAIT", -1)
+    assert not timing.wait(lambda: True, lambda: noted.append(1))
 
 
 def test_a_cold_function_is_timed_once_it_is_captured():

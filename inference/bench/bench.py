@@ -30,7 +30,7 @@ from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, warm_up, warm_up_fully
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, wait, warm_up
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -178,17 +178,13 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, at most all of them, until it captures nothing more.
-
-        If captures take long, all prompts are continued, until a whole turn captures nothing.
-        """
+        """Let every system continue prompts, at most all of them, until it captures nothing more; then wait for its layers to be compiled."""
         with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
             for one in self.results:
                 rounds = partial(self._warm_up_rounds, one.system, asked, progress)
-                if one.system.captures_take_long:
-                    warm_up_fully(rounds)
-                else:
-                    warm_up(rounds(), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET if one.system.drafting else 1)
+                warm_up(rounds(), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET if one.system.drafting else 1)
+                if wait(lambda system=one.system: system.compiling, lambda: progress.set_postfix_str("compiling its layers")):
+                    warm_up(rounds())
                 progress.update()
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt], progress: tqdm) -> Iterator[Callable[[], int]]:

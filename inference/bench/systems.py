@@ -59,8 +59,8 @@ class System(ABC):
         return False
 
     @property
-    def captures_take_long(self) -> bool:
-        """True if a capture takes so long that one among the timed texts would be all that is seen."""
+    def compiling(self) -> bool:
+        """True while its layers are compiled beside."""
         return False
 
     @abstractmethod
@@ -93,8 +93,9 @@ class HeadstartSystem(System):
         return self._capturer.report()
 
     @property
-    def captures_take_long(self) -> bool:
-        return self._capturer.slow
+    def compiling(self) -> bool:
+        compiled = self._capturer.compiled
+        return compiled is not None and compiled.pending
 
     @property
     def _capturer(self) -> Capturer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from itertools import repeat
 
@@ -14,8 +15,8 @@ WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
 QUIET, LONGEST_RACE_WARM_UP = 400, 2000
 """The same of a system that drafts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
-TURNS = 3
-"""The most times that all rounds are run to warm up a system whose captures take long."""
+LONGEST_WAIT = 240
+"""Seconds that a benchmark waits for layers to be compiled; on two cores that takes about one minute."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
@@ -31,14 +32,14 @@ def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_mos
             return
 
 
-def warm_up_fully(rounds: Callable[[], Iterable[Callable[[], int]]]) -> None:
-    """Run all rounds until nothing is captured, at most `TURNS` times: for captures that would take most of a measurement."""
-    for _ in range(TURNS):
-        with Stopwatch() as watch:
-            for work in rounds():
-                work()
-        if watch.valid:
-            return
+def wait(waiting: Callable[[], bool], note: Callable[[], object]) -> bool:
+    """Wait as long as something is being compiled beside, at most `LONGEST_WAIT`; returns whether there was anything to wait for."""
+    start, any_ = time.monotonic(), False
+    while waiting() and time.monotonic() - start < LONGEST_WAIT:
+        any_ = True
+        note()
+        time.sleep(0.5)
+    return any_
 
 
 @torch.no_grad()

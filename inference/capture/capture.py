@@ -47,6 +47,10 @@ class Compiling(Protocol):
     active: bool
     reason: str | None
 
+    @property
+    def pending(self) -> bool:
+        """True while they are being compiled."""
+
     def give_up(self, reason: str) -> None:
         """Run the function itself from now on."""
 

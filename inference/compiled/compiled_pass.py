@@ -11,7 +11,6 @@ processes load what is there. At its first use a program is run beside the funct
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -87,12 +86,10 @@ class CompiledPass:
         self.reason, self.active = reason, False
         self._variants = {}
 
-    def finish(self, seconds: float) -> Iterator[float]:
-        """Wait until what was requested is compiled, at most so long; yields the seconds passed, now and then."""
-        start = time.monotonic()
-        while (passed := time.monotonic() - start) < seconds and any(one.pending for one in self._variants.values()):
-            yield passed
-            time.sleep(0.5)
+    @property
+    def pending(self) -> bool:
+        """True while layers are being compiled by another process."""
+        return any(one.pending for one in self._variants.values())
 
 
 class _Variant:
