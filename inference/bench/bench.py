@@ -178,12 +178,12 @@ class Race:
         return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
 
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, at most all of them, until it captures nothing more; then wait for its layers to be compiled."""
+        """Let every system continue prompts, at most all of them, until nothing is captured any more and its layers are compiled."""
         with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
             for one in self.results:
                 rounds = partial(self._warm_up_rounds, one.system, asked, progress)
                 warm_up(rounds(), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET if one.system.drafting else 1)
-                if wait(lambda system=one.system: system.compiling, lambda: progress.set_postfix_str("compiling its layers")):
+                if wait(partial(getattr, one.system, "compiling"), lambda: progress.set_postfix_str("compiling its layers")):
                     warm_up(rounds())
                 progress.update()
 
