@@ -227,8 +227,8 @@ class Engine:
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()
             for source in sources:
-                for sampled, learned in source.by_mode.items():
-                    learned.calibration = heads.tuned.calibration_of(source.name, sampled)
+                for sampled, acceptance in source.by_mode.items():
+                    acceptance.calibration = heads.tuned.calibration_of(source.name, sampled)
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
         self.beams = Beams(self.reader, self.speculation)

@@ -13,7 +13,7 @@ from typing import Any
 LOW, HIGH, BINS = -6.0, 6.0, 13
 """Range and number of the table's entries, in log-odds of the estimate."""
 BIN_WIDTH = (HIGH - LOW) / (BINS - 1)
-PRIOR = 2.0
+PRIOR = 8.0
 """Weight of the estimate itself, in observations."""
 HORIZON = 400.0
 """Approximate number of observations that an entry remembers."""
