@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headstart.inference.adaptive.calibration import Calibration
 from headstart.inference.engine.tree import MAX_PROB, Pool
@@ -31,6 +32,8 @@ LEAST_INFORMATION = 0.1
 """Precision that a draft adds at least, however sure its outcome was."""
 MOST_OFFSET = 6.0
 """Bound of an offset."""
+STORED_DRAFTS = 3
+"""Drafts that a stored mean counts as: here beams may be of another width."""
 LEAST_MASS = 0.02
 """A level whose parents are reached with less says nothing of its acceptance rate."""
 
@@ -70,7 +73,7 @@ class Acceptance:
     levels: list[list[float]] = field(default_factory=list)
     """For each depth, the share of its parents' probability that its drafts have, by rank in the level, in a text of offset 0."""
     drafts: int = 0
-    """Drafts of which `levels` is the mean, up to 1 / `DRAFTS`."""
+    """Drafts of which `levels` is the mean."""
     mean: float = 0.0
     """The mean offset of recent texts."""
     texts: dict[int, Offset] = field(default_factory=dict)
@@ -110,20 +113,22 @@ class Acceptance:
                 self.calibration.table(depth).learn(proposal.score, hit)
         self.mean += FOLLOW * (offset.mean - self.mean)
 
-    def note(self, pool: Pool, sequence: int, source: object, depths: int) -> None:
+    def note(self, pool: Pool, source: object, depths: int) -> None:
         """Take a draft into the acceptance rates by depth and rank. ``depths``: how many were drafted."""
-        probs, offset = pool.path_probs(), self.offset(sequence).mean
-        nodes = sorted({proposal.node for proposal in pool.proposals if proposal.source is source}, key=lambda node: -probs[node])
+        paths, levels = {0: 1.0}, [list[float]() for _ in range(depths)]
+        for proposal in pool.proposals:
+            depth, above = pool.levels[proposal.node] - 1, paths.get(pool.parents[proposal.node])
+            if proposal.source is source and above is not None and depth < depths:
+                paths[proposal.node] = above * self.calibration.table(depth).prob(proposal.score)
+                levels[depth].append(paths[proposal.node])
         mass, weight = 1.0, max(1 / (self.drafts + 1), DRAFTS)
-        self.drafts = min(self.drafts + 1, round(1 / DRAFTS))
-        for depth in range(depths):
-            level = [probs[node] for node in nodes if pool.levels[node] == depth + 1]
+        self.drafts += 1
+        for depth, level in enumerate(levels):
+            total = sum(level)
+            self._take(depth, [prob * min(1 / mass, MAX_PROB / total) for prob in sorted(level, reverse=True)], weight)
+            mass = min(total, MAX_PROB * mass)
             if mass < LEAST_MASS:
                 break
-            total = min(sum(level) / mass, MAX_PROB)
-            scale = shifted(total, -offset) / sum(level) if level else 0.0
-            self._take(depth, [scale * prob for prob in level], weight)
-            mass = sum(level)
 
     def _take(self, depth: int, level: list[float], weight: float) -> None:
         if depth == len(self.levels):
@@ -138,3 +143,16 @@ class Acceptance:
         """Let a step pass."""
         for offset in self.texts.values():
             offset.fade()
+
+    def to_json(self) -> dict[str, Any]:
+        """What holds for any text, as stored in a checkpoint; `from_json` is the inverse."""
+        levels = [[round(share, 4) for share in level] for level in self.levels]
+        return {"levels": levels, "calibration": self.calibration.to_json()}
+
+    @staticmethod
+    def from_json(stored: dict[str, Any]) -> Acceptance:
+        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError unless it is what that wrote."""
+        levels = [[float(share) for share in level] for level in stored["levels"]]
+        if not all(0 <= share <= 1 for level in levels for share in level):
+            raise ValueError(f"acceptance rates lie between 0 and 1; got {str(levels)[:60]}")
+        return Acceptance(Calibration.from_json(stored["calibration"]), levels, STORED_DRAFTS)

@@ -1,8 +1,8 @@
 """The choice of a candidate tree: how deep to draft and how many nodes to verify, or none.
 
 A pass over a tree writes one token plus the sum of the path probabilities of its drafts in expectation (`Pool`), so the N most likely
-nodes are the best tree of N, and the best N is that of the most expected tokens per second (Sequoia, 2402.12374; OPT-Tree, 2406.17276). Before
-a draft the same choice is made among depths, by the path probabilities that recent drafts had. Nothing here has state.
+nodes are the best tree of N, and the best N is that of the most expected tokens per second (Sequoia, 2402.12374; OPT-Tree, 2406.17276).
+Before a draft the same choice is made among depths, by the path probabilities that recent drafts had. Nothing here has state.
 """
 
 from __future__ import annotations

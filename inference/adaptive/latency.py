@@ -17,10 +17,10 @@ from typing import Any
 
 from headstart.inference.engine.sizes import TREE_SIZES, octave
 
-RECENT_TIMES = 25
+RECENT_TIMES = 15
 """Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""
 MIN_TIMES = 3
-"""Number of times from which on their median counts. Of fewer the least does: a first time includes what is loaded and allocated."""
+"""Number of times from which on their median counts. Of two the least does, and one says little: it may include what is loaded first."""
 FIRST_STEPS = 2
 """Number of trees, and then of plain steps, that are timed where nothing is known."""
 FIRST_NODES = 4
@@ -108,13 +108,17 @@ class Costs:
         """Record the time of a source's draft of so many depths."""
         self.drafts.setdefault((source, rows), {}).setdefault(depths, RecentTimes()).add(seconds)
 
+    def forget_draft(self, source: Hashable, rows: int, depths: int) -> None:
+        """Forget the times of these drafts: they are captured now."""
+        self.drafts.get((source, rows), {}).pop(depths, None)
+
     def of_draft(self, source: Hashable, rows: int, depths: int) -> float | None:
         """Seconds of a draft of so many depths, by those of about that many rows; None until one was timed."""
         near = [r for name, r in self.drafts if name == source and octave(r) == octave(rows)]
         if not near:
             return None
         known = self.drafts[source, min(near, key=lambda r: (abs(r - rows), r))]
-        return interpolated([(0, 0.0), *sorted((count, times.median) for count, times in known.items())], depths)
+        return None if not known else interpolated([(0, 0.0), *sorted((count, times.median) for count, times in known.items())], depths)
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
@@ -128,7 +132,7 @@ class Costs:
     def _estimate(self, rows: int, nodes: int) -> float:
         """The measured time of that size, or an estimate from other sizes."""
         recent = self.passes.get((rows, nodes))
-        if recent and len(recent.times) >= MIN_TIMES:
+        if recent and len(recent.times) > 1:
             return recent.median
         if rows in self.curves:
             return interpolated(self.curves[rows], nodes) * self._drift(rows)

@@ -43,7 +43,7 @@ class DrafterSource(DrafterRows):
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
         self.few = capturer.slow or capturer.fixed
-        """Each number of depths is captured apart, which takes long."""
+        """Captures take long: no depths that the drafter was not trained for."""
 
     @property
     def captured(self) -> bool:
@@ -63,10 +63,9 @@ class DrafterSource(DrafterRows):
 
     @property
     def counts(self) -> list[int]:
-        if self.few:   # few, and none that the drafter was not trained for
-            return sorted({1 << power for power in range(self.depth.bit_length())} | {self.depth})
-        deepest = self.drafter.deepest
-        return sorted({*range(1, self.depth + 1), (self.depth + deepest + 1) // 2, deepest})
+        trained = {1 << power for power in range(self.depth.bit_length())} | {self.depth}   # few, since each is captured apart
+        deepest = self.depth if self.few else self.drafter.deepest
+        return sorted(trained | {(self.depth + deepest + 1) // 2, deepest})
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""

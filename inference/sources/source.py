@@ -114,5 +114,5 @@ class Source(ABC):
         return None
 
     def prob(self, draft: Draft, row: int, depth: int, score: float) -> float:
-        """The acceptance probability of a row's node: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
+        """A row's node's acceptance probability: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
         return self.acceptance.prob(draft.sequences[row], depth, score) if draft.shape is None else math.exp(score)

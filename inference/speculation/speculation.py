@@ -102,6 +102,8 @@ class Speculation:
                 with Stopwatch() as watch:
                     source.draft(draft, depths)
                 draft.seconds[source], draft.depths[source] = watch.seconds, min(depths, max(draft.remaining))
+                if not watch.valid:
+                    self.costs.forget_draft(source.timed_as(), len(draft.pools), draft.depths[source])
 
     def depths(self, draft: Draft, source: Source) -> int:
         """The number of depths that the source drafts in this step; 0: none."""
@@ -208,7 +210,7 @@ class Speculation:
         for row, sequence in enumerate(draft.sequences if drafted else ()):
             accepted = {draft.kept[row][node]: picks[row][node] for node in paths[row]}
             for source in drafted:
-                source.acceptance.note(draft.pools[row], sequence, source, min(draft.depths[source], draft.remaining[row]))
+                source.acceptance.note(draft.pools[row], source, min(draft.depths[source], draft.remaining[row]))
                 source.acceptance.learn(draft.pools[row], sequence, source, accepted)
         for source in self.sources:
             source.pause = max(source.pause - 1, 0)
