@@ -58,6 +58,8 @@ class Provenance(Form):
     steps: int | None = None
     tokens: int | None = None
     tau: FiniteFloat | None = None
+    acceptance: dict[str, Any] | None = None
+    """What drafts were worth in the last evaluation, by score and depth; decoding starts from it."""
     command: str | None = None
     versions: dict[str, Any] | None = None
     chat_template: str | None = None

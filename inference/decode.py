@@ -111,25 +111,19 @@ class Decoder:
         sources = self.speculation.active(self.shape, len(self.rows))
         if not sources:
             return Draft([], []), root_only(self.roots), self._noise(0, 1)
-        noise_BPV = self._noise(0, 1 + max(source.noise_depths(self.shape) for source in sources))
-        processing, in_full = self.request.processing, self.shape is not None and self.shape.chain
+        in_full = self.shape is not None and self.shape.chain
         draft = Draft(
             pools=[Pool(root) for root in self.roots],
             remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
             cache=self.cache,
             shape=self.shape,
-            scoring=DraftScoring.sampled(noise_BPV, processing),
-            costs=self.speculation.costs,
-            rate=self.speculation.rate(len(self.rows)),
+            scoring=lambda depths: DraftScoring.sampled(self._noise(0, 1 + depths), self.request.processing),
             queued=bool(self.waiting),
         )
-        for source in sources:
-            source.draft(draft)
+        self.speculation.draft(draft, sources)
         tree = self.speculation.choose(draft)
-        if noise_BPV is not None and noise_BPV.shape[1] <= tree.height:
-            noise_BPV = torch.cat([noise_BPV, self._noise(noise_BPV.shape[1], tree.height + 1)], 1)
-        return draft, tree, noise_BPV
+        return draft, tree, self._noise(0, tree.height + 1)
 
     def _noise(self, first: int, end: int) -> Any:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
@@ -142,7 +136,7 @@ class Decoder:
         if noise_BPV is None:
             return None
         if tree.size == 1:
-            return noise_BPV[:, :1]
+            return noise_BPV
         levels_BN = torch.tensor([row + [0] * (tree.size - len(row)) for row in tree.levels], device=self.device)
         return noise_BPV[torch.arange(len(self.rows), device=self.device)[:, None], levels_BN]
 
@@ -218,6 +212,7 @@ class Decoder:
             noise_B1V = gumbel(self.seeds_B[numbers], lengths_B1, self.reader.backbone.vocab)
         roots = pick(scores_B1V, noise_B1V)[:, 0].tolist()
         self._add(numbers, [[root] for root in roots], [[0]] * len(numbers), scores_B1V, logits_B1V)
+        self.speculation.begin(numbers)
         self._place(numbers, roots, cache, features)
 
     def _place(self, numbers: list[int], roots: list[int], cache: RaggedCache, features: Features) -> None:

@@ -22,8 +22,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
-from headstart.heads.checkpoint import chat_of, load_drafter
+from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
 from headstart.heads.draft_model import DraftModel, load_draft_model
+from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.beam.beam import BeamDecoder, Beams
 from headstart.inference.capture.capture import BackendName, Capturer
 from headstart.inference.capture.watch import HOOKED, dependencies, hooks, sample_of
@@ -76,6 +77,8 @@ class SpeculativeModel:
         self.backbone, self.drafter, self.capture = backbone, drafter, capture
         self.tuned: Tuned | None = None
         """Results of `headstart tune` on this machine, if any."""
+        self.measured: dict[bool, dict[str, Any]] = {}
+        """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
         self.chat: Chat | None = None   # `load` sets it: makes prompts from conversations as the heads' training did
@@ -224,11 +227,14 @@ class Engine:
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
         self.speculation = Speculation(sources, self.capturer.slow, self.capturer.fixed)
+        for source in sources if heads.drafter is not None else []:
+            if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
+                source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
         if heads.tuned is not None:
             self.speculation.cost_model = heads.tuned.cost_model()
             for source in sources:
-                for sampled, learned in source.by_mode.items():
-                    learned.calibration = heads.tuned.calibration_of(source.name, sampled)
+                for sampled, acceptance in source.by_mode.items():
+                    acceptance.calibration = heads.tuned.calibration_of(source.name, sampled)
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
         self.beams = Beams(self.reader, self.speculation)
@@ -276,5 +282,18 @@ def load(
         drafter.set_depth(depth)
     heads = SpeculativeModel(on, drafter, proposers=beside, capture=capture)
     heads.tuned = read_tuned(path, on)
+    heads.measured = {} if path is None else _measured(path)
     heads.chat = chat_of(path, tokenizer, on)
     return heads
+
+
+def _measured(path: str | Path) -> dict[bool, dict[str, Any]]:
+    """What the checkpoint keeps of its last evaluation. Raises UserError if it is damaged."""
+    stored = read_metadata(path)[1]["provenance"].get("acceptance")
+    if stored is None:
+        return {}
+    try:
+        Acceptance.from_json(stored)
+        return {bool(stored["sampled"]): stored}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: provenance.acceptance of {METADATA} is damaged ({error}); {AGAIN}") from None

@@ -81,12 +81,12 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
             assert out.sequences.tolist()[0] == truths[0][:69]
             passes += out.passes
         if right in proposers:
-            assert out.tau > 3 and right.asked >= passes - 2, "all but the first, plain, step"
-        assert wrong.asked <= 12, "it brings nothing: asked in trials of two or three passes, and not in all of 118"
+            assert out.tau > 3 and right.asked >= passes - 3, "all but plain steps that are timed"
+        assert wrong.asked <= 8, "it brings nothing: asked now and then, and not in all of 118"
 
 
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
-    """Neither is credited while both draft, so both lose; the one that is left brings all the tokens."""
+    """The second one has nothing to add to what the first has drafted."""
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     both = [Parrot(clock, truths, True, delay=5e-3), Parrot(clock, truths, True, delay=5e-3)]
@@ -94,19 +94,16 @@ def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock)
     for _ in range(3):
         out = say(of, rows, **OPTIONS)
         assert out.tau > 3
-    assert min(one.asked for one in both) < 6 and max(one.asked for one in both) > 20
+    assert min(one.asked for one in both) < 8 and max(one.asked for one in both) > 20
 
 
-def test_a_source_that_backs_off_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
+def test_a_source_that_pauses_with_one_row_is_tried_with_eight(clock: SimulatedClock) -> None:
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
     truths = say(SpeculativeModel(on), rows, **OPTIONS | {"max_new_tokens": 150}).sequences.tolist()
     of = SpeculativeModel(on, proposers=[Parrot(clock, truths, False, delay=5e-3)])
     say(of, rows, **OPTIONS)
     speculation = of.engine(True).speculation
-    for count in (2, 8):   # plain steps, which come first
-        speculation.costs.add_pass(count, 1, 1e-3)
     assert [len(speculation.active(None, count)) for count in (1, 2, 8)] == [0, 1, 1]
-    assert speculation.rate(1) > 0 == speculation.rate(2), "neither are speeds mixed"
 
 
 @pytest.mark.matrix(cells=1)

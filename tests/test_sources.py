@@ -12,9 +12,9 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.inference.adaptive.latency import Costs
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.stopwatch import void_running
-from headstart.inference.engine.cost_model import Costs
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -47,53 +47,51 @@ def test_a_pass_in_which_something_was_captured_is_not_timed(monkeypatch: pytest
     assert timed == [number for number in passes if number not in (2, 5)] and len(timed) > 4
 
 
-def test_a_first_depth_is_always_drafted_and_a_further_one_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
-    source.start(sampled=True)   # with wider beams, which reach more parents
-    costs = Costs()
-    costs.add_pass(1, 1, 5e-3)
-    for depths in range(1, 4):
-        costs.add(source.part(depths), 1, depths * 5e-4)   # a tenth of a token each
-    monkeypatch.setattr(costs, "add", lambda *args: None)   # ignore timings of this machine
-    source.learned.acceptance[:] = [0.01, 0.2, 0.2]
-    source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
-    source.prepare(6, source.width(1), None)
-
-    def depths() -> int:
-        draft = Draft([Pool(3)], [9], costs=costs, rate=200.0)
-        source.grow(draft, source.depths(draft))
-        return draft.depths[source]
-
-    assert depths() == 3, "nothing is known of the path probabilities"
-    assert any(depths() == 1 for _ in range(100)), "few tokens are expected of the second depth"
-    drafted = [depths() for _ in range(400)]
-    assert min(drafted) == 1 and max(drafted) > 1
-    assert drafted.index(max(drafted)) > 20, "little by little"
+def measured() -> Costs:
+    """A step of 5 ms, and nodes that cost little."""
+    return Costs({1: [(1, 5e-3), (64, 6e-3)]})
 
 
 def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
-    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
-    costs.add_pass(1, 1, 5e-3)
-    costs.add(source.part(3), 1, 3e-3)   # a fifth of a token each
-    learned = [*source.learned.acceptance]
+    source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
+    speculation = Speculation([source])
+    speculation.costs = measured()
+    speculation.costs.add_draft(source.timed_as(), 1, 3, 1e-3)
+    source.purse, source.acceptance.levels = 0.0, [[0.9]]   # no trials
 
     def depths(*probs: float) -> int:
         pool, node = Pool(3), 0
         for prob in probs:
             node = pool.add("suffix", node, 7, 0.0, prob)
-        return len(source.depths(Draft([pool], [9], costs=costs, rate=200.0)))
+        return speculation.depths(Draft([pool], [9]), source)
 
     assert depths() == 3 and depths(0.1, 0.1) == 3, "little was drafted"
     assert depths(0.97, 0.97, 0.97) == 0, "all was drafted"
-    assert source.learned.acceptance == learned, "which says nothing of the drafter"
     assert depths(0.97, 0.1) == 3, "further tokens may be won"
 
 
 @pytest.mark.parametrize("remaining", [[-1], [0], [-1, 0], []])
 def test_nothing_is_drafted_where_no_token_can_follow(remaining: list[int]) -> None:
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
-    for rate in (None, 200.0):
-        assert not source.depths(Draft([Pool(3) for _ in remaining], remaining, costs=Costs(), rate=rate))
+    for costs in (Costs(), measured()):
+        speculation = Speculation([source])
+        speculation.costs = costs
+        for shape in (None, TreeShape(8, 2), TreeShape(8, 2, 3)):
+            assert not speculation.depths(Draft([Pool(3) for _ in remaining], remaining, shape=shape), source)
+
+
+@pytest.mark.parametrize(("acceptance", "given", "drafted"), [(0.9, None, 4), (0.1, None, 1), (0.9, 2, 2), (0.9, 3, 3)])
+def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(acceptance: float, given: int | None, drafted: int) -> None:
+    """Up to twice as deep, unless a depth is given; further depths are expected to be accepted as the last one is."""
+    drafter = random_drafter("eagle3", backbone("llama"), depth=2)
+    drafter.set_depth(given)
+    source = source_of(drafter)
+    speculation = Speculation([source])
+    speculation.costs = measured()
+    speculation.costs.add_draft(source.timed_as(), 1, drafter.depth, drafter.depth * 1e-3)
+    source.purse, source.acceptance.levels = 0.0, [[0.9], [acceptance]]
+    assert speculation.depths(Draft([Pool(3)], [20]), source) == drafted
+    assert speculation.depths(Draft([Pool(3)], [1]), source) == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -133,32 +131,11 @@ def test_drafting_is_captured_once_however_many_tokens_were_accepted_and_after_w
     for accepted, width in ((0, 3), (2, 3), (1, 3), (3, 1), (1, 3), (2, 3)):
         place_BT = torch.arange(accepted).expand(2, accepted)
         source.append(after_root if accepted == 1 else further.gather(place_BT, place_BT < 3))
-        source.draft(Draft([Pool(3), Pool(4)], [9, 9], cache=cache, shape=TreeShape(8, width, 3)))
+        source.draft(Draft([Pool(3), Pool(4)], [9, 9], cache=cache, shape=TreeShape(8, width, 3)), 3)
         if accepted == 3:
             source.select([1, 0])
     captures = source._round.captures_made
     assert source._round.calls == 5 and captures == 2, "for each width"
-
-
-def test_costs_are_kept_by_the_number_of_depths() -> None:
-    """A head that gives all depths at once costs nearly the same for all of them."""
-    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
-    source.join([0], [[]], backbone("llama").read(torch.arange(1, 6)[None]))
-    source.prepare(6, 4, None)
-    draft = Draft([Pool(3)], [9], costs=costs, shape=TreeShape(12, 4))
-    source.grow(draft, source.depths(draft))
-    assert [name for name, _ in costs.parts] == [source.part(3)] and costs.part(source.part(3), 1) > 0
-
-
-@pytest.mark.parametrize(("first", "further", "drafted"), [(3e-3, 0.0, 3), (0.0, 1e-3, 2), (2e-3, 1e-3, 2)])
-def test_depths_are_drafted_by_what_further_ones_cost(first: float, further: float, drafted: int) -> None:
-    """However much the first one takes, which is drafted anyway."""
-    source, costs = source_of(random_drafter("medusa", backbone("llama"), depth=3)), Costs()
-    costs.add_pass(1, 1, 5e-3)
-    for depths in (2, 3):
-        costs.add(source.part(depths), 1, first + depths * further)
-    source.learned.acceptance[:], source.learned.masses[:] = [0.9, 0.6, 0.3], [0.9, 0.5, 0.1]
-    assert len(source.depths(Draft([Pool(3)], [9], costs=costs, rate=200.0))) == drafted
 
 
 class AllAtOnce(Drafter):
@@ -190,8 +167,8 @@ def test_a_head_that_gives_all_depths_at_once_is_stepped_once_with_the_root() ->
     source.join([0], [[]], features)
     source.prepare(6, 3, None)
     draft = Draft([Pool(7)], [9], shape=TreeShape(99, 3))
-    source.grow(draft, source.depths(draft))
-    assert drafter.steps == [[7]] and draft.depths[source] == 4
+    source.grow(draft, source.fixed_depths(TreeShape(99, 3), 9))
+    assert drafter.steps == [[7]]
     pool = draft.pools[0]
     for depth in range(4):
         logits = on.readout(features.hidden_BTD[0, -1] + (depth + 1) * on.embed(torch.tensor(7)))
@@ -216,7 +193,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     def drafted(source: DrafterSource, rows: int) -> list[list[int]]:
         source.prepare(30, 3, None)
         draft = Draft([Pool(5) for _ in range(rows)], [9] * rows, shape=TreeShape(40, 3))
-        source.grow(draft, source.depths(draft))
+        source.grow(draft, source.depth)
         return [pool.tokens for pool in draft.pools]
 
     both = source_of(drafter)
@@ -244,6 +221,60 @@ def test_beams_on_a_cpu_are_narrow_and_wider_when_sampling() -> None:
         source.start(sampled)
         widths[sampled] = [source.width(rows) for rows in (1, 2, 8)]
     assert widths == {False: [2, 1, 1], True: [4, 1, 1]}
-    keys = {source.part(3)}
+    sampled = source.timed_as()
     source.start(sampled=False)
-    assert source.part(3) not in keys, "their costs are kept apart"
+    assert source.timed_as() != sampled, "their costs are kept apart"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_state_may_be_extended_in_two_calls_of_which_one_has_nothing_of_a_row(kind: str) -> None:
+    on = backbone("llama")
+    drafter = random_drafter(kind, on)
+    features = on.read(torch.arange(1, 25).view(2, 12), taps=drafter.taps)
+    place_BT, roots_B1 = torch.arange(12).expand(2, 12), torch.tensor([[3], [4]])
+    prompt = features.gather(place_BT[:, :5], place_BT[:, :5] < 5)
+    more = features.gather(place_BT[:, 5:], place_BT[:, :7] < torch.tensor([[7], [2]]))
+
+    def drafted(*parts: Features) -> Tensor:
+        state = drafter.begin(prompt)
+        for part in parts:
+            state = drafter.begin(part, drafter.reserve(state, 40))
+        hidden, _ = drafter.step(drafter.reserve(state, 40), roots_B1, torch.zeros_like(roots_B1), 0)
+        return drafter.readout(hidden[:, :1], 0, roots_B1)
+
+    first, last = more.split(4)
+    assert first.lengths_B.tolist() == [3, 0] and last.lengths_B.tolist() == [4, 2]
+    torch.testing.assert_close(drafted(first, last), drafted(more))
+
+
+@pytest.mark.parametrize(("rows", "left"), [(1, [2, 4, 2, 9]), (2, [4, 4, 4, 4])])
+def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_one_of_positions(
+    rows: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens each row accepted; the rest extends the state before. A single row has any number of them."""
+    monkeypatch.setattr(Capturer, "slow", True)
+    on = backbone("llama")
+    source = source_of(random_drafter("eagle3", on, depth=3))
+    assert source.counts == [1, 2, 3] and source_of(random_drafter("eagle3", on, depth=5)).counts == [1, 2, 4, 5]
+    reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
+    tokens_BT = torch.arange(1, 1 + 7 * rows).view(rows, 7)
+    features, cache = reader.prompts(tokens_BT, torch.tensor([7, 6][:rows]))
+    source.join([*range(rows)], [[*range(1 + length)] for length in (7, 6)[:rows]], features)
+    positions, drafted = [], source._drafted
+
+    def noted(*args: Any) -> Any:
+        positions.append(source._joined().tokens_BT.shape[1])
+        return drafted(*args)
+
+    monkeypatch.setattr(source, "_drafted", noted)
+    further = on.read(torch.ones(rows, 9, dtype=torch.int64), taps=source.drafter.taps)
+    for accepted in (0, 2, 4, 1, 9):
+        if accepted:
+            counts_B = torch.tensor([accepted, 1][:rows])
+            place_BT = torch.arange(accepted).expand(rows, accepted)
+            source.append(further.gather(place_BT, place_BT < counts_B[:, None]))
+            cache.lengths_B = cache.lengths_B + counts_B
+        source.draft(Draft([Pool(3) for _ in range(rows)], [9] * rows, cache=cache), 3)
+        assert source.state.caches[0].lengths_B.tolist() == (cache.lengths_B - 1).tolist(), "all but the last are paired with a token"
+        assert source.state.pending_BD.is_contiguous(), "captures depend on strides"
+    assert positions[1:] == left

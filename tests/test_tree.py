@@ -55,9 +55,9 @@ class Table(Drafter):
 def grown(drafter: Drafter, roots: list[int], shape: TreeShape, scoring: DraftScoring | None = None, room: int = 99) -> CandidateTree:
     """The tree that the drafter alone drafts below these roots."""
     source = DrafterSource("0", drafter, Capturer("off", torch.device("cpu")))
-    draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=scoring or DraftScoring())
+    draft = Draft([Pool(root) for root in roots], [room] * len(roots), shape=shape, scoring=lambda _: scoring or DraftScoring())
     source.state = [[] for _ in roots]
-    if depths := source.depths(draft):
+    if depths := source.fixed_depths(shape, room):
         source.grow(draft, depths)
     return Speculation([source]).choose(draft)
 

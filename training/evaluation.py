@@ -84,7 +84,7 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
         return False
     if run.backbone.trainable:
         scores |= backbone_losses(run.backbone, run.held_out, run.recipe.objective.chunk_size)
-    trainer.tau = scores["tau"]
+    trainer.tau, trainer.acceptance = scores["tau"], scores.pop("acceptance")
     run.log.line(run.done, scores, trainer.name)
     if "prompts" in scores:
         run.log.say(f"ended by eval.max_seconds={settings.max_seconds:g} after {scores['prompts'][0]} of {len(prompts)} prompts")

@@ -43,7 +43,7 @@ def _save_heads(run: Run) -> Exception | None:
             with trainer.eval_weights(merge=trainer.merges) as drafter:
                 if run.accelerator.is_main_process:
                     recipe = to_dict(trainer.recipe)
-                    provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, "tau": trainer.tau}
+                    provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, **trainer.results}
                     provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
                     discard_unfinished(trainer.folder / "*")   # from a killed run
                     drafter.save_pretrained(trainer.folder, extra=provenance)
@@ -67,8 +67,8 @@ def save_results(run: Run) -> None:
     if run.accelerator.is_main_process and run.saved == run.done:
         for trainer in run.trainers:
             if trainer.tau is not None:
-                add_provenance(trainer.folder, {"tau": trainer.tau})
-        add_results(run.folder, run.done, {trainer.name: trainer.tau for trainer in run.trainers}, evaluated=not run.pending)
+                add_provenance(trainer.folder, trainer.results)
+        add_results(run.folder, run.done, {trainer.name: trainer.results for trainer in run.trainers}, evaluated=not run.pending)
 
 
 def save_missing_heads(run: Run) -> None:

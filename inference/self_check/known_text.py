@@ -14,7 +14,7 @@ from torch import LongTensor, Tensor
 from transformers import LogitsProcessor
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.engine.cost_model import Costs
+from headstart.inference.adaptive.latency import Costs
 from headstart.inference.engine.known_processors import stateless
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
@@ -57,7 +57,7 @@ class KnownText(Source):
     def extend(self, accepted: Accepted) -> None:
         """It needs no state."""
 
-    def draft(self, draft: Draft) -> None:
+    def draft(self, draft: Draft, depths: int) -> None:
         chance = self.chance
         for pool, remaining, number in zip(draft.pools, draft.remaining, draft.sequences, strict=True):
             if not remaining:
@@ -70,7 +70,6 @@ class KnownText(Source):
             for _ in range(FURTHER):
                 parent = chance.randrange(len(pool.tokens))
                 pool.add(self, parent if pool.levels[parent] < remaining else 0, chance.randrange(self.vocab), math.log(0.2), 0.2)
-        draft.seconds[self] = 0.0
 
 
 class RandomTrees(Speculation):
@@ -85,6 +84,9 @@ class RandomTrees(Speculation):
 
     def active(self, shape: TreeShape | None, rows: int) -> list[Source]:
         return [] if self.plain or self.chance.random() < PLAIN else self.sources
+
+    def depths(self, draft: Draft, source: Source) -> int:
+        return min(source.depth, max([0, *draft.remaining]))
 
     def choose(self, draft: Draft) -> CandidateTree:
         for pool, remaining, number in zip(draft.pools, draft.remaining, draft.sequences, strict=True):

@@ -5,18 +5,15 @@ Shape suffixes: B batch, P positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from headstart.heads.layers.ragged_cache import RaggedCache
-from headstart.inference.engine.cost_model import Costs
 from headstart.inference.engine.filters import Filters
 from headstart.inference.engine.processing import Processing
-from headstart.inference.engine.sizes import BEAM_WIDTH
 from headstart.inference.engine.tree import Pool, TreeShape
 
 BATCH_POWER = 4
@@ -65,32 +62,21 @@ class Draft:
     """The backbone's KV cache."""
     shape: TreeShape | None = None
     """A fixed tree size; None: adaptive."""
-    scoring: DraftScoring = field(default_factory=DraftScoring)
-    costs: Costs = field(default_factory=Costs)
-    rate: float = 0.0
-    """Recent tokens per second; 0: not known yet."""
+    scoring: Callable[[int], DraftScoring] = lambda depths: DraftScoring()   # noqa: E731
+    """The scoring of drafts of so many depths."""
     queued: bool = False
     """True if other sequences are waiting for free rows."""
     seconds: dict[Hashable, float] = field(default_factory=dict)
     """Drafting time by source."""
     depths: dict[Hashable, int] = field(default_factory=dict)
-    """The number of depths drafted by each drafter."""
+    """The number of depths that each source drafted."""
+    least: int = 1
+    """Nodes of a row's tree at least, as far as there are drafts."""
     kept: list[list[int]] = field(default_factory=list)
     """The nodes of each pool chosen for verification, in the order of the tree."""
 
-    @cached_property
-    def node_seconds(self) -> float:
-        """Estimated seconds to verify one more node."""
-        rows = len(self.pools)
-        return (self.costs.of_pass(rows, BEAM_WIDTH) - self.costs.of_pass(rows, 1)) / (BEAM_WIDTH - 1)
-
-    @cached_property
-    def weights(self) -> list[float]:
-        """What one more token of each row is worth, 1 on average: while no sequences wait, rows that have more to write count more."""
-        if self.queued or len(self.remaining) <= 1:
-            return [1.0] * len(self.remaining)
-        powers = [max(remaining, 1) ** (BATCH_POWER - 1) for remaining in self.remaining]
-        return [power * len(powers) / sum(powers) for power in powers]
+    def __post_init__(self) -> None:
+        self.sequences = self.sequences or [*range(len(self.pools))]
 
     def missed(self, depths: int) -> list[float]:
         """For each depth, the probability that none of the nodes in the pools so far is accepted there, a mean over rows."""
@@ -101,7 +87,7 @@ class Draft:
                     found[level - 1] += prob / len(self.pools)
         return [max(1 - prob, 0.0) for prob in found]
 
-    def passes_left(self, tokens: list[float]) -> float:
+    def passes_left(self, tokens: Sequence[float]) -> float:
         """A measure of the remaining passes if each adds ``tokens`` tokens to each row.
 
         While other sequences are waiting, only the total matters; otherwise a batch takes about as long as its slowest row.

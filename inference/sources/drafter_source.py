@@ -1,8 +1,7 @@
 """A drafter as a source: it drafts the levels of a beam, expanding the most likely nodes of the level before.
 
 All depths are one captured call, after which the host reads the nodes once; on a CPU, where calls cost more than captures of further
-sizes, the same call extends the state by the tokens accepted last. With adaptive trees the number of depths follows from what deeper
-levels brought in earlier steps and from what proposers have drafted.
+sizes, the same call extends the state by the tokens accepted last.
 
 Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 """
@@ -19,11 +18,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.layers.ragged import pad_rows, padded_rows
 from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
-from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.cost_model import MIN_TIMES
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.sources.depth_choice import DepthChoice, note_masses
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
@@ -36,6 +32,8 @@ MIN_SCORE = -1e9
 class DrafterSource(DrafterRows):
     """A drafter that drafts for the rows being decoded."""
 
+    first_cost = 0.06
+
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
         super().__init__(name, drafter, capturer)
         unless = not_capturable(drafter)
@@ -44,7 +42,8 @@ class DrafterSource(DrafterRows):
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
-        self.choice = DepthChoice(self.depth, drafter.deepest, few=capturer.slow or capturer.fixed)
+        self.few = capturer.slow or capturer.fixed
+        """Captures take long: no depths that the drafter was not trained for."""
 
     @property
     def captured(self) -> bool:
@@ -62,12 +61,11 @@ class DrafterSource(DrafterRows):
             return self.depth
         return min(shape.depth, max(self.depth, shape.nodes - 1))   # a tree has fewer levels below its root than nodes
 
-    def limit_of(self, shape: TreeShape | None) -> int:
-        """The same, where adaptive trees may have further depths than the drafter's."""
-        return self.learned.limit if shape is None else self.depth_of(shape)
-
-    def noise_depths(self, shape: TreeShape | None) -> int:
-        return self.limit_of(shape)
+    @property
+    def counts(self) -> list[int]:
+        trained = {1 << power for power in range(self.depth.bit_length())} | {self.depth}   # few, since each is captured apart
+        deepest = self.depth if self.few else self.drafter.deepest
+        return sorted(trained | {(self.depth + deepest + 1) // 2, deepest})
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""
@@ -81,52 +79,33 @@ class DrafterSource(DrafterRows):
 
     # Drafting.
 
-    def draft(self, draft: Draft) -> None:
+    def draft(self, draft: Draft, depths: int) -> None:
         assert draft.cache is not None
-        depths = self.depths(draft)
-        if not depths:
-            return
-        with Stopwatch() as watch:
-            longest, depth = draft.cache.longest, self.limit_of(draft.shape)
-            if self.in_one_call:
-                self._select_rows()
-                if self.capturer.slow and len(draft.pools) > 1:
-                    self._leave(1 + self.depth_of(draft.shape), longest)
-                elif self.state is None:
-                    self._leave(LAST, longest)
-            if self.in_one_call and self.state is not None:
-                self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
-            else:
-                self.prepare(longest, self._width(draft), draft.cache, depth)
-            self.grow(draft, depths)
-        draft.seconds[self] = watch.seconds
+        longest, depth = draft.cache.longest, max(self.depth_of(draft.shape), depths)
+        if self.in_one_call:
+            self._select_rows()
+            if self.capturer.slow and len(draft.pools) > 1:
+                self._leave(1 + self.depth_of(draft.shape), longest)
+            elif self.state is None:
+                self._leave(LAST, longest)
+        if self.in_one_call and self.state is not None:
+            self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
+        else:
+            self.prepare(longest, self._width(draft), draft.cache, depth)
+        self.grow(draft, depths)
 
-    def depths(self, draft: Draft) -> range:
-        """The depths to draft: those of the tree's shape or, with adaptive trees, those that make decoding faster."""
-        limit = min(self.limit_of(draft.shape), max([0, *draft.remaining]))
-        if draft.shape is not None:
-            few = [count for count in self.choice.counts if limit <= count <= self.depth_of(draft.shape)]
-            return range(few[0] if few and limit and self.fixed else limit)   # the last ones may not fit in the text
+    def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
+        limit = min(self.depth_of(shape), remaining)
+        few = [count for count in self.counts if limit <= count <= self.depth_of(shape)]
+        return few[0] if few and limit > 0 and self.fixed else limit   # the last ones may not fit in the text
 
-        def seconds(depths: int) -> float:
-            # One slow draft of a further depth would put it off for good.
-            return draft.costs.part(self.part(depths), len(draft.pools), 1 if depths <= self.depth else MIN_TIMES)
-
-        return range(self.choice.best(draft, self.learned, limit, seconds))
-
-    def grow(self, draft: Draft, depths: range) -> None:
-        """Draft these depths, from 0 on; the state is prepared."""
+    def grow(self, draft: Draft, depths: int) -> None:
+        """Draft so many depths; the state is prepared."""
         roots = self.roots([pool.tokens[0] for pool in draft.pools])
-        with Stopwatch() as watch:
-            levels, packed_BX = self._drafted(self._steps, depths, roots, self._width(draft), draft.scoring)
-            added = [[[0] for _ in draft.pools]]
-            for depth, nodes in enumerate(unpacked(packed_BX, levels)):
-                added.append(self._attach(draft, nodes, added[-1], depth))
-        draft.depths[self] = min(len(depths), max(draft.remaining))
-        if watch.valid:
-            draft.costs.add(self.part(len(depths)), len(draft.pools), watch.seconds)
-        if draft.shape is None:
-            note_masses(self.learned, draft, added[1:])
+        levels, packed_BX = self._drafted(self._steps, range(depths), roots, self._width(draft), draft.scoring(depths))
+        above = [[0] for _ in draft.pools]
+        for depth, nodes in enumerate(unpacked(packed_BX, levels)):
+            above = self._attach(draft, nodes, above, depth)
 
     def _width(self, draft: Draft) -> int:
         return self.width(len(draft.pools)) if draft.shape is None else draft.shape.width
@@ -165,22 +144,21 @@ class DrafterSource(DrafterRows):
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 
-    def part(self, depths: int) -> tuple[str, int, bool, bool]:
-        """The key of the costs of drafting that many depths in the cost model; sampling has noise to add and wider beams."""
-        return self.name, depths, self.captured, self.sampled
+    def timed_as(self) -> tuple[str, bool, bool]:
+        return self.name, self.captured, self.sampled   # sampling has noise to add and wider beams
 
     def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
         rows = zip(level.tokens, level.parents, level.scores, strict=True)
         attached = []
-        for pool, remaining, parent_nodes, (tokens, parents, scores) in zip(draft.pools, draft.remaining, above, rows, strict=True):
-            nodes = []
+        for row, (parent_nodes, (tokens, parents, scores)) in enumerate(zip(above, rows, strict=True)):
+            pool, remaining, nodes = draft.pools[row], draft.remaining[row], list[int]()
             for token, parent, score in zip(tokens, parents, scores, strict=True):
                 node = parent_nodes[parent]
                 if node < 0 or depth >= remaining or not score > MIN_SCORE:
                     nodes.append(-1)
                 else:
-                    nodes.append(pool.add(self, node, token, score, self.prob(draft, depth, score)))
+                    nodes.append(pool.add(self, node, token, score, self.prob(draft, row, depth, score)))
             attached.append(nodes)
         return attached
 

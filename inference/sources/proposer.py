@@ -46,7 +46,7 @@ class Proposer(ABC):
         return None
 
     def catch_up(self, sequence: int) -> None:
-        """Do work deferred by `open` and `extend`; called before `propose`, and not counted as drafting time."""
+        """Do work deferred by `open` and `extend`; called before `propose`."""
         return None
 
     @abstractmethod

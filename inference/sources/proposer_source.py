@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.tree import Pool
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.proposer import Candidates, Proposer
 from headstart.inference.sources.source import Accepted, Source
@@ -43,20 +41,17 @@ class ProposerSource(Source):
     def verified(self, sequence: int, tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) -> None:
         self.proposer.verified(sequence, tokens, parents, picks)
 
-    def draft(self, draft: Draft) -> None:
-        for sequence in draft.sequences:
+    def draft(self, draft: Draft, depths: int) -> None:
+        for row, (remaining, sequence) in enumerate(zip(draft.remaining, draft.sequences, strict=True)):
             self.proposer.catch_up(sequence)
-        with Stopwatch() as watch:
-            for pool, remaining, sequence in zip(draft.pools, draft.remaining, draft.sequences, strict=True):
-                if remaining > 0:
-                    self._attach(draft, pool, self.proposer.propose(sequence, min(remaining, self.depth), MAX_PROPOSED_NODES))
-        draft.seconds[self] = watch.seconds
+            if remaining > 0:
+                self._attach(draft, row, self.proposer.propose(sequence, min(remaining, depths), MAX_PROPOSED_NODES))
 
-    def _attach(self, draft: Draft, pool: Pool, proposed: Candidates) -> None:
-        nodes: list[int] = []
+    def _attach(self, draft: Draft, row: int, proposed: Candidates) -> None:
+        pool, nodes = draft.pools[row], list[int]()
         for token, parent, score in zip(proposed.tokens, proposed.parents, proposed.scores, strict=True):
             node = nodes[parent] if parent >= 0 else 0
-            nodes.append(pool.add(self, node, token, score, self.prob(draft, pool.levels[node], score)))
+            nodes.append(pool.add(self, node, token, score, self.prob(draft, row, pool.levels[node], score)))
 
     def propose_after(self, number: int, tokens: list[int], depths: int) -> Candidates:
         """Candidates after these tokens, prompt included, which replace the sequence of that number."""

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import torch
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.engine.tree import Pool, TreeShape
-from headstart.inference.sources.calibration import Calibration
+from headstart.inference.adaptive.acceptance import Acceptance
+from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source_stats import SourceStats
 
-EMA_WEIGHT = 0.08
-"""Weight of the last pass in a running average."""
-FIRST_ACCEPTANCE = 0.7
-"""The assumed acceptance rate of a depth before any draft of that depth has been verified."""
+FIRST_PURSE = 1.0
+"""The purse of a new source."""
 
 
 class Accepted:
@@ -45,21 +40,6 @@ class Accepted:
         return self._verified.gather(path_BP, torch.arange(longest, device=device) < torch.tensor(counts, device=device)[:, None])
 
 
-@dataclass
-class Learned:
-    """Statistics of a source's verified drafts, for greedy or for sampled decoding."""
-
-    calibration: Calibration
-    acceptance: list[float]
-    """For each depth, a drafter's acceptance rate given that the parent was accepted."""
-    masses: list[float]
-    """For each depth, the probability that a row's accepted path reaches a node drafted there, as the drafter estimates it: recent mean."""
-    limit: int
-    """The maximum number of depths of the next adaptive tree."""
-    stats: dict[int, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
-    """By `octave` of the number of rows."""
-
-
 class Source(ABC):
     """One drafter or proposer. ``name``: the key of its statistics; ``depth``: the number of depths it drafts."""
 
@@ -68,20 +48,38 @@ class Source(ABC):
     most_rows: int = 1 << 31
     """The number of rows above which it does not draft in adaptive trees."""
 
+    first_cost: float = 0.0
+    """Cost of drafting a depth as a fraction of a plain step, before it has been timed."""
+
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
-        self.by_mode = {sampled: Learned(Calibration(), [FIRST_ACCEPTANCE] * depth, [1.0] * depth, depth) for sampled in (False, True)}
-        """Statistics of greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
+        self.by_mode = {sampled: Acceptance() for sampled in (False, True)}
+        """What its drafts are worth in greedy (False) and sampled (True) decoding, whose acceptance rates differ."""
         self.sampled = False
+        self.purse = FIRST_PURSE
+        """Plain steps' time that may be lost in drafts that are not expected to pay (see `Speculation`)."""
+        self.pause = 0
+        """Steps until it is asked again."""
+        self.plan, self.planned = 0, 0
+        """The depths that were chosen, and in how many further steps they are drafted without another choice."""
 
     @property
-    def learned(self) -> Learned:
-        """The statistics of this kind of decoding."""
+    def acceptance(self) -> Acceptance:
+        """What its drafts are worth in this kind of decoding."""
         return self.by_mode[self.sampled]
 
-    def noise_depths(self, shape: TreeShape | None) -> int:
-        """The number of depths for which `draft` needs noise when sampling."""
-        return 0
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of depths that an adaptive tree may have of it, in ascending order."""
+        return [self.depth]
+
+    def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
+        """The number of depths to draft for a tree of this shape, where so many tokens may still be written."""
+        return min(self.depth, remaining)
+
+    def timed_as(self) -> Hashable:
+        """The name of its drafts in the cost model."""
+        return self.name
 
     # The rows being decoded.
 
@@ -104,8 +102,8 @@ class Source(ABC):
     # Drafting.
 
     @abstractmethod
-    def draft(self, draft: Draft) -> None:
-        """Add nodes to the pools, and the time taken to ``draft.seconds``."""
+    def draft(self, draft: Draft, depths: int) -> None:
+        """Add nodes of at most so many depths to the pools."""
 
     def observe(self, tokens: list[int], top_tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         """Receive the token of each verified node of a row, its `observe_top_k` most likely next tokens and their log-probabilities."""
@@ -115,27 +113,6 @@ class Source(ABC):
         """Receive a row's verified tree, the root first, and the pick at every node; ``sequence``: its number in the call."""
         return None
 
-    def prob(self, draft: Draft, depth: int, score: float) -> float:
-        """The acceptance probability of a node: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
-        return self.learned.calibration.table(depth).prob(score) if draft.shape is None else math.exp(score)
-
-    # Learning.
-
-    def learn(self, pool: Pool, accepted: dict[int, int], depths: int) -> None:
-        """Learn from a verified row. ``accepted``: the pick at each accepted node of the pool; ``depths``: how many depths were drafted."""
-        hits = [False] * depths
-        acceptance = self.learned.acceptance
-        acceptance += acceptance[-1:] * (depths - len(acceptance))   # a tree may be deeper than the drafter's depth
-        for proposal in pool.proposals:
-            if proposal.source is not self:
-                continue
-            parent = pool.parents[proposal.node]
-            if parent in accepted:
-                depth = pool.levels[parent]
-                self.learned.calibration.table(depth).learn(proposal.score, pool.tokens[proposal.node] == accepted[parent])
-                if proposal.node in accepted and depth < depths:
-                    hits[depth] = True
-        for depth in range(min(depths, len(accepted))):   # depths whose parents were accepted
-            acceptance[depth] += EMA_WEIGHT / 2 * (hits[depth] - acceptance[depth])
-            if not hits[depth]:
-                break
+    def prob(self, draft: Draft, row: int, depth: int, score: float) -> float:
+        """A row's node's acceptance probability: calibrated for adaptive trees; for fixed ones ``exp(score)``, which is reproducible."""
+        return self.acceptance.prob(draft.sequences[row], depth, score) if draft.shape is None else math.exp(score)

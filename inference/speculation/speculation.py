@@ -1,8 +1,9 @@
-"""Manages the sources of drafts: selects those that draft in a step, chooses the tree size, and updates statistics from verified trees.
+"""Manages the sources of drafts: which draft in a step, how deep, what tree is verified, and what is learned from it.
 
-A row's tree of N nodes yields one token plus the sum of the path probabilities of its candidates in expectation. The size with the most
-expected tokens per second is chosen; size 1 is autoregressive decoding. All rows of a batch have the same size, and the slowest rows count
-most. Statistics are kept from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
+All three are one choice (`best_tree`) by estimated acceptance and latency: before a source drafts, by what its drafts were like lately, and
+after all have, by the drafts. A source that is not expected to pay is asked now and then all the same, with as few depths and nodes as
+lose least. What that may lose comes from its purse, which holds `TRIAL_SHARE` of the decoding time; a part of it is for the beginning of
+a text, which may differ from the last one. Statistics are kept from call to call. Shape suffixes: B batch, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,21 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TypeVar
 
 from torch import Tensor
 
+from headstart.inference.adaptive.best_tree import Choice, best_tree
+from headstart.inference.adaptive.latency import FIRST_NODES, CostModel
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.cost_model import CostModel
-from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, graph_size, octave
+from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, graph_size
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source import EMA_WEIGHT, Source
-from headstart.inference.sources.source_stats import MIN_BALANCE
-from headstart.inference.speculation.credit import credits
+from headstart.inference.sources.source import Source
 
 Kind = TypeVar("Kind", bound=Source)
+
+TRIAL_SHARE = 0.01
+"""Fraction of the decoding time that drafts may lose that are not expected to pay, all sources together."""
+FULL_PURSE = 1.0
+"""The most that a purse holds, in plain steps."""
+RESERVE, BEGINNING = 0.5, 32
+"""What of it is kept for the first steps of a text, and how many these are."""
+SETTLED, PLANNED = 8, 3
+"""Steps after which, and further steps for which, a source drafts as deep as was chosen, since choosing takes time too."""
+LONGEST_PAUSE = 16
+"""Steps after which a source that is not worth asking is considered again."""
 
 
 class Speculation:
@@ -37,11 +47,10 @@ class Speculation:
         self.sources, self.few_sizes, self.padded = list(sources), few_sizes, padded
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
-        self.rates: dict[tuple[bool, int], float] = {}
-        """Recent tokens per second of greedy (False) and sampled (True) decoding, by `octave` of the number of rows: geometric means."""
-        self.sampled = False
         self.plain_steps = 0
-        """The number of autoregressive steps since a draft."""
+        """The number of plain steps since a draft."""
+        self.steps = 0
+        """The number of steps since a text began."""
 
     @contextmanager
     def beside(self, source: Source | None) -> Iterator[None]:
@@ -57,15 +66,19 @@ class Speculation:
         """The sources of that class."""
         return [source for source in self.sources if isinstance(source, kind)]
 
-    def rate(self, rows: int) -> float:
-        """Recent tokens per second with about that many rows; 0: not known yet."""
-        return self.rates.get((self.sampled, octave(rows)), 0.0)
-
     def start(self, sampled: bool) -> None:
         """Start a call to generate."""
-        self.sampled = sampled
         for source in self.sources:
             source.start(sampled)
+            source.acceptance.texts.clear()
+
+    def begin(self, sequences: Sequence[int]) -> None:
+        """Texts of these numbers begin."""
+        self.steps = 0
+        for source in self.sources:
+            source.pause = source.planned = 0
+            for sequence in sequences:
+                source.acceptance.texts.pop(sequence, None)
 
     def use_costs(self, context: int, captured: bool) -> None:
         """Set the costs of the next step; ``context``: the length of the longest row."""
@@ -75,41 +88,99 @@ class Speculation:
     # Drafting.
 
     def active(self, shape: TreeShape | None, rows: int) -> list[Source]:
-        """The sources that draft in this step: all for a fixed shape; else those not backing off, none if a plain step is to be timed."""
+        """The sources to ask in this step: all for a fixed shape; else those that do not pause, none if a plain step is to be timed."""
         if shape is not None:
             return self.sources
-        if not self.sources or self.costs.plain_due(rows, self.rate(rows)):
+        if not self.sources or self.costs.plain_due(rows):
             return []
-        return [source for source in self.sources if rows <= source.most_rows and source.learned.stats[octave(rows)].active()]
+        return [source for source in self.sources if rows <= source.most_rows and (not source.pause or self.costs.tree_due(rows))]
 
-    def choose(self, draft: Draft) -> CandidateTree:
-        """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""
-        nodes = draft.shape.nodes if draft.shape is not None else self._size(draft)
-        if nodes == 1:
-            draft.kept = [[0] for _ in draft.pools]
-            return root_only([pool.tokens[0] for pool in draft.pools])
-        draft.kept = [pool.best(nodes) for pool in draft.pools]
-        return CandidateTree.of(draft.pools, draft.kept)
+    def draft(self, draft: Draft, sources: Sequence[Source]) -> None:
+        """Let these sources draft, in turn."""
+        for source in sources:
+            if depths := self.depths(draft, source):
+                with Stopwatch() as watch:
+                    source.draft(draft, depths)
+                draft.seconds[source], draft.depths[source] = watch.seconds, min(depths, max(draft.remaining))
+                if not watch.valid:
+                    self.costs.forget_draft(source.timed_as(), len(draft.pools), draft.depths[source])
 
-    def _size(self, draft: Draft) -> int:
-        rows, largest = len(draft.pools), max(len(pool.tokens) for pool in draft.pools)
-        if largest == 1:
-            return 1
-        expected = [list(accumulate((prob for prob, _ in pool.ranked()), initial=1.0)) for pool in draft.pools]   # expected tokens by nodes
-        drafting = sum(draft.seconds.values())
-        best, least = 1, math.inf
+    def depths(self, draft: Draft, source: Source) -> int:
+        """The number of depths that the source drafts in this step; 0: none."""
+        remaining = max([0, *draft.remaining])
+        if draft.shape is not None or self.costs.tree_due(len(draft.pools)) or remaining == 0:
+            if draft.shape is not None:
+                return source.fixed_depths(draft.shape, remaining)
+            return min(source.depth, remaining)
+        if source.planned and not any(len(pool.tokens) > 1 for pool in draft.pools):
+            source.planned -= 1
+            return min(source.plan, remaining)
+        choices = self._choices(draft, source, [count for count in source.counts if count <= remaining] or [remaining])
+        best = min(choices, key=lambda choice: choice.cost)
+        source.plan, source.planned = best.depths, PLANNED if best.depths and self.steps > SETTLED else 0
+        deeper = [choice for choice in choices if choice.depths > best.depths]
+        if deeper and self._affords(draft, source, trial := min(deeper, key=lambda choice: choice.cost), best):
+            return trial.depths
+        return best.depths
+
+    def _choices(self, draft: Draft, source: Source, counts: list[int]) -> list[Choice]:
+        """What is expected of no draft of this source, and of one of as many depths as each of the counts, for the mean of the rows."""
+        rows, before = len(draft.pools), sum(draft.seconds.values())
+        known = [prob / rows for pool in draft.pools for prob in pool.path_probs()[1:]]
+        levels, missed = source.acceptance.expected(counts[-1], draft.sequences), draft.missed(counts[-1])
+        new = [[missed[depth] * prob for prob in level] for depth, level in enumerate(levels)]
+        passes = self._passes(rows, max(1 + len(known) + sum(map(len, new)), 2))
+        choices, drafts = [best_tree(0, before, [known], passes)], {nodes: passes[nodes] for nodes in passes if nodes > 1}
+        for count in counts:
+            seconds = self.costs.of_draft(source.timed_as(), rows, count)
+            seconds = source.first_cost * passes[1] * count if seconds is None else seconds
+            known = known + [prob for level in new[:count] for prob in level]
+            choices.append(best_tree(count, before + seconds, [known], drafts))
+            new[:count] = [[]] * count
+        return choices
+
+    def _affords(self, draft: Draft, source: Source, trial: Choice, best: Choice) -> bool:
+        """True if the source is to draft deeper than what is expected to be best, to learn what that brings; its purse pays for it.
+
+        A source that is not to draft at all pauses until it can pay.
+        """
+        loss = trial.seconds * (1 - best.cost / trial.cost) / self.costs.of_pass(len(draft.pools), 1)
+        kept = RESERVE if self.steps > BEGINNING else 0.0
+        short = min(loss, FULL_PURSE - kept) + kept - source.purse
+        if short <= 0:
+            source.purse -= loss
+            draft.least = 2
+        elif not best.depths:
+            source.pause = min(math.ceil(short / TRIAL_SHARE), LONGEST_PAUSE)
+        return short <= 0
+
+    def _passes(self, rows: int, largest: int) -> dict[int, float]:
+        """The sizes to choose from for trees of at most so many nodes, each with the seconds of a pass."""
         if self.padded:
             sizes = sorted({min(graph_size(size), graph_size(largest)) for size in TREE_SIZES})
         elif self.few_sizes and rows > 1:
             sizes = [size for size in FEW_TREE_SIZES if size <= largest]
         else:
             sizes = [*(size for size in TREE_SIZES if size < largest), largest]
-        for nodes in sizes:
-            tokens = [by_nodes[min(nodes, len(by_nodes)) - 1] for by_nodes in expected]
-            seconds = (drafting + self.costs.of_pass(rows, nodes)) * draft.passes_left(tokens)
-            if seconds < least:
-                best, least = nodes, seconds
-        return best
+        return {size: self.costs.of_pass(rows, size) for size in sizes}
+
+    def choose(self, draft: Draft) -> CandidateTree:
+        """Choose the tree to verify; sets ``draft.kept`` to its nodes in the pools."""
+        ranked = [pool.ranked() for pool in draft.pools]
+        nodes = draft.shape.nodes if draft.shape is not None else self._size(draft, ranked)
+        draft.kept = [[0, *sorted(node for _, node in row[: nodes - 1])] for row in ranked]
+        return CandidateTree.of(draft.pools, draft.kept) if nodes > 1 else root_only([pool.tokens[0] for pool in draft.pools])
+
+    def _size(self, draft: Draft, ranked: list[list[tuple[float, int]]]) -> int:
+        rows, largest = len(ranked), 1 + max(map(len, ranked))
+        if largest == 1:
+            return 1
+        passes = self._passes(rows, largest)
+        if self.costs.tree_due(rows):
+            return max(size for size in passes if size <= FIRST_NODES)
+        passes = {nodes: seconds for nodes, seconds in passes.items() if nodes >= min(draft.least, largest)}
+        probs = [[prob for prob, _ in row] for row in ranked]
+        return best_tree(0, sum(draft.seconds.values()), probs, passes, draft.passes_left).nodes
 
     # Learning.
 
@@ -131,53 +202,32 @@ class Speculation:
 
     def learn(self, draft: Draft, tree: CandidateTree, paths: list[list[int]], picks: list[list[int]]) -> None:
         """Update every source's statistics from the picks at the accepted nodes, and show the verified tree to the sources that drafted."""
-        if not draft.seconds:
-            return
-        for sequence, tokens, parents, picked in zip(draft.sequences, tree.tokens, tree.parents, picks, strict=True):
-            for source in draft.seconds:
-                assert isinstance(source, Source)
+        self.steps += 1
+        drafted = [source for source in self.sources if source in draft.seconds]
+        for sequence, tokens, parents, picked in zip(draft.sequences, tree.tokens, tree.parents, picks, strict=True) if drafted else ():
+            for source in drafted:
                 source.verified(sequence, tokens, parents, picked)
-        for pool, nodes, path, picked in zip(draft.pools, draft.kept, paths, picks, strict=True):
-            accepted = {nodes[node]: picked[node] for node in path}
-            for source in self.sources:
-                source.learn(pool, accepted, draft.depths.get(source, 0))
+        for row, sequence in enumerate(draft.sequences if drafted else ()):
+            accepted = {draft.kept[row][node]: picks[row][node] for node in paths[row]}
+            for source in drafted:
+                source.acceptance.note(draft.pools[row], source, min(draft.depths[source], draft.remaining[row]))
+                source.acceptance.learn(draft.pools[row], sequence, source, accepted)
+        for source in self.sources:
+            source.pause = max(source.pause - 1, 0)
+            source.acceptance.pass_by()
 
     def time(self, draft: Draft, tree: CandidateTree, paths: list[list[int]], seconds: float) -> None:
-        """Record the time of a step, its drafting time separately; a source that costs more than it brings backs off."""
+        """Record the time of a step, its drafting time separately."""
         if not self.sources:
             return
         rows = len(paths)
         self.plain_steps = 0 if draft.seconds else self.plain_steps + 1
-        if draft.seconds:
-            self.costs.count_drafted(rows)
         nodes = graph_size(tree.size) if self.padded else tree.size
-        if tree.size > 1 or self.plain_steps > 1 or not self.costs.plain_timed(rows):   # a draft leaves less of the weights in the caches
+        if tree.size > 1 or self.plain_steps > 1:   # a draft leaves less of the weights in the caches
             self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
-        if draft.shape is not None:
-            return
-        tokens = sum(weight * len(path) for weight, path in zip(draft.weights or [1.0] * len(paths), paths, strict=True))
-        rate = tokens / seconds
-        before = self.rate(rows) or rate
-        self.rates[self.sampled, octave(rows)] = before * (rate / before) ** EMA_WEIGHT
-        if draft.seconds:
-            self._judge(draft, paths, nodes, tokens, seconds)
-
-    def _judge(self, draft: Draft, paths: list[list[int]], nodes: int, tokens: float, seconds: float) -> None:
-        """Record what each source gained: its tokens' value, at the rate without it, minus its drafting and its share of verification.
-
-        Only the source with the lowest standing backs off, if below 0: without it, others may be credited with its tokens.
-        """
-        credit, share = credits(self.sources, draft, paths)
-        rows, total = len(paths), sum(share.values())
-        step = self.costs.of_pass(rows, 1)
-        extra = self.costs.of_pass(rows, nodes) - step
-        drafted = {source: source.learned.stats[octave(rows)] for source in self.sources if source in draft.seconds}
-        for source, stats in drafted.items():
-            cost = draft.seconds[source] + (extra * share[source] / total if total else 0.0)
-            rate = stats.rate_without(tokens - credit[source], seconds - cost, rows, step)
-            stats.note((credit[source] / rate - cost) / step)
-        worst = min(drafted.values(), key=lambda stats: stats.standing)
-        if worst.standing < 0:
-            worst.back_off(len(drafted))
-            for stats in drafted.values():
-                stats.balance = max(stats.balance, MIN_BALANCE)
+        for source, drafting in draft.seconds.items():
+            assert isinstance(source, Source)
+            self.costs.add_draft(source.timed_as(), rows, draft.depths[source], drafting)
+        for source in self.sources:
+            earned = TRIAL_SHARE * seconds / self.costs.of_pass(rows, 1) / len(self.sources)
+            source.purse = min(source.purse + earned, FULL_PURSE)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.cost_model import CostModel
-from headstart.inference.sources.calibration import Calibration
+from headstart.inference.adaptive.calibration import Calibration
+from headstart.inference.adaptive.latency import CostModel
 from headstart.support.errors import UserError
 from headstart.support.files import cache_folder, write_json
 from headstart.support.json_text import read_json

@@ -40,7 +40,8 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     over: Callable[[int], bool] = lambda tokens: False,
 ) -> dict[str, Any]:
-    """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts; with a tokenizer also ``examples``.
+    """Return ``tau`` (bonus token included), ``acceptance_per_depth`` over all prompts, and ``acceptance``, what drafts were worth by
+    score and depth (`Acceptance.to_json`), from which decoding with the heads starts; with a tokenizer also ``examples``.
 
     ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the
     prompt as text; ``tokens``, the text of each generated token; and ``accept_lengths``, the number of tokens of each decoding step after
@@ -55,6 +56,7 @@ def evaluate(
     drafter.eval()
     try:
         heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
+        learned = heads.engine(True).speculation.sources[0].by_mode[settings.temperature > 0]
         steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
@@ -69,6 +71,7 @@ def evaluate(
         drafter.train(training)
     cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
     found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **cut}
+    found["acceptance"] = {"sampled": settings.temperature > 0, **learned.to_json()}
     if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
         found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
     return found

@@ -66,12 +66,12 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     return folder
 
 
-def add_results(save_dir: Path, step: int, taus: Mapping[str, float | None], evaluated: bool) -> None:
-    """Add mean acceptance lengths, by drafter, to the saved state of a step, atomically. ``evaluated``: none is missing."""
+def add_results(save_dir: Path, step: int, results: Mapping[str, dict[str, Any]], evaluated: bool) -> None:
+    """Add the results of evaluations, by drafter, to the saved state of a step, atomically. ``evaluated``: none is missing."""
     file = save_dir / "state" / f"step-{step:08d}" / "state.json"
     content = json.loads(file.read_text())
-    for name, tau in taus.items():
-        content["heads"][name]["tau"] = tau
+    for name, found in results.items():
+        content["heads"][name] |= found
     with atomic(file) as temporary:
         _write_content(temporary, content | {"evaluated": evaluated})
         flush(temporary)

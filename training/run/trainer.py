@@ -60,6 +60,8 @@ class DrafterTrainer:
     meter: Meter = field(default_factory=Meter)
     tau: float | None = None
     """Mean acceptance length at the last evaluation."""
+    acceptance: dict[str, Any] | None = None
+    """What drafts were worth there, by score and depth (`evaluate`)."""
     step: int = 0
     """Current optimiser step, from 1."""
     start: dict[str, Any] | None = None
@@ -190,11 +192,16 @@ class DrafterTrainer:
         packed = pack(self.drafter, self.optimizer, self.average, self.drafter.backbone.trainable)
         return {self.prefix + name: tensor for name, tensor in packed.items()}
 
+    @property
+    def results(self) -> dict[str, Any]:
+        """The results of the last evaluation, as JSON."""
+        return {"tau": self.tau, "acceptance": self.acceptance}
+
     def progress(self) -> dict[str, Any]:
         """Return the state other than tensors, as JSON."""
         scaler = self.accelerator.scaler
         return {
-            "tau": self.tau,
+            **self.results,
             "start": self.start,
             "chosen": asdict(self.chosen),
             "meter": self.meter.state(),
@@ -208,7 +215,8 @@ class DrafterTrainer:
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
             unpack_average(self.average, tensors)
-        self.tau, self.start, self.meter = progress["tau"], progress["start"], Meter(**progress["meter"])
+        self.tau, self.acceptance = progress["tau"], progress.get("acceptance")
+        self.start, self.meter = progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]
         if self.accelerator.scaler is not None and progress["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(progress["scaler"])

@@ -1,7 +1,8 @@
 """Latency of a forward pass on this machine by batch size, tree size and context: from `headstart tune`, or timed while decoding.
 
 Estimates come from a table of `headstart tune` or from a line fitted to the times so far; both are corrected by the times of real passes.
-Captured passes are faster than eager ones, so their costs are kept separately. All times are in seconds.
+Where nothing is known, the first steps are of known sizes: trees, then plain ones. Captured passes are faster than eager ones, so
+their costs are kept separately. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from typing import Any
 
 from headstart.inference.engine.sizes import TREE_SIZES, octave
 
-RECENT_TIMES = 9
+RECENT_TIMES = 15
 """Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""
 MIN_TIMES = 3
-"""Number of times of one size from which on their median replaces the estimate."""
+"""Number of times from which on their median counts. Of two the least does, and one says little: it may include what is loaded first."""
+FIRST_STEPS = 2
+"""Number of trees, and then of plain steps, that are timed where nothing is known."""
+FIRST_NODES = 4
+"""Most nodes of these trees."""
+SAME = 0.01
+"""Changes of a time by less than this fraction change no choice."""
 DEFAULT_SLOPE = 0.03
 """Cost of one more position as a fraction of a pass, before two sizes have been timed."""
 DEFAULT_SECONDS = 1e-3
@@ -28,16 +35,14 @@ MAX_SECONDS = 1e6
 """Seconds of a pass in a file are below this."""
 MIN_CONTEXT = 256
 """Contexts up to this many tokens have the same costs."""
-MIN_INTERVAL, MAX_INTERVAL = 6, 100
-"""Steps with drafts after which two autoregressive ones are made to time the second, at least and at most."""
-TIMING_SHARE = 0.01
-"""Fraction of the decoding time that these steps may cost, between the two."""
+INTERVAL = 100
+"""Steps with drafts after which two plain ones are made to time the second, since drafts that pay leave none to time."""
 Curves = dict[int, list[tuple[int, float]]]
 """Points (nodes, seconds of a pass) in ascending order, by batch size."""
 
 
 class RecentTimes:
-    """The median of the last few times."""
+    """The median of the last few times; of fewer than `MIN_TIMES` the least."""
 
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=RECENT_TIMES)
@@ -45,7 +50,7 @@ class RecentTimes:
 
     def add(self, seconds: float) -> None:
         self.times.append(seconds)
-        self.median = statistics.median(self.times)
+        self.median = statistics.median(self.times) if len(self.times) >= MIN_TIMES else min(self.times)
 
     def __bool__(self) -> bool:
         return bool(self.times)
@@ -61,58 +66,73 @@ class Costs:
     """Times of forward passes by rows and nodes."""
     parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
     """Times of other parts of a step by name and rows."""
-    since: dict[int, int] = field(default_factory=dict)
-    """Steps with drafts since an autoregressive one was timed, by `octave` of the rows."""
+    drafts: dict[tuple[Hashable, int], dict[int, RecentTimes]] = field(default_factory=dict)
+    """Times of drafts by source and rows, by the number of depths."""
+    drafted: dict[int, int] = field(default_factory=dict)
+    """Steps with drafts since a plain one was timed, by `octave` of the rows."""
+    first: dict[int, list[int]] = field(default_factory=dict)
+    """Plain steps and trees timed, by `octave` of the rows."""
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
-    """What `of_pass` returned since a pass was last timed."""
+    """What `of_pass` returned since a time changed."""
 
     def add_pass(self, rows: int, nodes: int, seconds: float) -> None:
         """Record the time of a pass over that many nodes per row, CPU overhead included."""
-        self.passes.setdefault((rows, nodes), RecentTimes()).add(seconds)
-        self._known.clear()
-        if nodes == 1:
-            self.since[octave(rows)] = 0
+        recent = self.passes.setdefault((rows, nodes), RecentTimes())
+        before = recent.median
+        recent.add(seconds)
+        if abs(recent.median - before) > SAME * before or len(recent.times) <= MIN_TIMES:
+            self._known.clear()
+        self.first.setdefault(octave(rows), [0, 0])[nodes > 1] += 1
+        self.drafted[octave(rows)] = 0 if nodes == 1 else self.drafted.get(octave(rows), 0) + 1
 
-    def count_drafted(self, rows: int) -> None:
-        """Count a step with drafts."""
-        if octave(rows) in self.since or rows in self.curves:
-            self.since[octave(rows)] = self.since.get(octave(rows), 0) + 1
+    def plain_due(self, rows: int) -> bool:
+        """True if a plain step is to be timed: after the first trees where nothing is known, and now and then where drafts pay."""
+        plain, trees = self.first.get(octave(rows), (0, 0))
+        first = rows not in self.curves and trees >= FIRST_STEPS > plain
+        return first or self.drafted.get(octave(rows), 0) >= INTERVAL
 
-    def plain_timed(self, rows: int) -> bool:
-        """True once an autoregressive step of about that many rows has been timed."""
-        return octave(rows) in self.since
-
-    def plain_due(self, rows: int, rate: float) -> bool:
-        """True if an autoregressive step should be timed: what drafts bring is compared with it, and drafts that pay leave none to time.
-
-        ``rate``: recent tokens per second; 0: not known. The less drafts bring, the more it matters and the less it costs.
-        """
-        if not self.plain_timed(rows):
-            return rows not in self.curves
-        lost = 2 * (1 - rows / (rate * self.of_pass(rows, 1))) if rate else 0.0
-        return self.since[octave(rows)] >= min(max(lost / TIMING_SHARE, MIN_INTERVAL), MAX_INTERVAL)
+    def tree_due(self, rows: int) -> bool:
+        """True if a tree is to be timed, of up to `FIRST_NODES` nodes."""
+        return rows not in self.curves and self.first.get(octave(rows), (0, 0))[1] < FIRST_STEPS
 
     def add(self, part: Hashable, rows: int, seconds: float) -> None:
         """Record the time of another part of a step."""
         self.parts.setdefault((part, rows), RecentTimes()).add(seconds)
 
-    def part(self, part: Hashable, rows: int, at_least: int = 1) -> float:
-        """Seconds of a part of a step; 0 until it has been timed ``at_least`` times."""
+    def part(self, part: Hashable, rows: int) -> float:
+        """Seconds of a part of a step; 0 until it has been timed."""
         known = self.parts.get((part, rows))
-        return known.median if known and len(known.times) >= at_least else 0.0
+        return known.median if known else 0.0
+
+    def add_draft(self, source: Hashable, rows: int, depths: int, seconds: float) -> None:
+        """Record the time of a source's draft of so many depths."""
+        self.drafts.setdefault((source, rows), {}).setdefault(depths, RecentTimes()).add(seconds)
+
+    def forget_draft(self, source: Hashable, rows: int, depths: int) -> None:
+        """Forget the times of these drafts: they are captured now."""
+        self.drafts.get((source, rows), {}).pop(depths, None)
+
+    def of_draft(self, source: Hashable, rows: int, depths: int) -> float | None:
+        """Seconds of a draft of so many depths, by those of about that many rows; None until one was timed."""
+        near = [r for name, r in self.drafts if name == source and octave(r) == octave(rows)]
+        if not near:
+            return None
+        known = self.drafts[source, min(near, key=lambda r: (abs(r - rows), r))]
+        return None if not known else interpolated([(0, 0.0), *sorted((count, times.median) for count, times in known.items())], depths)
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
         seconds = self._known.get((rows, nodes))
         if seconds is None:
-            bound = min((recent.median for (r, n), recent in self.passes.items() if r == rows and n >= nodes), default=math.inf)
+            larger = [recent for (r, n), recent in self.passes.items() if r == rows and n >= nodes and len(recent.times) >= MIN_TIMES]
+            bound = min((recent.median for recent in larger), default=math.inf)
             seconds = self._known[rows, nodes] = min(max(self._estimate(rows, nodes), self._estimate(rows, 1)), bound)
         return seconds
 
     def _estimate(self, rows: int, nodes: int) -> float:
         """The measured time of that size, or an estimate from other sizes."""
         recent = self.passes.get((rows, nodes))
-        if recent and len(recent.times) >= MIN_TIMES:
+        if recent and len(recent.times) > 1:
             return recent.median
         if rows in self.curves:
             return interpolated(self.curves[rows], nodes) * self._drift(rows)
@@ -128,12 +148,13 @@ class Costs:
 
     def _line(self, positions: int) -> float:
         """A line fitted to all times by positions, that is rows times nodes, which determine the cost."""
-        points = [(r * n, recent.median) for (r, n), recent in self.passes.items()]
-        points = points or [(r * n, s) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS)]
-        mean_p, mean_s = statistics.fmean(p for p, _ in points), statistics.fmean(s for _, s in points)
-        spread = sum((p - mean_p) ** 2 for p, _ in points)
-        slope = DEFAULT_SLOPE * mean_s if not spread else max(sum((p - mean_p) * (s - mean_s) for p, s in points) / spread, 0.0)
-        return max(mean_s + slope * (positions - mean_p), min(s for _, s in points) / 2)   # bounded, since the line may fall below zero
+        points = [(r * n, recent.median, len(recent.times)) for (r, n), recent in self.passes.items()]
+        points = points or [(r * n, s, 1) for r, curve in self.curves.items() for n, s in curve] or [(1, DEFAULT_SECONDS, 1)]
+        weight = sum(w for _, _, w in points)
+        mean_p, mean_s = sum(w * p for p, _, w in points) / weight, sum(w * s for _, s, w in points) / weight
+        spread = sum(w * (p - mean_p) ** 2 for p, _, w in points)
+        slope = DEFAULT_SLOPE * mean_s if not spread else max(sum(w * (p - mean_p) * (s - mean_s) for p, s, w in points) / spread, 0.0)
+        return max(mean_s + slope * (positions - mean_p), min(s for _, s, _ in points) / 2)   # bounded, since the line may fall below zero
 
     def at_another_length(self) -> Costs:
         """An estimate for contexts of another length: the same costs, until passes have been timed there."""
@@ -144,6 +165,9 @@ class Costs:
         costs = Costs(curves)
         for (part, rows), recent in self.parts.items():
             costs.add(part, rows, recent.median)
+        for (source, rows), known in self.drafts.items():
+            for depths, recent in known.items():
+                costs.add_draft(source, rows, depths, recent.median)
         return costs
 
 

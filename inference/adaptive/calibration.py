@@ -13,7 +13,7 @@ from typing import Any
 LOW, HIGH, BINS = -6.0, 6.0, 13
 """Range and number of the table's entries, in log-odds of the estimate."""
 BIN_WIDTH = (HIGH - LOW) / (BINS - 1)
-PRIOR = 2.0
+PRIOR = 8.0
 """Weight of the estimate itself, in observations."""
 HORIZON = 400.0
 """Approximate number of observations that an entry remembers."""
@@ -69,7 +69,8 @@ class Calibration:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The tables as stored next to the checkpoint; `from_json` is the inverse."""
-        return [{"depth": depth, "hits": table.hits, "trials": table.trials} for depth, table in enumerate(self.tables)]
+        counts = [{"hits": table.hits, "trials": table.trials} for table in self.tables]
+        return [{"depth": i, **{name: [round(count, 2) for count in row] for name, row in one.items()}} for i, one in enumerate(counts)]
 
     @staticmethod
     def from_json(tables: list[dict[str, Any]]) -> Calibration:
@@ -77,7 +78,7 @@ class Calibration:
         calibration = Calibration()
         for one in tables:
             hits, trials = ([float(value) for value in one[name]] for name in ("hits", "trials"))
-            possible = all(0 <= hit <= trial + 1e-6 < MAX_TRIALS for hit, trial in zip(hits, trials, strict=False))
+            possible = all(0 <= hit <= trial + 0.01 < MAX_TRIALS for hit, trial in zip(hits, trials, strict=False))
             if not len(hits) == len(trials) == BINS or not possible:
                 raise ValueError(f"a table has {BINS} hits and trials, no more hits than trials; got {str(one)[:60]}")
             calibration.tables.append(Table(hits, trials))
