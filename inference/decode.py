@@ -78,7 +78,7 @@ class Decoder:
 
     def _step(self, clock: Clock) -> Pass:
         with Stopwatch() as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.captured)
+            self.speculation.use_costs(self.cache.longest, self.reader.made)
             draft, tree, noise_BPV = self._draft()
             self.tree, drafting = tree, clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)

@@ -226,7 +226,7 @@ class Engine:
         self._sample = sample_of(self.modules) if copies else None
         sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources, self.capturer.slow, self.capturer.fixed)
+        self.speculation = Speculation(sources, self.capturer.fixed)
         for source in sources if heads.drafter is not None else []:
             if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
                 source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}

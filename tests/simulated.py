@@ -225,7 +225,7 @@ class Decoding:
 
     def _step(self, written: int, tokens: int) -> tuple[int, Step]:
         speculation, before = self.speculation, self.clock.now
-        speculation.use_costs(0, captured=False)
+        speculation.use_costs(0, "")
         draft, tree = Draft([], []), root_only([0])
         if sources := speculation.active(None, 1):
             draft = Draft([Pool(0)], [tokens - written - 1])

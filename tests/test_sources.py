@@ -245,36 +245,3 @@ def test_the_state_may_be_extended_in_two_calls_of_which_one_has_nothing_of_a_ro
     first, last = more.split(4)
     assert first.lengths_B.tolist() == [3, 0] and last.lengths_B.tolist() == [4, 2]
     torch.testing.assert_close(drafted(first, last), drafted(more))
-
-
-@pytest.mark.parametrize(("rows", "left"), [(1, [2, 4, 2, 9]), (2, [4, 4, 4, 4])])
-def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_one_of_positions(
-    rows: int, left: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many tokens each row accepted; the rest extends the state before. A single row has any number of them."""
-    monkeypatch.setattr(Capturer, "slow", True)
-    on = backbone("llama")
-    source = source_of(random_drafter("eagle3", on, depth=3))
-    assert source.counts == [1, 2, 3] and source_of(random_drafter("eagle3", on, depth=5)).counts == [1, 2, 4, 5]
-    reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
-    tokens_BT = torch.arange(1, 1 + 7 * rows).view(rows, 7)
-    features, cache = reader.prompts(tokens_BT, torch.tensor([7, 6][:rows]))
-    source.join([*range(rows)], [[*range(1 + length)] for length in (7, 6)[:rows]], features)
-    positions, drafted = [], source._drafted
-
-    def noted(*args: Any) -> Any:
-        positions.append(source._joined().tokens_BT.shape[1])
-        return drafted(*args)
-
-    monkeypatch.setattr(source, "_drafted", noted)
-    further = on.read(torch.ones(rows, 9, dtype=torch.int64), taps=source.drafter.taps)
-    for accepted in (0, 2, 4, 1, 9):
-        if accepted:
-            counts_B = torch.tensor([accepted, 1][:rows])
-            place_BT = torch.arange(accepted).expand(rows, accepted)
-            source.append(further.gather(place_BT, place_BT < counts_B[:, None]))
-            cache.lengths_B = cache.lengths_B + counts_B
-        source.draft(Draft([Pool(3) for _ in range(rows)], [9] * rows, cache=cache), 3)
-        assert source.state.caches[0].lengths_B.tolist() == (cache.lengths_B - 1).tolist(), "all but the last are paired with a token"
-        assert source.state.pending_BD.is_contiguous(), "captures depend on strides"
-    assert positions[1:] == left

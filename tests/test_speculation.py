@@ -131,10 +131,10 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
 
 def test_times_of_eager_passes_do_not_count_for_captured_ones() -> None:
     costs = CostModel()
-    costs.at(9, captured=False).add_pass(1, 1, 9e-3)
-    assert costs.at(9, captured=True).tree_due(1), "captured passes are faster"
-    costs.at(9, captured=True).add_pass(1, 1, 4e-3)
-    assert costs.at(9000, captured=True).of_pass(1, 1) == 4e-3 and costs.at(9, captured=False).of_pass(1, 1) == 9e-3
+    costs.at(9).add_pass(1, 1, 9e-3)
+    assert costs.at(9, "captured").tree_due(1), "captured passes are faster"
+    costs.at(9, "captured").add_pass(1, 1, 4e-3)
+    assert costs.at(9000, "captured").of_pass(1, 1) == 4e-3 and costs.at(9).of_pass(1, 1) == 9e-3
 
 
 def test_measured_contexts_stand_for_the_lengths_near_them() -> None:
@@ -142,7 +142,7 @@ def test_measured_contexts_stand_for_the_lengths_near_them() -> None:
     known = CostModel.from_json(measured)
     assert [known.at(context).of_pass(1, 8) for context in (10, 400, 3000, 9000)] == [2.0, 2.0, 9.0, 9.0]
     known.at(10).add_pass(1, 1, 3.0)
-    assert known.at(10).of_pass(1, 8) == 6.0 and known.at(10, captured=True).of_pass(1, 8) == 2.0, "the measured curve stays"
+    assert known.at(10).of_pass(1, 8) == 6.0 and known.at(10, "captured").of_pass(1, 8) == 2.0, "the measured curve stays"
 
 
 def pools(*probs: float) -> list[Pool]:
@@ -156,15 +156,6 @@ def chosen(draft_pools: list[Pool], curve: list[tuple[int, float]], remaining: l
     speculation = Speculation()
     speculation.costs = Costs({len(draft_pools): curve})
     return speculation.choose(Draft(draft_pools, remaining or [9] * len(draft_pools), queued=queued)).size
-
-
-def test_batches_have_few_sizes_where_each_takes_long_to_capture() -> None:
-    free, many = [(1, 1.0), (64, 1.0)], (0.2, 0.18, 0.16, 0.14, 0.12, 0.1)
-    for rows, few_sizes, size in ((1, True, 7), (2, False, 7), (2, True, 4)):
-        speculation = Speculation(few_sizes=few_sizes)
-        speculation.costs = Costs({rows: free})
-        drafted = [pools(*many)[0] for _ in range(rows)]
-        assert speculation.choose(Draft(drafted, [9] * rows)).size == size
 
 
 def test_the_size_is_the_one_with_the_most_tokens_a_second() -> None:

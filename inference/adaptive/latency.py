@@ -172,17 +172,17 @@ class Costs:
 
 
 class CostModel:
-    """Costs by context length (attention costs nodes times context), in buckets of doubling size, for captured and uncaptured passes."""
+    """Costs by context length (attention costs nodes times context), in buckets of doubling size, and by how passes are made."""
 
     def __init__(self, measured: dict[int, Curves] | None = None) -> None:
         """``measured``: curves by context length in tokens."""
         self.measured = {_bucket(context): curves for context, curves in (measured or {}).items()}
-        self.timed: dict[bool, dict[int, Costs]] = {False: {}, True: {}}
-        """Costs by capture (True: captured) and bucket."""
+        self.timed: dict[str, dict[int, Costs]] = {}
+        """Costs by how passes are made and by bucket."""
 
-    def at(self, context: int, captured: bool = False) -> Costs:
-        """The costs at that context length; initially those of the nearest known length."""
-        bucket, timed = _bucket(context), self.timed[captured]
+    def at(self, context: int, made: str = "") -> Costs:
+        """The costs at that context length; initially those of the nearest known length. ``made``: how passes are made (`Reader.made`)."""
+        bucket, timed = _bucket(context), self.timed.setdefault(made, {})
         if bucket not in timed:
             nearest = min({**self.measured, **timed}, key=lambda other: (abs(other - bucket), other), default=None)
             if nearest is None:

@@ -130,7 +130,7 @@ class BeamDecoder:
 
     def _pass(self, clock: Clock) -> Pass:
         with Stopwatch() as watch:
-            self.speculation.use_costs(self.cache.longest, self.reader.captured)
+            self.speculation.use_costs(self.cache.longest, self.reader.made)
             rows, drafts = self.rows, self._draft()
             drafting = clock.lap()
             features, logits_BNV = read_tries(self.reader, self.cache, [row.trie for row in rows])

@@ -119,8 +119,6 @@ class Capturer:
         """True if every combination of sizes is captured apart, and the stores of texts that begin now lie in ``memory``."""
         return self.backend is not None and self.backend.fixed
 
-    slow = False
-
     @property
     def spot_checks(self) -> bool:
         """True if some texts are to be read again without captures (`Backend.spot_checks`)."""

@@ -59,9 +59,11 @@ class Reader:
         self._noise = capturer.capture(self._gumbel, "sampling noise")
 
     @property
-    def captured(self) -> bool:
-        """True once forward passes are captured; their times are then kept separately, since they are faster."""
-        return bool(self.read.captures_made) or (self.compiled is not None and self.compiled.active)
+    def made(self) -> str:
+        """How passes are made: their times are kept apart, since compiled and captured ones are faster."""
+        if self.compiled is not None and self.compiled.active:
+            return "compiled"
+        return "captured" if self.read.captures_made else ""
 
     def _gumbel(self, held: None, seeds_B: Tensor, positions_BP: Tensor) -> Tensor:
         return gumbel(seeds_B, positions_BP, self.backbone.vocab)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""
-FEW_TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""The same where each size takes long to capture."""
 MIN_PADDED = 4
 """Where each size is captured apart, a tree has one node or a power of two of at least these; the same for positions."""
 TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -42,8 +42,6 @@ class DrafterSource(DrafterRows):
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
-        self.few = capturer.slow or capturer.fixed
-        """Captures take long: no depths that the drafter was not trained for."""
 
     @property
     def captured(self) -> bool:
@@ -64,7 +62,7 @@ class DrafterSource(DrafterRows):
     @property
     def counts(self) -> list[int]:
         trained = {1 << power for power in range(self.depth.bit_length())} | {self.depth}   # few, since each is captured apart
-        deepest = self.depth if self.few else self.drafter.deepest
+        deepest = self.depth if self.fixed else self.drafter.deepest   # each is captured apart
         return sorted(trained | {(self.depth + deepest + 1) // 2, deepest})
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
@@ -84,9 +82,7 @@ class DrafterSource(DrafterRows):
         longest, depth = draft.cache.longest, max(self.depth_of(draft.shape), depths)
         if self.in_one_call:
             self._select_rows()
-            if self.capturer.slow and len(draft.pools) > 1:
-                self._leave(1 + self.depth_of(draft.shape), longest)
-            elif self.state is None:
+            if self.state is None:
                 self._leave(LAST, longest)
         if self.in_one_call and self.state is not None:
             self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))

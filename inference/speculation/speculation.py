@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.inference.adaptive.best_tree import Choice, best_tree
 from headstart.inference.adaptive.latency import FIRST_NODES, CostModel
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.sizes import FEW_TREE_SIZES, TREE_SIZES, graph_size
+from headstart.inference.engine.sizes import TREE_SIZES, graph_size
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import Source
@@ -40,11 +40,11 @@ LONGEST_PAUSE = 16
 class Speculation:
     """The sources of a model with costs and statistics; without sources, autoregressive decoding.
 
-    ``few_sizes``: trees of batches have few sizes, since each takes long to capture. ``padded``: all passes are padded (`graph_size`).
+    ``padded``: all passes are padded (`graph_size`).
     """
 
-    def __init__(self, sources: Sequence[Source] = (), few_sizes: bool = False, padded: bool = False) -> None:
-        self.sources, self.few_sizes, self.padded = list(sources), few_sizes, padded
+    def __init__(self, sources: Sequence[Source] = (), padded: bool = False) -> None:
+        self.sources, self.padded = list(sources), padded
         self.cost_model = CostModel()
         self.costs = self.cost_model.at(0)
         self.plain_steps = 0
@@ -80,10 +80,10 @@ class Speculation:
             for sequence in sequences:
                 source.acceptance.texts.pop(sequence, None)
 
-    def use_costs(self, context: int, captured: bool) -> None:
+    def use_costs(self, context: int, made: str) -> None:
         """Set the costs of the next step; ``context``: the length of the longest row."""
         if self.sources:
-            self.costs = self.cost_model.at(context, captured)
+            self.costs = self.cost_model.at(context, made)
 
     # Drafting.
 
@@ -158,8 +158,6 @@ class Speculation:
         """The sizes to choose from for trees of at most so many nodes, each with the seconds of a pass."""
         if self.padded:
             sizes = sorted({min(graph_size(size), graph_size(largest)) for size in TREE_SIZES})
-        elif self.few_sizes and rows > 1:
-            sizes = [size for size in FEW_TREE_SIZES if size <= largest]
         else:
             sizes = [*(size for size in TREE_SIZES if size < largest), largest]
         return {size: self.costs.of_pass(rows, size) for size in sizes}
