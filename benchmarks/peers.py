@@ -1,253 +1,222 @@
-"""Headstart, transformers and vLLM beside one another: the same backbone, heads, prompts and number of threads.
+"""Headstart beside transformers, vLLM and llama.cpp: the same model, heads, prompts and number of threads, in one race.
 
-    python benchmarks/peers.py --heads embedded --prompts recipes/quickstart/prompts.jsonl --vllm .venv-engines/bin/python --table
+    python benchmarks/peers.py                                                    # what `make demo-smollm2` trained, prompts of seven tasks
+    python benchmarks/peers.py --heads DIR --prompts FILE --vllm .venv-engines/bin/python --llama out/llama --html peers.html
 
-Headstart and transformers are measured by what `headstart bench` is made of, with its arguments: decoding without drafts, the heads in
-fixed trees and with adaptive trees and proposers; transformers' `generate`, its prompt lookup and, with --assistant, its assisted decoding.
-Then vLLM 0.32 (CPU build), in a process of its own (`peers_vllm.py`): without drafts, and with each of the heads as `headstart export --to
-vllm` writes them, in a chain, greedily. Everywhere a batch begins when the one before has ended. Conversations end after the first answer.
+Measured by what `headstart bench` is made of, and with its arguments: transformers' `generate` and its prompt lookup, Headstart without
+drafts, with the heads alone, and with n-gram drafts too. With --vllm vLLM 0.32 (CPU build, `make engines`), without drafts and with each
+of the heads as `headstart export --to vllm` writes them, in a chain. With --llama llama.cpp (node-llama-cpp, `npm install --prefix FOLDER
+node-llama-cpp`), where the model is a GGUF file. All decode batch by batch in turn; a batch begins when the one before has ended.
+Conversations end after the first answer. Temperatures 0 and 1, batches of 1 and 8 and 96 tokens, unless others are given.
 
-Prints JSON, or with --table Markdown: tokens per second, mean acceptance length (tau, and as vLLM counts it), and in how many prompts the
-whole text is that of the same engine without drafts, and that of Headstart without drafts.
+Prints Markdown: acceptance (tau), tokens per second after each text's first token and with prefill, in how many prompts the whole text is
+that of the same engine without drafts, and that of Headstart without drafts; then the speed by task. --json writes the report of `bench`,
+in which the other engines are further baselines; --html a page with heat maps of the tasks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
+
 from headstart.cli import arguments
 from headstart.cli.decoding import Subject, bench_plan, bench_subject
 from headstart.cli.failures import guarded
+from headstart.cli.loading import backbone_name
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
 from headstart.inference.bench.judging import FAULT
-from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem
+from headstart.inference.bench.report import page
+from headstart.inference.bench.systems import AR
+from headstart.inference.bench.table import rows_at, settings_of
 from headstart.inference.bench.verdict import name, sentence
-from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.export.export import Request, export
 from headstart.inference.serving.verification import vllm
-from headstart.support.dtypes import NAMES
+from headstart.support.dtypes import NAMES, dtype_name
 from headstart.support.errors import UserError, cause
-from headstart.support.files import require_writable, write_json
+from headstart.support.files import require_writable, write_json, write_text
 from headstart.support.hub import find_folder
 
-DRIVER = Path(__file__).with_name("peers_vllm.py")
+ROOT = Path(__file__).parents[1]
+HEADS, PROMPTS = Path("out/smollm2/heads"), ROOT / "recipes" / "smollm2" / "measure.jsonl"
 VERSION = "0.32."
 MAKE = "`make engines` makes one in .venv-engines"
-PLAIN = "without drafts"
-TREE, SAMPLED = (12, 4), (24, 8)
-"""Nodes and width of fixed trees, greedy and sampled."""
-NOT_MEASURED = f"vLLM was not measured: give --vllm PYTHON, of an environment with the CPU build of vLLM 0.32 ({MAKE})"
+INSTALL = "`npm install --prefix FOLDER node-llama-cpp` installs it"
+TITLES = ("T", "batch", "system", "tau", "tokens/s", "x Headstart without drafts", "with prefill", "same text as its engine without drafts",
+          "as Headstart without drafts")  # fmt: skip
 COUNTS = (
-    "tau: tokens per forward pass, the model's own included. Acceptance as vLLM counts it: over passes with drafts, those past the end of a"
-    " text included. Identical: prompts whose whole text is the same."
+    "tau: tokens per forward pass, the model's own included. tokens/s: after each text's first token, over all prompts. Same text: prompts"
+    " whose whole text is the same; llama.cpp computes with the quantised weights, and in bf16 engines round differently."
 )
-"""Below the table."""
-DIFFERING = ("prompts_differing", "prompts_differing_from_headstart")
-"""From the same engine without drafts (or, of that, from its first batch size), and from Headstart without drafts."""
-TITLES = ["temperature", "batch", "engine", "system", "tokens/s", "x Headstart without drafts", "tau", "as vLLM counts it",
-          "identical: to the engine without drafts", "to Headstart without drafts"]  # fmt: skip
 Row = dict[str, Any]
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write the report; the exit status is 1 if Headstart's tokens differ where they must not."""
     require_writable("--json", args.json)
-    if args.vllm is not None:
-        require_vllm(args)
+    require_writable("--html", args.html)
+    require_engines(args)
     subject, plan = bench_subject(args), bench_plan(args)
     asked = [replace(prompt, later=()) for prompt in subject.prompts]
-    prompts = [prompt.ids_T.tolist() for prompt in those_that_fit(asked, plan, subject.heads[0][1].backbone)]
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = {} if args.vllm is None else vllm_jobs(args, subject, prompts, Path(folder))   # first: it refuses what vLLM does not serve
-        report = compare(subject.heads, asked, plan, None, subject.others) | {"backbone": subject.name, "prompts_files": args.prompts}
-        rows, versions = own_rows(report), {"vllm": None}
-        if jobs:
-            texts = own_texts(subject, prompts, plan)
-            served = {one: run(args, one, job) for one, job in jobs.items()}
-            rows += vllm_rows(served, texts)
-            versions = {"vllm": served[PLAIN]["version"]}
-    report |= {"vllm_eager": args.vllm_eager} if jobs else {}
-    report |= {"versions": report["versions"] | versions, "peers": sorted(rows, key=lambda row: (row["temperature"], row["batch"]))}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        longest = max(len(prompt.ids_T) for prompt in those_that_fit(asked, plan, subject.heads[0][1].backbone))
+        engines = [stack.enter_context(one) for one in engines_of(args, subject, plan, longest, Path(folder))]
+        report = compare(subject.heads, asked, plan, None, [*subject.others, *engines])
+        versions: dict[str, str | None] = {VLLM: None, LLAMA: None} | {one.job["engine"]: one.version for one in engines}
+    report |= {"backbone": subject.name, "prompts_files": args.prompts, "versions": report["versions"] | versions}
     write_json(args.json, report)
-    print(table(report) if args.table else json.dumps(report, indent=2))
-    print(sentence(report) if jobs else f"{sentence(report)}\n{NOT_MEASURED}", file=sys.stderr)
+    if args.html is not None:
+        write_text(args.html, page(report))
+    print(markdown(report))
+    print(sentence(report), file=sys.stderr)
     return 1 if report["verdict"] == FAULT else 0
 
 
-def own_rows(report: Row) -> list[Row]:
-    """What `bench` measured: Headstart and transformers."""
-    rows = []
-    for one in (*report["baselines"], *report["results"]):
-        theirs = "head" not in one and name(one) != AR
-        from_headstart = one["prompts_differing_from_headstart"] if theirs else one["prompts_differing"]
-        rows.append(
-            {
-                "engine": "transformers" if theirs else "headstart",
-                "system": system(one),
-                **{key: one[key] for key in ("temperature", "batch", "tokens", "tokens_per_second", "tau", "prompts_differing")},
-                "mean_acceptance_length": one.get("mean_acceptance_length"),
-                "prompts_differing_from_headstart": from_headstart,
-            }
-        )
-    return rows
-
-
-def system(row: Row) -> str:
-    """How an entry of a report of `bench` is called here."""
-    if name(row) in (AR, AR_TRANSFORMERS):
-        return PLAIN
-    if "head" not in row:
-        return name(row)
-    return f"{name(row)} of {row['nodes']}" if row["nodes"] else f"{name(row)}, adaptive trees, {row['kind'].replace('+', ' + ')}"
-
-
-def vllm_rows(served: dict[str, Row], texts: list[list[int]]) -> list[Row]:
-    """What vLLM did, by system. ``texts``: Headstart's."""
-    rows, first = [], served[PLAIN]["runs"][0]["texts"]
-    for title, result in served.items():
-        for run, plain in zip(result["runs"], served[PLAIN]["runs"], strict=True):
-            tokens, drafts = sum(map(len, run["texts"])), run["counters"].get("num_drafts", 0)
-            beside = (first if run is not result["runs"][0] else None) if title == PLAIN else plain["texts"]
-            rows.append(
-                {
-                    "engine": "vllm", "system": title, "temperature": 0.0, "batch": run["batch"], "tokens": tokens,
-                    "tokens_per_second": tokens / run["seconds"],
-                    "tau": None if drafts else 1.0,
-                    "prompts_differing": None if beside is None else differing(run["texts"], beside),
-                    "mean_acceptance_length": 1 + run["counters"]["num_accepted_tokens"] / drafts if drafts else None,
-                    "prompts_differing_from_headstart": differing(run["texts"], texts),
-                }
-            )  # fmt: skip
-    return rows
-
-
-def differing(texts: Sequence[list[int]], others: Sequence[list[int]]) -> int:
-    """In how many prompts the texts differ."""
-    return sum(one != other for one, other in zip(texts, others, strict=True))
-
-
-def own_texts(subject: Subject, prompts: list[list[int]], plan: Plan) -> list[list[int]]:
-    """What Headstart writes without drafts, greedily; in fp32 what all its systems write."""
+def engines_of(args: argparse.Namespace, subject: Subject, plan: Plan, longest: int, folder: Path) -> Iterator[Engine]:
+    """Yield the other engines, none loaded yet; what they read is written below ``folder``. Raises UserError for what one cannot serve."""
     import torch
 
-    first, batch = subject.heads[0][1], max(plan.batches)
-    system = HeadstartSystem(AR, SpeculativeModel(first.backbone, capture=first.capture))
-    groups = [[torch.tensor(prompt) for prompt in prompts[i : i + batch]] for i in range(0, len(prompts), batch)]
-    written = [system.write(group, plan.settings(0.0), [0] * len(group)) for group in groups]
-    return [row_T.tolist() for one in written for row_T in one.sequences]
+    backbone, threads = subject.heads[0][1].backbone, torch.get_num_threads()
+    room = longest + plan.max_new_tokens + 1
+    if args.vllm is not None:
+        heads = served_heads(args, folder)
+        room_v = room + max((config["num_speculative_tokens"] for config in heads.values()), default=0)
+        common: Row = {
+            "engine": VLLM, "dtype": NAMES[dtype_name(backbone.dtype)], "rows": max(plan.batches), "eager": args.vllm_eager,
+            "max_model_len": min(room_v, backbone.max_positions or room_v),
+        }  # fmt: skip
+        model, command = safetensors(subject, folder), [str(args.vllm.absolute()), "-I", str(DRIVERS[VLLM])]
+        plain = Engine("vLLM", backbone, command, job(model, backbone, threads, heads=None, **common))
+        yield plain
+        for title, config in heads.items():
+            yield Engine(title, backbone, command, job(model, backbone, threads, heads=config, **common), plain)
+    if args.llama is not None:
+        gguf = find_gguf(subject.name)
+        assert gguf is not None
+        given: Row = {"engine": LLAMA, "rows": max(plan.batches), "max_model_len": room}
+        command = [args.node, str(DRIVERS[LLAMA]), str(args.llama.absolute())]
+        yield Engine(LLAMA, backbone, command, job(gguf.path.absolute(), backbone, threads, **given))
 
 
-def require_vllm(args: argparse.Namespace) -> None:
-    """Raise UserError unless --vllm is the Python of an environment with vLLM 0.32, and the other arguments are what vLLM can do."""
-    remedy = f"give the Python of an environment with vLLM 0.32 ({MAKE})"
-    if not args.vllm.is_file():
-        raise UserError(f"--vllm {args.vllm}: there is no such file; {remedy}")
-    command = [str(args.vllm.absolute()), "-I", "-c", "import vllm; print(vllm.__version__)"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except OSError as error:
-        raise UserError(f"--vllm {args.vllm} cannot be run ({cause(error)}); {remedy}") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(f"--vllm {args.vllm} has no vLLM ({said}); {remedy}")
-    version = (done.stdout.split() or ["none"])[-1]
-    if not version.startswith(VERSION):
-        raise UserError(f"--vllm {args.vllm} has vLLM {version}, and this compares with 0.32; {MAKE}")
-    if args.dtype not in NAMES:
-        raise UserError(f"vLLM is measured in {', '.join(NAMES)}, not in {args.dtype}; give one of them with --dtype, or leave --vllm out")
-    if args.temperature and 0.0 not in args.temperature:
-        raise UserError("vLLM is measured at temperature 0, where texts can be compared; add 0 to --temperature, or leave --vllm out")
-    if args.adapter is not None:
-        raise UserError("vLLM is measured without an adapter; leave --adapter or --vllm out")
-
-
-def vllm_jobs(args: argparse.Namespace, subject: Subject, prompts: list[list[int]], folder: Path) -> dict[str, Row]:
-    """The jobs of `peers_vllm.py` by system; heads are exported below ``folder``. Raises UserError for heads that vLLM does not serve."""
-    backbone, heads = subject.heads[0][1].backbone, {}
-    for number, path in enumerate(args.heads or []):
+def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
+    """vLLM's speculative configuration of each of the heads, by the name of the system. Raises UserError for heads that it cannot serve."""
+    found = {}
+    for number, path in enumerate(args.heads):
         exported = export(Request(path, "vllm", folder / f"heads-{number}", args.backbone))
         if exported["adapter"] is not None:
             raise UserError(f"{path} come with an adapter on the backbone, and vLLM is measured without; leave them or --vllm out")
         config = vllm.speculative_config(folder / f"heads-{number}", args.depth or exported["depth"])
         config["model"] = str(vllm.fitting(Path(config["model"]), folder / f"wide-{number}"))
-        heads[f"{path}, {config['method']}, chain of {config['num_speculative_tokens']}"] = config
-    longest = max((config["num_speculative_tokens"] for config in heads.values()), default=0)
-    room = max(map(len, prompts)) + args.max_new_tokens + longest + 1
-    end = backbone.model.generation_config.eos_token_id
-    job = {
-        "model": str(vllm.fitting(find_folder(resolve(subject.name), "backbone"), folder / "wide")),
-        "prompts": prompts,
-        "new_tokens": args.max_new_tokens,
-        "stop": [end] if isinstance(end, int) else end or [],
-        "dtype": NAMES[args.dtype],
-        "batches": list(bench_plan(args).batches),
-        "max_model_len": min(room, backbone.max_positions or room),
-        "eager": args.vllm_eager,
-    }
-    return {title: job | {"heads": config} for title, config in {PLAIN: None, **heads}.items()}
+        found[f"vLLM with {path}, chain of {config['num_speculative_tokens']}"] = config
+    return found
 
 
-def run(args: argparse.Namespace, title: str, job: Row) -> Row:
-    """Run a job in vLLM. Raises UserError if vLLM fails, or runs on another number of threads."""
-    print(f"vLLM, {title}: batch {', '.join(map(str, job['batches']))}", file=sys.stderr)
-    result = vllm.run_driver(args.vllm.absolute(), DRIVER, job, args.threads)
-    if result["threads"] != args.threads:
-        raise UserError(f"vLLM ran on {result['threads']} threads, not on {args.threads}; unset what sets them in the environment")
-    return result
+def safetensors(subject: Subject, folder: Path) -> Path:
+    """A folder with the backbone for vLLM: its own, or its weights written there if it is a GGUF file."""
+    if find_gguf(subject.name) is None:
+        return vllm.fitting(find_folder(resolve(subject.name), "backbone"), folder / "wide")
+    subject.heads[0][1].backbone.model.save_pretrained(folder / "model")
+    return vllm.fitting(folder / "model", folder / "wide")
 
 
-def table(report: Row) -> str:
-    """The report as Markdown."""
+def require_engines(args: argparse.Namespace) -> None:
+    """Raise UserError unless --vllm and --llama are what they are to be, and the other arguments what these engines can do."""
+    engines = [option for option, given in (("--vllm", args.vllm), ("--llama", args.llama)) if given is not None]
+    if engines and args.adapter is not None:
+        raise UserError(f"other engines are measured without an adapter; leave --adapter or {' and '.join(engines)} out")
+    if args.vllm is not None:
+        require_vllm(args.vllm)
+        if args.dtype not in ("auto", *NAMES):
+            rule = f"not in {args.dtype}; give one of them with --dtype, or leave --vllm out"
+            raise UserError(f"vLLM is measured in {', '.join(NAMES)}, {rule}")
+    if args.llama is not None:
+        if not (args.llama / "node_modules" / "node-llama-cpp" / "package.json").is_file():
+            raise UserError(f"--llama {args.llama} has no node-llama-cpp; {INSTALL}")
+        model = backbone_name(args.backbone, args.heads)
+        if find_gguf(model) is None:
+            raise UserError(f"llama.cpp reads GGUF files, and the model is {model}; leave --llama out, or give heads on a GGUF file")
+
+
+def require_vllm(python: Path) -> None:
+    """Raise UserError unless it is the Python of an environment with vLLM 0.32."""
+    remedy = f"give the Python of an environment with vLLM 0.32 ({MAKE})"
+    if not python.is_file():
+        raise UserError(f"--vllm {python}: there is no such file; {remedy}")
+    try:
+        command = [str(python.absolute()), "-I", "-c", "import vllm; print(vllm.__version__)"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise UserError(f"--vllm {python} cannot be run ({cause(error)}); {remedy}") from None
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise UserError(f"--vllm {python} has no vLLM ({said}); {remedy}")
+    version = (done.stdout.split() or ["none"])[-1]
+    if not version.startswith(VERSION):
+        raise UserError(f"--vllm {python} has vLLM {version}, and this compares with 0.32; {MAKE}")
+
+
+def markdown(report: Row) -> str:
+    """The report as Markdown: all systems, then speeds by task."""
     versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items() if version)
     about = (
         f"{report['backbone']}, {report['dtype']}, {report['device']}, {report['threads']} threads; {report['prompts']} prompts, up to"
-        f" {report['max_new_tokens']} tokens each; {versions}" + (", which compiles nothing" if report.get("vllm_eager") else "")
+        f" {report['max_new_tokens']} tokens each; {versions}"
     )
-    plain = {(row["temperature"], row["batch"]): row for row in report["peers"] if (row["engine"], row["system"]) == ("headstart", PLAIN)}
-    lines = [TITLES, ["---:", "---:", "---", "---", *["---:"] * 6]]
-    for row in report["peers"]:
-        ratio = row["tokens_per_second"] / plain[row["temperature"], row["batch"]]["tokens_per_second"]
-        lengths = [cell(row[key], ".2f") for key in ("tau", "mean_acceptance_length")]
-        same = [f"{report['prompts'] - row[key]} of {report['prompts']}" if row[key] is not None else "" for key in DIFFERING]
-        system = [f"{row['temperature']:g}", str(row["batch"]), row["engine"], row["system"]]
-        lines.append([*system, f"{row['tokens_per_second']:.1f}", f"{ratio:.2f}", *lengths, *same])
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([about, rows, COUNTS, *([] if report["versions"]["vllm"] else [NOT_MEASURED])])
+    missing = [engine for engine in (VLLM, LLAMA) if report["versions"][engine] is None]
+    lines, tasks = [TITLES, ("---:", "---:", "---", *["---:"] * 6)], [*report["tasks"]]
+    by_task: list[Sequence[str]] = [("T", "batch", "system, tokens/s", *tasks), ("---:", "---:", "---", *["---:"] * len(tasks))]
+    for temperature, batch in settings_of(report):
+        rows = list(rows_at(report, temperature, batch))
+        plain = next(row for row in rows if name(row) == AR)["decode_tokens_per_second"]
+        for row in rows:
+            setting, speed = (f"{temperature:g}", str(batch), name(row)), row["decode_tokens_per_second"]
+            ratio = speed / plain if speed and plain else None
+            own = "head" in row or name(row) == AR
+            differing = (None, row["prompts_differing"]) if own else (row["prompts_differing"], row["prompts_differing_from_headstart"])
+            same = ["" if one is None else f"{report['prompts'] - one} of {report['prompts']}" for one in differing]
+            lines.append((*setting, f"{row['tau']:.2f}", cell(speed), cell(ratio, ".2f"), cell(row["tokens_per_second"]), *same))
+            by_task.append((*setting, *(cell(row["tasks"][task]["decode_tokens_per_second"]) for task in tasks)))
+    tables = ["\n".join(f"| {' | '.join(line)} |" for line in one) for one in ([lines, by_task] if len(tasks) > 1 else [lines])]
+    return "\n\n".join([about, *tables, COUNTS, *([f"Not measured: {', '.join(missing)}"] if missing else [])])
 
 
-def cell(value: float | None, form: str) -> str:
+def cell(value: float | None, form: str = ".1f") -> str:
     """A number, or nothing."""
     return "" if value is None else format(value, form)
 
 
 def parser() -> argparse.ArgumentParser:
-    """`bench`'s arguments, with other defaults, and vLLM's."""
+    """`bench`'s arguments, with other defaults, and those of the other engines."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    arguments.add_measured(options)
+    arguments.add_measured(options, prompts_required=False)
+    options.add_argument("--html", type=Path, metavar="FILE", help="write a page with heat maps of the tasks")
     options.add_argument("--vllm", type=Path, metavar="PYTHON", help="the Python of an environment with vLLM 0.32 (default: without vLLM)")
     options.add_argument("--vllm-eager", action="store_true", help="have vLLM compile nothing")
-    options.add_argument("--table", action="store_true", help="print Markdown instead of JSON")
-    options.set_defaults(also_fixed_tree=True, prompt_lookup=True, threads=1, dtype="fp32")
+    options.add_argument("--llama", type=Path, metavar="FOLDER", help="where node-llama-cpp is installed (default: without llama.cpp)")
+    options.add_argument("--node", default="node", metavar="PROGRAM", help="what runs it (node)")
+    options.set_defaults(also_alone=True, prompt_lookup=True, max_new_tokens=96)
     return options
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with the proposers and fixed trees of `make demo`, and batch sizes 1 and 8, where none are given."""
+    """The arguments, with defaults for those that may be given several times. Raises UserError without heads."""
     args = parser().parse_args(words)
+    if args.heads is None and not HEADS.is_dir():
+        raise UserError(f"there are no heads in {HEADS}; `make demo-smollm2` trains them, or name others with --heads")
+    args.heads, args.prompts = args.heads or [str(HEADS)], args.prompts or [str(PROMPTS)]
     args.propose = args.propose or ["suffix", "recycling"]
-    args.batch_size = args.batch_size or [1, 8]
-    if args.nodes is None and args.width is None:
-        args.nodes, args.width = TREE
-        args.sampled_nodes, args.sampled_width = args.sampled_nodes or SAMPLED[0], args.sampled_width or SAMPLED[1]
+    args.temperature, args.batch_size = args.temperature or [0.0, 1.0], args.batch_size or [1, 8]
+    args.prompt_lookup = 1 in args.batch_size
     return args
 
 

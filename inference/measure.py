@@ -77,6 +77,10 @@ class Tally:
     """Seconds by part of a pass."""
     wall: float = 0.0
     """Wall-clock seconds, prefill included."""
+    decoded: int = 0
+    """Tokens written after the prefill."""
+    decoding: float = 0.0
+    """Wall-clock seconds in which they were written."""
 
     def add(self, output: GenerateOutput) -> None:
         """Add the counts of one call."""
@@ -98,6 +102,8 @@ class Tally:
                 kept=[sum(count > depth for count in kept) for depth in range(max([len(depths), *kept]))],
                 nodes=Counter(output.nodes),
                 seconds={part: output.seconds[part] for part in PARTS},
+                decoded=sum(lengths),
+                decoding=sum(output.seconds[part] for part in PARTS),
             )
         )
 
@@ -118,6 +124,8 @@ class Tally:
                 kept=[sum(count > depth for count in kept) for depth in range(max(kept, default=0))],
                 nodes=Counter([one.nodes]),
                 seconds={part: getattr(one, part) for part in PARTS},
+                decoded=sum(lengths),
+                decoding=one.seconds,
             )
         )
 
@@ -135,6 +143,8 @@ class Tally:
         self.nodes += other.nodes
         self.seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
         self.wall += other.wall
+        self.decoded += other.decoded
+        self.decoding += other.decoding
 
     @property
     def tau(self) -> float:
@@ -161,6 +171,11 @@ class Tally:
     def tokens_per_second(self) -> float:
         """Throughput over all sequences, prefill included."""
         return self.tokens / self.wall
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """The same after the prefill; None if nothing was written after it."""
+        return self.decoded / self.decoding if self.decoded else None
 
     def milliseconds(self) -> dict[str, float]:
         """Milliseconds per pass: ``draft_ms``, ``verify_ms``, ``host_ms``."""

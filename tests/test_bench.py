@@ -11,8 +11,9 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import timing
 from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
-from headstart.inference.bench.bench import Plan, Race, compare
+from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.race import Race
 from headstart.inference.bench.results import repeated_ngrams
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at
@@ -82,8 +83,8 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
                 void_running()
             return Continuations([], Tally(reads=30))
 
-    def rounds(system, many):
-        Race(system, [system], asked(*[3] * many), Settings(4), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
+    def rounds(system, many, length=100):
+        Race(system, [system], asked(*[3] * many), Settings(length), 1, 0)._warm_up(dict(enumerate(asked(*[3] * many))))
         return system.rounds
 
     assert rounds(Capturing("captures four times", heads.backbone), 40) == 4 + -(-QUIET // 30), "and some more, since shapes return late"
@@ -91,6 +92,8 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
     restless = Capturing("never done", heads.backbone)
     restless.captures = 1000
     assert rounds(restless, 90) == -(-LONGEST_RACE_WARM_UP // 30)
+    restless.rounds = 0
+    assert rounds(restless, 90, 20) == 90 * 20 // 2 // 30, "as many passes as half of the tokens that are measured"
     plain = Capturing("does not draft", heads.backbone)
     monkeypatch.setattr(Capturing, "drafting", False)
     assert rounds(plain, 40) == 5

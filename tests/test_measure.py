@@ -1,5 +1,6 @@
 """Measuring: tau equals that of decoding, the model's own sampling settings have no effect, the verdict."""
 import io
+import time
 
 import pytest
 import torch
@@ -49,6 +50,31 @@ def test_plain_decoding_is_one_token_a_pass(heads):
     measured = measure_tau(SpeculativeModel(heads.backbone), PROMPTS, max_new_tokens=8)
     assert measured == {"tau": 1.0, "acceptance_per_depth": [], "tokens": 16, "passes": 14}
     assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0   # no pass after the prefill
+
+
+def test_decoding_is_timed_from_the_first_token_on(heads, capsys):
+    """A prefill that takes long counts in one speed and not in the other, for transformers as here; results are said as they come."""
+    backbone, forward = heads.backbone, heads.backbone.base.forward
+
+    def slow(*args, **given):
+        ids = given.get("input_ids", args[0] if args else None)
+        time.sleep(0.3 * (ids.shape[1] > 4))
+        return forward(*args, **given)
+
+    backbone.base.forward = slow
+    try:
+        drafting = SpeculativeModel(backbone, heads.drafter, capture="off")
+        report = compare([("m", drafting)], [Prompt(PROMPTS[1])], Plan(6, tree=TreeShape(2, 1)))
+    finally:
+        del backbone.base.forward
+    rows = [*report["baselines"], *report["results"]]
+    assert [row["tokens"] for row in rows] == [6, 6, 6]
+    for row in rows:
+        spent = 6 / row["tokens_per_second"] - 5 / row["decode_tokens_per_second"]
+        assert 0.3 <= spent < 0.6, row
+        assert row["tasks"][""]["decode_tokens_per_second"] == row["decode_tokens_per_second"]
+    said = capsys.readouterr().err
+    assert all(f"temperature 0: {row.get('head', row.get('name'))}: tau {row['tau']:.2f}, " in said for row in rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -127,3 +127,13 @@ def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(ProposerSource, "draft", lambda self, one: (drafted.append(len(one.pools)), draft(self, one))[1])
     assert ask(dialogues(20), *SAMPLED) == 0
     assert drafted and max(drafted) <= 4, "they do again for the last rows"
+
+
+def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:   # noqa: F811
+    """Each is what one more equal row would get."""
+    rows = dialogues(3)
+    assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=24", "regenerate.samples=2") == 0
+    several = rows_of(tmp_path / "new.jsonl")
+    assert ask([*rows, *rows], "regenerate.temperature=1", "regenerate.max_new_tokens=24", out="again.jsonl") == 0
+    assert several == rows_of(tmp_path / "again.jsonl") and [row["row"] for row in several] == list(range(6))
+    assert any(one["messages"] != other["messages"] for one, other in zip(several[:3], several[3:], strict=True))

@@ -80,12 +80,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
 
 
-def add_measured(parser: argparse.ArgumentParser) -> None:
+def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True) -> None:
     """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
     shipped = f"folders, hub ids, or those that ship: {', '.join(HEADS)}"
     parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
     sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .ndjson, also .gz or .zst; .txt)"
-    parser.add_argument("--prompts", action="extend", nargs="+", required=True, metavar="FILE", help=sets)
+    parser.add_argument("--prompts", action="extend", nargs="+", required=prompts_required, metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
     parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
     parser.add_argument("--skip-long", action="store_true", help="skip prompts that do not fit the context (default: an error)")

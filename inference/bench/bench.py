@@ -10,14 +10,12 @@ from __future__ import annotations
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from tqdm import tqdm
 
 from headstart import __version__
@@ -26,11 +24,11 @@ from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.prompts import Prompt, Prompter
+from headstart.inference.bench.race import Race
 from headstart.inference.bench.replay import record
 from headstart.inference.bench.results import References, Sizes, baseline, result
 from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, wait, warm_up
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
@@ -38,9 +36,6 @@ from headstart.inference.spot_check import paused
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.progress import watched
-
-TIMED = 4
-"""Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def compare(
     prompts: Sequence[Prompt],
     plan: Plan,
     prompter: Prompter | None = None,
-    others: Sequence[TransformersSystem] = (),
+    others: Sequence[System] = (),
 ) -> dict[str, Any]:
     """Measure all systems. The report has an entry for each system, temperature and batch size, in two lists: baselines and heads.
 
@@ -90,13 +85,14 @@ def compare(
     for temperature in plan.temperatures:
         first: SystemResult | None = None
         for batch in plan.batches:
-            baselines = [ar_transformers, ar, *(others if batch == 1 else ())]
+            baselines = [ar_transformers, ar, *(one for one in others if batch == 1 or not one.one_by_one)]
             race = Race(ar, [*baselines, *drafting], fitting, plan.settings(temperature), batch, plan.seed)
             by_system = race.run(prompter)
-            references = References(by_system[ar], by_system[ar_transformers], first)
+            references = References(by_system[ar], by_system[ar_transformers], first, by_system)
             sizes = Sizes(temperature, batch, report["weight_bytes"], report["memory_bytes_per_second"])
             ours = {system: result(by_system[system], references, race.settings, sizes) for system in drafting}
             rows = {system: baseline(by_system[system], references, sizes) for system in baselines}
+            _say(race.title, rows | ours)
             _judge(judging, rows | ours, by_system, race)
             report["baselines"] += rows.values()
             report["results"] += ours.values()
@@ -108,6 +104,12 @@ def compare(
             first = first or by_system[ar]
     judging.finish(report)
     return report
+
+
+def _say(title: str, rows: dict[System, dict[str, Any]]) -> None:
+    """Say on standard error what was measured so far."""
+    for system, row in rows.items():
+        tqdm.write(f"{title}: {system.name}: tau {row['tau']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
 
 
 def _judge(judging: Judging, rows: dict[System, dict[str, Any]], by_system: dict[System, SystemResult], race: Race) -> None:
@@ -140,90 +142,6 @@ def _alone(heads: SpeculativeModel) -> SpeculativeModel:
     alone = SpeculativeModel(heads.backbone, heads.drafter, capture=heads.capture)
     alone.tuned = heads.tuned
     return alone
-
-
-class Race:
-    """Several systems continue the same prompts, interleaved; later questions follow the answers of the ``leader``."""
-
-    def __init__(
-        self, leader: System, systems: Sequence[System], prompts: Sequence[Prompt], settings: Settings, batch: int, seed: int
-    ) -> None:
-        self.results = [SystemResult(system) for system in systems]
-        self.leader = next(one for one in self.results if one.system is leader)
-        self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
-        self.pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates of progress
-        self.dropped_turns = 0
-        """Later turns of conversations that did not fit into the context."""
-
-    def run(self, prompter: Prompter | None) -> dict[System, SystemResult]:
-        """Continue every prompt with every system, then the next question of each conversation until none is left; returns the results."""
-        asked = dict(enumerate(self.prompts))
-        self._warm_up(asked)
-        title = f"temperature {self.settings.temperature:g}" + (f", batch {self.batch}" if self.batch > 1 else "")
-        total = sum(1 + len(prompt.later) for prompt in self.prompts) * len(self.results)
-        with tqdm(total=total, desc=title, unit="sequence", mininterval=self.pace) as progress:
-            while asked:
-                for turn, (task, group) in enumerate(self._groups(asked)):
-                    first = turn % len(self.results)
-                    for one in self.results[first:] + self.results[:first]:
-                        one.measure(task, group, self.settings, self.seed)
-                        progress.update(len(group))
-                asked = {} if prompter is None else self._next(asked, prompter, progress)
-        self._time_parts()
-        return {one.system: one for one in self.results}
-
-    @property
-    def groups(self) -> list[dict[int, Tensor]]:
-        """The batches of the prompts' first turns."""
-        return [group for _, group in self._groups(dict(enumerate(self.prompts)))]
-
-    def _warm_up(self, asked: dict[int, Prompt]) -> None:
-        """Let every system continue prompts, at most all of them, until nothing is captured any more and its layers are compiled."""
-        with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
-            for one in self.results:
-                rounds = partial(self._warm_up_rounds, one.system, asked, progress)
-                warm_up(rounds(), at_most=LONGEST_RACE_WARM_UP, quiet=QUIET if one.system.drafting else 1)
-                if wait(partial(getattr, one.system, "compiling"), lambda: progress.set_postfix_str("compiling its layers")):
-                    warm_up(rounds())
-                progress.update()
-
-    def _warm_up_rounds(self, system: System, asked: dict[int, Prompt], progress: tqdm) -> Iterator[Callable[[], int]]:
-        def passes(group: dict[int, Tensor]) -> int:
-            progress.set_postfix_str(system.name)
-            return system.write(list(group.values()), self.settings, [self.seed + i for i in group]).tally.reads
-
-        for _, group in self._groups(asked):
-            yield partial(passes, group)
-
-    def _groups(self, asked: dict[int, Prompt]) -> Iterator[tuple[str, dict[int, Tensor]]]:
-        """Batches of prompts; all prompts of a batch have one task."""
-        for task in dict.fromkeys(prompt.task for prompt in asked.values()):
-            prompts = [(i, prompt.ids_T) for i, prompt in asked.items() if prompt.task == task]
-            for start in range(0, len(prompts), self.batch):
-                yield task, dict(prompts[start : start + self.batch])
-
-    def _next(self, asked: dict[int, Prompt], prompter: Prompter, progress: tqdm) -> dict[int, Prompt]:
-        """The next question of each conversation, after the answer to the previous one."""
-        context = self.leader.system.backbone.max_positions
-        following: dict[int, Prompt] = {}
-        for i, prompt in asked.items():
-            if not prompt.later:
-                continue
-            after = prompter.follow(prompt, self.leader.sequences[i][-1])
-            if context is None or len(after.ids_T) + self.settings.max_new_tokens <= context:
-                following[i] = after
-            else:
-                self.dropped_turns += len(prompt.later)
-                progress.total -= len(prompt.later) * len(self.results)
-        return following
-
-    def _time_parts(self) -> None:
-        """On an accelerator, decode some prompts once more with exact times."""
-        if self.leader.system.backbone.device.type == "cpu":
-            return
-        for one in self.results:
-            if isinstance(one.system, HeadstartSystem) and one.system.sources:
-                one.parts = one.system.time_parts(self.groups[:TIMED], self.settings, self.seed)
 
 
 def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) -> list[Prompt]:

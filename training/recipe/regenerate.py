@@ -53,6 +53,8 @@ class Regenerate(StrictModel):
     """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
     limit: PositiveInt | None = None
     """Answer at most this many rows; null: all that ``data.limit`` lets in."""
+    samples: PositiveInt = 1
+    """Answers to each row, each sampled with a seed of its own: for few prompts. Above 1 every temperature is above 0."""
     temperature: Temperature | Annotated[tuple[Temperature, ...], MinLen(1)] = (0.0, 1.0)
     """0 is greedy; above it answers are sampled, each row with a seed of its own. Of several, each row takes one, for all its turns."""
     top_k: NonNegativeInt = 0
@@ -92,4 +94,7 @@ class Regenerate(StrictModel):
         if self.heads is not None and self.endpoint is not None:
             rule = f"and regenerate.endpoint={self.endpoint!r} are two ways to answer: heads draft in this process; set either to null"
             raise RuleError("heads", rule, self.heads)
+        if self.samples > 1 and 0 in self.temperatures:
+            rule = "needs regenerate.temperature above 0, at which answers to a row differ; name temperatures without 0"
+            raise RuleError("samples", rule, self.samples)
         return self

@@ -58,7 +58,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     rows, bad = sound_rows(rows, data, data.name, TEXTS)
     if bad.count:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
-    items = read_items(rows, data, data.name)
+    items = read_items(rows * settings.samples, data, data.name)
     responder: Responder = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
