@@ -264,5 +264,5 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
                              " int8, int4: its linear layers' weights, with optimum-quanto)")
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--capture", choices=("auto", "trace", "cuda-graph", "compile", "off"), default="auto",
-                        help="how forward passes are captured to run without Python's overhead (auto: trace on a CPU,"
-                             " off elsewhere)")
+                        help="how forward passes run without Python's overhead (auto: compiled layers and traces on a CPU,"
+                             " off elsewhere; compile: the same, but wait for the compiler)")
