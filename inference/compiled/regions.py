@@ -6,7 +6,8 @@ function of its inputs and weights, with their dtypes and sizes. Such a `Region`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from headstart.heads.backbone import tree_attention  # noqa: F401  (registers an operation)
 from headstart.inference.compiled import kernels  # noqa: F401  (as above)
+from headstart.inference.compiled.marks import marking
 from headstart.inference.compiled.program import NotCompiled, Region
 from headstart.inference.compiled.sizes import Size
 
@@ -32,32 +34,35 @@ class Call(NamedTuple):
     """Attributes of the traced graph."""
     outputs: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
+    written: dict[fx.Node, fx.Node]
+    """Nodes that are an input which the region has written into, and that input."""
 
 
 @contextmanager
 def marked(layers: Sequence[nn.Module], of: dict[fx.Node, int]) -> Iterator[None]:
-    """Within this context the number of the layer is noted for every node that is traced inside one of them."""
-    starts: list[fx.Node] = []
+    """Within this context every node that is traced inside one of these modules, or in a `region`, is noted with a number of that part."""
+    parts, open_ = itertools.count(), list[Callable[[], None]]()
 
     def last() -> fx.Node | None:
         mode = get_proxy_mode()
         return None if mode is None else mode.tracer.graph._root.prev
 
-    def enter(*_: Any) -> None:
-        if (node := last()) is not None:
-            starts.append(node)
+    def enter() -> Callable[[], None]:
+        start, part = last(), next(parts)
 
-    def leave(number: int) -> None:
-        if (node := last()) is not None:
-            start = starts.pop()
-            while node is not start:
-                of.setdefault(node, number)
+        def leave() -> None:
+            node = last()
+            while node is not None and node is not start:
+                of.setdefault(node, part)
                 node = node.prev
 
-    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
-    handles += [layer.register_forward_hook(lambda *_, number=number: leave(number)) for number, layer in enumerate(layers)]
+        return leave
+
+    handles = [layer.register_forward_pre_hook(lambda *_: open_.append(enter())) for layer in layers]
+    handles += [layer.register_forward_hook(lambda *_: open_.pop()()) for layer in layers]
     try:
-        yield
+        with marking(enter):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -104,6 +109,15 @@ def _ask_once(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
 
 
+def _written(node: fx.Node) -> Any:
+    """What a node is that was written into, or the node itself."""
+    schema = getattr(node.target, "_schema", None)
+    while schema is not None and schema.is_mutable and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        schema = getattr(node.target, "_schema", None)
+    return node
+
+
 class _Writer:
     """Writes the nodes of one layer as a function."""
 
@@ -117,17 +131,19 @@ class _Writer:
 
     def call(self) -> Call:
         """Write all of it."""
-        inside = {*self.nodes}
+        inside = self.inside = {*self.nodes}
         for node in self.nodes:
             self.own[node] = self._copy(node)
-        outputs = tuple(node for node in self.nodes if any(user not in inside for user in node.users))
+        needed = [node for node in self.nodes if any(user not in inside for user in node.users)]
+        written = {node: base for node in needed if (base := _written(node)) not in inside and base is not node}
+        outputs = tuple(node for node in needed if node not in written)
         self.graph.output([self.own[node] for node in outputs])
         self.graph.eliminate_dead_code()
         self._placeholders_first(inputs := [*self.inputs.values(), *self.weights.values()])
         text = self.graph.python_code("self").src
         dtypes = [str(one.meta["val"].dtype).removeprefix("torch.") for one in inputs]
         region = Region(text, tuple(zip(dtypes, (tuple(map(self._size, one.meta["val"].shape)) for one in inputs), strict=True)))
-        return Call(region, tuple(self.inputs), tuple(self.weights), outputs, tuple(self.nodes))
+        return Call(region, tuple(self.inputs), tuple(self.weights), outputs, tuple(self.nodes), written)
 
     def _size(self, size: Any) -> Size:
         if not isinstance(size, torch.SymInt):
@@ -147,6 +163,8 @@ class _Writer:
     def _copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
         args: Any = fx.map_arg(node.args, self._value)
+        if target is aten.add.Tensor and type(args[1]) is int and node.meta["val"].dtype == torch.int64 and node in self.inside:
+            args = args[0], self._number(args[1])
         kwargs: Any = fx.map_arg(node.kwargs, self._value)
         copied = self.graph.create_node(node.op, REPLACED.get(target, target), args, kwargs, name="v")
         copied.meta["val"] = node.meta.get("val")
@@ -161,6 +179,15 @@ class _Writer:
                 self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
             else:
                 self.own[node] = self._copy(node)
+        return self.own[node]
+
+    def _number(self, value: int) -> fx.Node:
+        """A number that is added to positions, as an input: levels of drafts differ in it alone."""
+        top = [node for node in self.whole.graph.nodes if node.op == "placeholder"][-1]
+        with self.whole.graph.inserting_after(top):
+            node = self.whole.graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": torch.int64})
+        node.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+        self.own[node] = self.inputs[node] = self._placeholder(node.meta["val"])
         return self.own[node]
 
     def _weight(self, name: str, value: Tensor | None) -> fx.Node:

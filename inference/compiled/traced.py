@@ -47,7 +47,7 @@ def traced(
 
 def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str]]:
     """The text of the whole graph with layers as calls, and the attributes that it reads itself."""
-    rest, of, order = fx.Graph(), dict[fx.Node, Any](), list(graph.graph.nodes)
+    rest, of = fx.Graph(), dict[fx.Node, Any]()
     inside = {node for call in calls for node in call.nodes}
     last = {call.nodes[-1]: number for number, call in enumerate(calls)}
 
@@ -56,11 +56,12 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
             of[node] = rest.node_copy(node, copied)
         return of[node]
 
-    for node in order:
+    for node in graph.graph.nodes:
         if node in last:
             call = calls[last[node]]
             found = rest.call_function(region_call, (last[node], [copied(one) for one in call.inputs]))
             of.update({one: rest.call_function(operator.getitem, (found, place)) for place, one in enumerate(call.outputs)})
+            of.update({one: copied(base) for one, base in call.written.items()})
         elif node not in inside and is_tensor(node):   # sizes are asked for where they are needed
             copied(node)
     kept = lambda node: node.op in ("placeholder", "output") or node.target is region_call or _writes(node)   # noqa: E731

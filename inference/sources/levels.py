@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
+from headstart.inference.compiled.marks import region
 from headstart.inference.sources.draft import DraftScoring
 
 GROUP, GROUPED = 64, 1 << 14
@@ -65,15 +66,16 @@ def draft_levels(
     state, hidden_BKD, levels = progress.state, progress.hidden_BKD, [before]
     for k in range(progress.count):
         depth, above = progress.depth + k, levels[-1]
-        if not drafter.all_depths_at_once:
-            hidden, state = drafter.step(state, above.tokens_BW, above.parents_BW, depth)
-        else:
-            if not depth:
-                hidden_BKD, state = drafter.step(state, above.tokens_BW, above.parents_BW, 0)
-            assert hidden_BKD is not None
-            hidden = hidden_BKD[:, depth : depth + 1]
-        logits_BWV = drafter.readout(hidden, depth, above.tokens_BW).float()
-        levels.append(_best(above, _scored(logits_BWV, scoring, k), width, drafter.vocabulary))
+        with region():
+            if not drafter.all_depths_at_once:
+                hidden, state = drafter.step(state, above.tokens_BW, above.parents_BW, depth)
+            else:
+                if not depth:
+                    hidden_BKD, state = drafter.step(state, above.tokens_BW, above.parents_BW, 0)
+                assert hidden_BKD is not None
+                hidden = hidden_BKD[:, depth : depth + 1]
+            logits_BWV = drafter.readout(hidden, depth, above.tokens_BW).float()
+            levels.append(_best(above, _scored(logits_BWV, scoring, k), width, drafter.vocabulary))
     return levels[1:], _packed(levels[1:]), state, hidden_BKD
 
 
@@ -81,7 +83,9 @@ def extend_and_draft(
     drafter: Drafter, progress: Progress, features: Features, before: Level, width: int, scoring: DraftScoring
 ) -> tuple[list[Level], Tensor, Any, Tensor | None]:
     """Extend the drafter's state by the features of accepted tokens, then `draft_levels`, as one function."""
-    return draft_levels(drafter, replace(progress, state=drafter.begin(features, progress.state)), before, width, scoring)
+    with region():
+        state = drafter.begin(features, progress.state)
+    return draft_levels(drafter, replace(progress, state=state), before, width, scoring)
 
 
 def _scored(logits_BWV: Tensor, scoring: DraftScoring, index: int) -> Tensor:
