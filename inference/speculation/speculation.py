@@ -115,10 +115,11 @@ class Speculation:
         if source.planned and not any(len(pool.tokens) > 1 for pool in draft.pools):
             source.planned -= 1
             return min(source.plan, remaining)
-        choices = self._choices(draft, source, [count for count in source.counts if count <= remaining] or [remaining])
+        counts = [count for count in source.counts if count <= remaining] or [remaining]
+        choices = self._choices(draft, source, counts)
         best = min(choices, key=lambda choice: choice.cost)
         source.plan, source.planned = best.depths, PLANNED if best.depths and self.steps > SETTLED else 0
-        deeper = [choice for choice in choices if choice.depths > best.depths]
+        deeper = [choice for choice in choices if best.depths < choice.depths <= source.depth]
         if deeper and self._affords(draft, source, trial := min(deeper, key=lambda choice: choice.cost), best):
             return trial.depths
         return best.depths
