@@ -42,8 +42,6 @@ class DrafterSource(DrafterRows):
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
-        self.few = capturer.slow or capturer.fixed
-        """Captures take long: no depths that the drafter was not trained for."""
 
     @property
     def captured(self) -> bool:
@@ -64,7 +62,7 @@ class DrafterSource(DrafterRows):
     @property
     def counts(self) -> list[int]:
         trained = {1 << power for power in range(self.depth.bit_length())} | {self.depth}   # few, since each is captured apart
-        deepest = self.depth if self.few else self.drafter.deepest
+        deepest = self.depth if self.capturer.slow or self.capturer.fixed else self.drafter.deepest
         return sorted(trained | {(self.depth + deepest + 1) // 2, deepest})
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:

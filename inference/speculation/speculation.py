@@ -205,12 +205,10 @@ class Speculation:
         """Update every source's statistics from the picks at the accepted nodes, and show the verified tree to the sources that drafted."""
         self.steps += 1
         drafted = [source for source in self.sources if source in draft.seconds]
-        for sequence, tokens, parents, picked in zip(draft.sequences, tree.tokens, tree.parents, picks, strict=True) if drafted else ():
-            for source in drafted:
-                source.verified(sequence, tokens, parents, picked)
         for row, sequence in enumerate(draft.sequences if drafted else ()):
             accepted = {draft.kept[row][node]: picks[row][node] for node in paths[row]}
             for source in drafted:
+                source.verified(sequence, tree.tokens[row], tree.parents[row], picks[row])
                 source.acceptance.note(draft.pools[row], source, min(draft.depths[source], draft.remaining[row]))
                 source.acceptance.learn(draft.pools[row], sequence, source, accepted)
         for source in self.sources:
