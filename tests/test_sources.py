@@ -255,7 +255,7 @@ def test_where_captures_take_long_batches_draft_with_few_numbers_of_depths_and_o
     monkeypatch.setattr(Capturer, "slow", True)
     on = backbone("llama")
     source = source_of(random_drafter("eagle3", on, depth=3))
-    assert source.counts == [1, 2, 3] and source_of(random_drafter("eagle3", on, depth=5)).counts == [1, 2, 4, 5]
+    assert source.counts == [1, 3] and source_of(random_drafter("eagle3", on, depth=5)).counts == [1, 2, 5]
     reader = Reader(on, source.drafter.taps, Capturer("off", on.device))
     tokens_BT = torch.arange(1, 1 + 7 * rows).view(rows, 7)
     features, cache = reader.prompts(tokens_BT, torch.tensor([7, 6][:rows]))

@@ -150,7 +150,7 @@ class Speculation:
         short = min(loss, FULL_PURSE - kept) + kept - source.purse
         if short <= 0:
             source.purse -= loss
-            draft.least = 2
+            draft.least, draft.trial = 2, (source, trial.seconds)
         elif not best.depths:
             source.pause = min(math.ceil(short / TRIAL_SHARE), LONGEST_PAUSE)
         return short <= 0
@@ -224,6 +224,8 @@ class Speculation:
         nodes = graph_size(tree.size) if self.padded else tree.size
         if tree.size > 1 or self.plain_steps > 1:   # a draft leaves less of the weights in the caches
             self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
+        if draft.trial is not None:   # what it took beyond what was expected
+            draft.trial[0].purse -= (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
         for source, drafting in draft.seconds.items():
             assert isinstance(source, Source)
             self.costs.add_part(source.timed_as(), rows, draft.depths[source], drafting)
