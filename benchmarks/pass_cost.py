@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             tuned = tune(SpeculativeModel(backbone, drafter, capture=capture), [], plan)   # type: ignore[arg-type]
             for row, found in zip(rows, tuned.details["by_context"], strict=True):
                 draft = found["drafting_ms"][0]
-                drafting = draft["begin"] + sum(draft["depths"])
+                drafting = dict(draft)[drafter.depth]
                 even = [[n, (ms + drafting) / row["transformers_token_ms"]] for n, ms in found["pass_ms"]]
                 row.setdefault(kind, {})[name] = {"pass_ms": found["pass_ms"], "drafting_ms": draft, "break_even_tau": even}
     return {"backbone": backbone.name, "threads": args.threads, "device": backbone.device.type, "measured": rows}

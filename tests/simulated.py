@@ -128,7 +128,7 @@ class SimulatedSource(Source):
 
     @property
     def counts(self) -> list[int]:
-        return sorted({1, 2, 4, self.depth, (self.depth + self.deepest + 1) // 2, self.deepest})
+        return sorted({1, 2, self.depth, self.deepest})
 
     def join(self, sequences: list[int], tokens: list[list[int]], features: Features) -> None:
         """It has no state."""

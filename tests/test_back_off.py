@@ -85,6 +85,13 @@ def test_a_proposer_that_is_right_is_verified_and_one_that_is_wrong_backs_off(cl
         assert wrong.asked <= 8, "it brings nothing: asked now and then, and not in all of 118"
 
 
+def test_the_first_step_drafts(clock: SimulatedClock) -> None:
+    """Where nothing is known of the machine; heads debugged with a breakpoint are called at once."""
+    on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}
+    out = say(SpeculativeModel(on, random_drafter("eagle3", on)), rows, **OPTIONS)
+    assert out.drafted[0][0] > 0
+
+
 def test_of_two_sources_that_draft_the_same_one_backs_off(clock: SimulatedClock) -> None:
     """The second one has nothing to add to what the first has drafted."""
     on, rows = backbone("llama"), {"input_ids": prompts((9,))[0][None]}

@@ -56,7 +56,7 @@ def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
     speculation = Speculation([source])
     speculation.costs = measured()
-    speculation.costs.add_draft(source.timed_as(), 1, 3, 1e-3)
+    speculation.costs.add_part(source.timed_as(), 1, 3, 1e-3)
     source.purse, source.acceptance.levels = 0.0, [[0.9]]   # no trials
 
     def depths(*probs: float) -> int:
@@ -88,7 +88,7 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(accept
     source = source_of(drafter)
     speculation = Speculation([source])
     speculation.costs = measured()
-    speculation.costs.add_draft(source.timed_as(), 1, drafter.depth, drafter.depth * 1e-3)
+    speculation.costs.add_part(source.timed_as(), 1, drafter.depth, drafter.depth * 1e-3)
     source.purse, source.acceptance.levels = 0.0, [[0.9], [acceptance]]
     assert speculation.depths(Draft([Pool(3)], [20]), source) == drafted
     assert speculation.depths(Draft([Pool(3)], [1]), source) == 1

@@ -88,12 +88,12 @@ def test_the_first_steps_are_of_known_sizes_and_plain_ones_are_timed_now_and_the
 
 def test_drafts_cost_what_those_of_other_depths_and_of_about_as_many_rows_do() -> None:
     costs = Costs()
-    assert costs.of_draft("0", 4, 3) is None
-    costs.add_draft("0", 4, 5, 4e-3)
-    costs.add_draft("0", 4, 1, 2e-3)
-    assert [costs.of_draft("0", 4, depths) for depths in (1, 3, 5)] == pytest.approx([2e-3, 3e-3, 4e-3])
-    assert costs.of_draft("0", 6, 5) == 4e-3 and costs.of_draft("0", 8, 5) is None and costs.of_draft("1", 4, 5) is None
-    assert costs.at_another_length().of_draft("0", 4, 5) == 4e-3
+    assert costs.of_part("0", 4, 3) is None
+    costs.add_part("0", 4, 5, 4e-3)
+    costs.add_part("0", 4, 1, 2e-3)
+    assert [costs.of_part("0", 4, depths) for depths in (1, 3, 5)] == pytest.approx([2e-3, 3e-3, 4e-3])
+    assert costs.of_part("0", 6, 5) == 4e-3 and costs.of_part("0", 8, 5) is None and costs.of_part("1", 4, 5) is None
+    assert costs.at_another_length().of_part("0", 4, 5) == 4e-3
 
 
 def test_costs_of_one_batch_size_inform_others() -> None:
@@ -119,9 +119,9 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
     assert short is known.at(256)
     for nodes, seconds in ((1, 4e-3), (12, 8e-3)):
         short.add_pass(1, nodes, seconds)
-    short.add("host", 1, 1e-3)
+    short.add_part("host", 1, 1, 1e-3)
     long = known.at(5000)
-    assert not long.tree_due(1) and not long.plain_due(1) and long.of_pass(1, 12) == 8e-3 and long.part("host", 1) == 1e-3
+    assert not long.tree_due(1) and not long.plain_due(1) and long.of_pass(1, 12) == 8e-3 and long.of_part("host", 1, 1) == 1e-3
     long.add_pass(1, 1, 8e-3)   # AR steps after a long sequence: trees are assumed to take twice as long too
     assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
     for _ in range(3):

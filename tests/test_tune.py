@@ -32,7 +32,8 @@ def test_it_measures_passes_drafting_and_what_scores_are_worth(measured: tuple[S
     for curve in (curve for curves in tuned.curves.values() for curve in curves.values()):
         assert [nodes for nodes, _ in curve] == [1, 4, 16] and all(seconds > 0 for _, seconds in curve)
     assert [(one["context"], one["rows"]) for one in tuned.details["by_context"]] == [(20, 1), (20, 2), (40, 1), (40, 2)]
-    assert len(tuned.details["by_context"][0]["drafting_ms"][0]["depths"]) == of.drafter.depth
+    times = tuned.details["by_context"][0]["drafting_ms"][0]
+    assert [depths for depths, _ in times][-1] == of.drafter.deepest and all(ms > 0 for _, ms in times)
     assert set(tuned.calibration) == {GREEDY, SAMPLED}
     assert all(any(sum(table["trials"]) > 5 for table in tables) for tables in tuned.calibration[GREEDY].values())
     assert set(tuned.details["tau_of_wide_trees"]) == {"0", "1"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from headstart.inference.adaptive.calibration import Calibration
@@ -131,13 +132,8 @@ class Acceptance:
                 break
 
     def _take(self, depth: int, level: list[float], weight: float) -> None:
-        if depth == len(self.levels):
-            self.levels.append(level)
-            return
-        known = self.levels[depth]
-        length = max(len(known), len(level))
-        before, now = (shares + [0.0] * (length - len(shares)) for shares in (known, level))
-        self.levels[depth] = [old + weight * (new - old) for old, new in zip(before, now, strict=True)]
+        known = self.levels[depth] if depth < len(self.levels) else level
+        self.levels[depth : depth + 1] = [[old + weight * (new - old) for old, new in zip_longest(known, level, fillvalue=0.0)]]
 
     def pass_by(self) -> None:
         """Let a step pass."""

@@ -64,14 +64,10 @@ class Costs:
     """From `headstart tune`, or estimated from the costs at another length."""
     passes: dict[tuple[int, int], RecentTimes] = field(default_factory=dict)
     """Times of forward passes by rows and nodes."""
-    parts: dict[tuple[Hashable, int], RecentTimes] = field(default_factory=dict)
-    """Times of other parts of a step by name and rows."""
-    drafts: dict[tuple[Hashable, int], dict[int, RecentTimes]] = field(default_factory=dict)
-    """Times of drafts by source and rows, by the number of depths."""
+    parts: dict[tuple[Hashable, int], dict[int, RecentTimes]] = field(default_factory=dict)
+    """Times of other parts of a step by name and rows, and by size, such as the depths of a source's drafts."""
     drafted: dict[int, int] = field(default_factory=dict)
     """Steps with drafts since a plain one was timed, by `octave` of the rows."""
-    first: dict[int, list[int]] = field(default_factory=dict)
-    """Plain steps and trees timed, by `octave` of the rows."""
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     """What `of_pass` returned since a time changed."""
 
@@ -82,43 +78,36 @@ class Costs:
         recent.add(seconds)
         if abs(recent.median - before) > SAME * before or len(recent.times) <= MIN_TIMES:
             self._known.clear()
-        self.first.setdefault(octave(rows), [0, 0])[nodes > 1] += 1
         self.drafted[octave(rows)] = 0 if nodes == 1 else self.drafted.get(octave(rows), 0) + 1
 
     def plain_due(self, rows: int) -> bool:
         """True if a plain step is to be timed: after the first trees where nothing is known, and now and then where drafts pay."""
-        plain, trees = self.first.get(octave(rows), (0, 0))
-        first = rows not in self.curves and trees >= FIRST_STEPS > plain
+        first = not self.tree_due(rows) and self._lacks(rows, plain=True)
         return first or self.drafted.get(octave(rows), 0) >= INTERVAL
 
     def tree_due(self, rows: int) -> bool:
         """True if a tree is to be timed, of up to `FIRST_NODES` nodes."""
-        return rows not in self.curves and self.first.get(octave(rows), (0, 0))[1] < FIRST_STEPS
+        return self._lacks(rows, plain=False)
 
-    def add(self, part: Hashable, rows: int, seconds: float) -> None:
+    def _lacks(self, rows: int, plain: bool) -> bool:
+        """True if fewer plain steps, or trees, than `FIRST_STEPS` were timed for about that many rows."""
+        if rows in self.curves:
+            return False
+        return sum(len(of.times) for (r, n), of in self.passes.items() if octave(r) == octave(rows) and (n == 1) == plain) < FIRST_STEPS
+
+    def add_part(self, part: Hashable, rows: int, size: int, seconds: float) -> None:
         """Record the time of another part of a step."""
-        self.parts.setdefault((part, rows), RecentTimes()).add(seconds)
+        self.parts.setdefault((part, rows), {}).setdefault(size, RecentTimes()).add(seconds)
 
-    def part(self, part: Hashable, rows: int) -> float:
-        """Seconds of a part of a step; 0 until it has been timed."""
-        known = self.parts.get((part, rows))
-        return known.median if known else 0.0
+    def forget_part(self, part: Hashable, rows: int, size: int) -> None:
+        """Forget these times: the part is captured now."""
+        self.parts.get((part, rows), {}).pop(size, None)
 
-    def add_draft(self, source: Hashable, rows: int, depths: int, seconds: float) -> None:
-        """Record the time of a source's draft of so many depths."""
-        self.drafts.setdefault((source, rows), {}).setdefault(depths, RecentTimes()).add(seconds)
-
-    def forget_draft(self, source: Hashable, rows: int, depths: int) -> None:
-        """Forget the times of these drafts: they are captured now."""
-        self.drafts.get((source, rows), {}).pop(depths, None)
-
-    def of_draft(self, source: Hashable, rows: int, depths: int) -> float | None:
-        """Seconds of a draft of so many depths, by those of about that many rows; None until one was timed."""
-        near = [r for name, r in self.drafts if name == source and octave(r) == octave(rows)]
-        if not near:
-            return None
-        known = self.drafts[source, min(near, key=lambda r: (abs(r - rows), r))]
-        return None if not known else interpolated([(0, 0.0), *sorted((count, times.median) for count, times in known.items())], depths)
+    def of_part(self, part: Hashable, rows: int, size: int) -> float | None:
+        """Seconds of a part of a step by those of other sizes and of about that many rows; None until one was timed."""
+        near = [r for name, r in self.parts if name == part and octave(r) == octave(rows)]
+        known = self.parts[part, min(near, key=lambda r: (abs(r - rows), r))] if near else {}
+        return interpolated([(0, 0.0), *sorted((n, times.median) for n, times in known.items())], size) if known else None
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""
@@ -163,11 +152,9 @@ class Costs:
             nodes = {1, TREE_SIZES[-1], *(n for r, n in self.passes if r == rows)}
             curves[rows] = [(n, self.of_pass(rows, n)) for n in sorted(nodes)]
         costs = Costs(curves)
-        for (part, rows), recent in self.parts.items():
-            costs.add(part, rows, recent.median)
-        for (source, rows), known in self.drafts.items():
-            for depths, recent in known.items():
-                costs.add_draft(source, rows, depths, recent.median)
+        for (part, rows), known in self.parts.items():
+            for size, recent in known.items():
+                costs.add_part(part, rows, size, recent.median)
         return costs
 
 

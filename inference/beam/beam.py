@@ -141,7 +141,7 @@ class BeamDecoder:
             host = clock.lap()
         if watch.valid and self.speculation.sources:
             self.speculation.costs.add_pass(len(rows), logits_BNV.shape[1], verifying)
-            self.speculation.costs.add(HOST_PART, len(rows), host)
+            self.speculation.costs.add_part(HOST_PART, len(rows), 1, host)
         written = {row.number: made.count for row, made in zip(rows, steps, strict=True)}
         return Pass(written, nodes, drafting, verifying, host)
 

@@ -156,7 +156,7 @@ class Drafting:
             K = self.beams
             drafts = [self._rank(row, scores[b * K : (b + 1) * K], plans[b]) for b, row in enumerate(rows)]
         if watch.valid:
-            self.speculation.costs.add(DRAFT_PART, len(rows), watch.seconds / deepest)
+            self.speculation.costs.add_part(DRAFT_PART, len(rows), 1, watch.seconds / deepest)
         return drafts
 
     def _plan(self, rows: list[RowBeams]) -> None:
@@ -177,7 +177,7 @@ class Drafting:
         costs = self.speculation.costs
         candidates = breadth.plans(min(self.deepest, remaining))
         plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}   # the best plan of each size
-        drafting, host = costs.part(DRAFT_PART, rows), costs.part(HOST_PART, rows)
+        drafting, host = (costs.of_part(part, rows, 1) or 0.0 for part in (DRAFT_PART, HOST_PART))
         seconds = {nodes: costs.of_pass(rows, nodes) + len(plan.widths) * drafting + host for nodes, plan in plans.items()}
         return max(plans.items(), key=lambda one: (1 + one[1].steps) / seconds[one[0]])[1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.sizes import TUNED_SIZES
-from headstart.inference.engine.tree import CandidateTree, TreeShape
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape
 from headstart.inference.generate import Engine, SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.sources.draft import DraftScoring
+from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.levels import Level
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.support.errors import UserError
 
@@ -91,7 +91,7 @@ def summary(tuned: Tuned) -> str:
     lines = []
     for entry in tuned.details["by_context"]:
         passes = "  ".join(f"{nodes}: {ms:.1f}" for nodes, ms in entry["pass_ms"])
-        drafting = "".join(f"; drafting {one['begin'] + sum(one['depths']):.1f}" for one in entry["drafting_ms"])
+        drafting = "".join(f"; drafting {depths} depths {ms:.1f}" for times in entry["drafting_ms"] for depths, ms in times[-1:])
         lines.append(f"batch size {entry['rows']} after {entry['context']} tokens, ms by nodes: {passes}{drafting}")
     return "\n".join(lines)
 
@@ -112,38 +112,27 @@ def _pass(engine: Engine, cache: RaggedCache, nodes: int, repeats: int) -> float
     return median_seconds(lambda: engine.reader.tree(cache, tree)[1].argmax(-1).tolist(), repeats, cold, engine.reader.backbone.device)
 
 
-def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, repeats: int) -> dict[str, Any]:
-    """Milliseconds to extend the drafter's state by three tokens, and to draft each level."""
+def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, repeats: int) -> list[list[float]]:
+    """Milliseconds of a draft by its depths: to extend the drafter's state by three tokens and to draft so many levels."""
     rows, longest = features.tokens_BT.shape[:2]
     index_BT = torch.arange(3, device=source.device).expand(rows, 3)
-    few = features.gather(index_BT, index_BT >= 0)
+    few, width = features.gather(index_BT, index_BT >= 0), source.width(rows)
     source.start(sampled=False)
     source.join([], [], features)
-    width = source.width(rows)
+
+    def draft(depths: int) -> None:
+        source.state = prompt
+        source.append(few)
+        source.prepare(longest + 3, width, cache)
+        source.grow(Draft([Pool(0) for _ in range(rows)], [depths] * rows), depths)
+
     with torch.no_grad():
         source.prepare(longest + 3, width, None)
         prompt = source.state
-
-        def extend() -> None:
-            source.state = prompt
-            source.append(few)
-            source.prepare(longest + 3, width, None)
-
-        begin = median_seconds(extend, repeats, source.calls < WARM_UP, source.device)
-        source.prepare(longest + 3, width, cache)
-        before, depths = source.roots([0] * rows), []
-        for depth in range(source.depth):
-            state = source.state
-
-            def step(depth: int = depth, before: Level = before, state: Any = state) -> list[list[int]]:
-                source.state = state
-                return source.step(depth, before, width, DraftScoring()).tokens_BW.tolist()
-
-            depths.append(median_seconds(step, repeats, source.calls < WARM_UP, source.device))
-            source.state = state
-            before = source.step(depth, before, width, DraftScoring())
+        cold = source.calls < WARM_UP
+        times = [[depths, 1e3 * median_seconds(partial(draft, depths), repeats, cold, source.device)] for depths in source.counts]
     source.start(sampled=False)
-    return {"begin": 1e3 * begin, "depths": [1e3 * seconds for seconds in depths]}
+    return times
 
 
 def _calibrate(

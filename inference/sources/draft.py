@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class Draft:
     """The number of depths that each source drafted."""
     least: int = 1
     """Nodes of a row's tree at least, as far as there are drafts."""
+    trial: tuple[Any, float] | None = None
+    """The source that drafts though it is not expected to pay, and the seconds that the step is expected to take."""
     kept: list[list[int]] = field(default_factory=list)
     """The nodes of each pool chosen for verification, in the order of the tree."""
 

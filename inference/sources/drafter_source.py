@@ -61,9 +61,8 @@ class DrafterSource(DrafterRows):
 
     @property
     def counts(self) -> list[int]:
-        trained = {1 << power for power in range(self.depth.bit_length())} | {self.depth}   # few, since each is captured apart
-        deepest = self.depth if self.fixed else self.drafter.deepest   # each is captured apart
-        return sorted(trained | {(self.depth + deepest + 1) // 2, deepest})
+        deepest = self.depth if self.fixed else self.drafter.deepest
+        return sorted({1 << power for power in range(self.depth.bit_length() - 1)} | {self.depth, deepest})   # few: each is captured apart
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""

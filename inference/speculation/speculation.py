@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TypeVar
 
 from torch import Tensor
@@ -103,22 +104,23 @@ class Speculation:
                     source.draft(draft, depths)
                 draft.seconds[source], draft.depths[source] = watch.seconds, min(depths, max(draft.remaining))
                 if not watch.valid:
-                    self.costs.forget_draft(source.timed_as(), len(draft.pools), draft.depths[source])
+                    self.costs.forget_part(source.timed_as(), len(draft.pools), draft.depths[source])
 
     def depths(self, draft: Draft, source: Source) -> int:
         """The number of depths that the source drafts in this step; 0: none."""
         remaining = max([0, *draft.remaining])
-        if draft.shape is not None or self.costs.tree_due(len(draft.pools)) or remaining == 0:
-            if draft.shape is not None:
-                return source.fixed_depths(draft.shape, remaining)
+        if draft.shape is not None:
+            return source.fixed_depths(draft.shape, remaining)
+        if self.costs.tree_due(len(draft.pools)) or not remaining:
             return min(source.depth, remaining)
         if source.planned and not any(len(pool.tokens) > 1 for pool in draft.pools):
             source.planned -= 1
             return min(source.plan, remaining)
-        choices = self._choices(draft, source, [count for count in source.counts if count <= remaining] or [remaining])
+        counts = [count for count in source.counts if count <= remaining] or [remaining]
+        choices = self._choices(draft, source, counts)
         best = min(choices, key=lambda choice: choice.cost)
         source.plan, source.planned = best.depths, PLANNED if best.depths and self.steps > SETTLED else 0
-        deeper = [choice for choice in choices if choice.depths > best.depths]
+        deeper = [choice for choice in choices if best.depths < choice.depths <= source.depth]
         if deeper and self._affords(draft, source, trial := min(deeper, key=lambda choice: choice.cost), best):
             return trial.depths
         return best.depths
@@ -126,17 +128,16 @@ class Speculation:
     def _choices(self, draft: Draft, source: Source, counts: list[int]) -> list[Choice]:
         """What is expected of no draft of this source, and of one of as many depths as each of the counts, for the mean of the rows."""
         rows, before = len(draft.pools), sum(draft.seconds.values())
-        known = [prob / rows for pool in draft.pools for prob in pool.path_probs()[1:]]
+        ranked = ([prob for prob, _ in pool.ranked()] for pool in draft.pools)
+        known = [sum(probs) / rows for probs in zip_longest(*ranked, fillvalue=0.0)]
         levels, missed = source.acceptance.expected(counts[-1], draft.sequences), draft.missed(counts[-1])
         new = [[missed[depth] * prob for prob in level] for depth, level in enumerate(levels)]
         passes = self._passes(rows, max(1 + len(known) + sum(map(len, new)), 2))
         choices, drafts = [best_tree(0, before, [known], passes)], {nodes: passes[nodes] for nodes in passes if nodes > 1}
         for count in counts:
-            seconds = self.costs.of_draft(source.timed_as(), rows, count)
+            seconds = self.costs.of_part(source.timed_as(), rows, count)
             seconds = source.first_cost * passes[1] * count if seconds is None else seconds
-            known = known + [prob for level in new[:count] for prob in level]
-            choices.append(best_tree(count, before + seconds, [known], drafts))
-            new[:count] = [[]] * count
+            choices.append(best_tree(count, before + seconds, [known + [prob for level in new[:count] for prob in level]], drafts))
         return choices
 
     def _affords(self, draft: Draft, source: Source, trial: Choice, best: Choice) -> bool:
@@ -149,7 +150,7 @@ class Speculation:
         short = min(loss, FULL_PURSE - kept) + kept - source.purse
         if short <= 0:
             source.purse -= loss
-            draft.least = 2
+            draft.least, draft.trial = 2, (source, trial.seconds)
         elif not best.depths:
             source.pause = min(math.ceil(short / TRIAL_SHARE), LONGEST_PAUSE)
         return short <= 0
@@ -202,12 +203,10 @@ class Speculation:
         """Update every source's statistics from the picks at the accepted nodes, and show the verified tree to the sources that drafted."""
         self.steps += 1
         drafted = [source for source in self.sources if source in draft.seconds]
-        for sequence, tokens, parents, picked in zip(draft.sequences, tree.tokens, tree.parents, picks, strict=True) if drafted else ():
-            for source in drafted:
-                source.verified(sequence, tokens, parents, picked)
         for row, sequence in enumerate(draft.sequences if drafted else ()):
             accepted = {draft.kept[row][node]: picks[row][node] for node in paths[row]}
             for source in drafted:
+                source.verified(sequence, tree.tokens[row], tree.parents[row], picks[row])
                 source.acceptance.note(draft.pools[row], source, min(draft.depths[source], draft.remaining[row]))
                 source.acceptance.learn(draft.pools[row], sequence, source, accepted)
         for source in self.sources:
@@ -223,9 +222,11 @@ class Speculation:
         nodes = graph_size(tree.size) if self.padded else tree.size
         if tree.size > 1 or self.plain_steps > 1:   # a draft leaves less of the weights in the caches
             self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
+        if draft.trial is not None:   # what it took beyond what was expected
+            draft.trial[0].purse -= (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
         for source, drafting in draft.seconds.items():
             assert isinstance(source, Source)
-            self.costs.add_draft(source.timed_as(), rows, draft.depths[source], drafting)
+            self.costs.add_part(source.timed_as(), rows, draft.depths[source], drafting)
         for source in self.sources:
             earned = TRIAL_SHARE * seconds / self.costs.of_pass(rows, 1) / len(self.sources)
             source.purse = min(source.purse + earned, FULL_PURSE)

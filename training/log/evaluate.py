@@ -40,23 +40,22 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     over: Callable[[int], bool] = lambda tokens: False,
 ) -> dict[str, Any]:
-    """Return ``tau`` (bonus token included), ``acceptance_per_depth`` over all prompts, and ``acceptance``, what drafts were worth by
-    score and depth (`Acceptance.to_json`), from which decoding with the heads starts; with a tokenizer also ``examples``.
+    """Return ``tau`` (bonus token included) and ``acceptance_per_depth`` over all prompts, ``acceptance`` by score (`Acceptance.to_json`),
+    from which decoding with the heads starts, and with a tokenizer ``examples``. Restores the random state and the drafter's mode.
 
-    ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the
-    prompt as text; ``tokens``, the text of each generated token; and ``accept_lengths``, the number of tokens of each decoding step after
-    the first token. ``over``: called after each step with the number of tokens written so far; True ends the evaluation, which then
-    counts the steps made and returns ``prompts`` too: how many ended, and of how many. Restores the random state and the drafter's mode.
+    ``prompts`` has at least one prompt, int64 [T]; prompt i is decoded with ``seed + i``. An example has ``prompt``, the end of the prompt
+    as text; ``tokens``, the text of each; and ``accept_lengths``, the tokens of each decoding step after the first. ``over``: called after
+    each step with the tokens written so far; True ends the evaluation, which then returns ``prompts``: how many ended, and of how many.
     """
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
-    # Those of similar length together, since a pass attends to as many positions as the longest has.
-    waiting = iter(sorted((Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts)), key=lambda one: len(one.ids_T)))
+    queued = (Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts))
+    waiting = iter(sorted(queued, key=lambda one: len(one.ids_T)))   # a pass attends to as many positions as the longest has
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
         heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
-        learned = heads.engine(True).speculation.sources[0].by_mode[settings.temperature > 0]
+        learned = heads.engine(True).speculation.sources[0].by_mode[how.temperature > 0]
         steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):
             for step in steps:
@@ -69,12 +68,10 @@ def evaluate(
                     break
     finally:
         drafter.train(training)
+    examples = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in range(EXAMPLES) if tokenizer is not None and i in texts]
+    found = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **({"examples": examples} if examples else {})}
     cut = {"prompts": [len(texts), len(prompts)]} if len(texts) < len(prompts) else {}
-    found: dict[str, Any] = {"tau": tally.tau, "acceptance_per_depth": tally.acceptance_per_depth, **cut}
-    found["acceptance"] = {"sampled": settings.temperature > 0, **learned.to_json()}
-    if tokenizer is not None and (shown := [i for i in range(min(EXAMPLES, len(prompts))) if i in texts]):
-        found["examples"] = [_example(prompts[i], texts[i], runs[i], tokenizer) for i in shown]
-    return found
+    return found | cut | {"acceptance": {"sampled": how.temperature > 0, **learned.to_json()}}
 
 
 def marked(example: dict[str, Any]) -> str:
