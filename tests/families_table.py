@@ -54,7 +54,7 @@ TOKENS_MEANING = (
 SIZES_MEANING = (
     "a random model of this one's widths, heads, vocabulary and rotary settings, with as many layers as it has kinds, at least two, and "
     "three experts, in the precisions named: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, "
-    "after 8,000 tokens or as many as its context has room for), regenerated from, exported and verified"
+    "after 8,000 tokens, 4,000 with eager attention, or as many as its context has room for), regenerated from, exported and verified"
 )
 TAIL = """
 ## Chat templates

@@ -36,8 +36,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NEW, LENGTHS, SEEDS = 12, (23, 7, 14), [5, 77, -3]
 ROUNDING = 0.03
 """Differences of bf16 logits, as a share of the largest, by which a pick may change."""
-LONG, LONG_NEW = 8000, 6
-"""Tokens of the long prompt, or as many as the model's context has room for, and of its continuation."""
+LONG, LONG_EAGER, LONG_NEW = 8000, 4000, 6
+"""Tokens of the long prompt, with eager attention, whose matrices of all pairs of 8,000 take 19 GB in GPT-OSS, and of its continuation."""
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 NARROW = 896
 """Widest model with which heads read three taps, and a narrower one has Muon: both take the cube of the width."""
@@ -249,7 +249,8 @@ def decodes_captured(of: Released) -> None:
 def decodes_a_long_prompt(of: Released) -> None:
     if of.dtype == "fp32" and of.body > LARGE:
         return
-    row = of.prompt(min(LONG, (of.backbone.max_positions or LONG + 64) - 64), 9)
+    length = LONG_EAGER if of.backbone.model.config._attn_implementation == "eager" else LONG
+    row = of.prompt(min(length, (of.backbone.max_positions or LONG + 64) - 64), 9)
     plain = say(SpeculativeModel(of.backbone, capture="off"), one(row), max_new_tokens=LONG_NEW, **GREEDY)
     out = say(of.drafting(plain.tolist()), one(row), tree=TreeShape(8, 3), max_new_tokens=LONG_NEW, **GREEDY)
     if of.exact:

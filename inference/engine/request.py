@@ -24,9 +24,12 @@ from headstart.support.errors import UserError
 
 NO_EFFECT = (
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits",
+    "output_router_logits", "mm_encoder_outputs",
 )  # fmt: skip
-"""Arguments of the model's forward that are read here or change no token."""
+"""Arguments of the model's forward that are read here or change no token.
+
+``mm_encoder_outputs``: transformers gives every model that reads images an empty dictionary where there are none.
+"""
 OTHER_MODES = (
     "is_assistant", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers", "num_beam_groups",
     "diversity_penalty", "constraints", "force_words_ids", "num_beams", "do_sample",
@@ -146,6 +149,8 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
     if config.cache_implementation not in CACHES:
         allowed = ", ".join(str(kind) for kind in CACHES)
         raise UserError(f"cache_implementation={config.cache_implementation!r} is not supported; allowed: {allowed}")
+    if encoded := model_kwargs.get("mm_encoder_outputs"):
+        raise UserError(f"{' and '.join(encoded)} input is not supported: heads decode from text alone; leave it out")
     for name, value in model_kwargs.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             raise UserError(f"{name} is not supported: heads decode from input_ids and attention_mask alone; leave it out")
