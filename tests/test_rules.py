@@ -85,7 +85,7 @@ def test_the_shared_parts_are_what_the_rules_give_and_nothing_else_is_shipped() 
     for path, text in write.shared_texts().items():
         assert path.read_text() == text, "run: python recipes/write.py"
     there = {path.parent.name + "/" + path.stem for path in (ROOT / "recipes").glob("*/*.yaml")}
-    others = {name for name in there if name.split("/")[0] in ("accelerate", "shared", "quickstart", "conversations")}
+    others = {name for name in there if name.split("/")[0] in ("accelerate", "shared", "quickstart", "conversations", "smollm2")}
     assert there - others == {f"{name}/{method}" for name, method in EVERY}
 
 
@@ -265,3 +265,20 @@ def test_few_rows_of_the_users_own_are_not_all_held_out(rows: int, held: int | N
     (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n' * rows)
     preset = find_preset(str(tmp_path / "mine.jsonl"))
     assert preset.data.get("eval_rows") == held and f"{held or 64} row" in preset.about
+
+
+def test_on_a_cpu_steps_are_short() -> None:
+    cpu = find_machine(None, None)
+    assert not cpu.accelerator
+
+    def drafter(method: str = "eagle3", machine: Any = cpu, **changes: Any) -> tuple[dict[str, Any], str]:
+        found = propose(dataclasses.replace(FACTS, **changes), method, machine)
+        return found.tree["drafter"], " ".join(found.assumed)
+
+    values, assumed = drafter(vocab=49_152)
+    assert (values["depth"], values["draft_vocab_size"]) == (4, 8192)
+    assert "drafter.depth=4 and drafter.draft_vocab_size=8192, since it is trained on a CPU" in assumed and "measured once" in assumed
+    small, assumed = drafter(vocab=10_000)
+    assert small["depth"] == 4 and "draft_vocab_size" not in small and "share of the answers" not in assumed
+    assert drafter("medusa", vocab=49_152)[0]["depth"] == 4 and "draft_vocab_size" not in drafter("medusa", vocab=49_152)[0]
+    assert drafter(machine=GPU, vocab=49_152)[0]["depth"] == 7 and "CPU" not in drafter(machine=GPU, vocab=49_152)[1]

@@ -13,7 +13,8 @@ Sources are the papers named in ``paper`` and the code that their authors or the
     MTP          as EAGLE-3, which it resembles: one module for all depths
     draft model  lr 2e-5, as DistillSpec distils
 
-    draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size
+    draft vocabulary   32,000 of more than 64,000 tokens: EAGLE-3's and SpecForge's size; on a CPU 8,192 of more than 16,384
+    depth on a CPU     4 of EAGLE-3's 7: with 8,192 tokens a step of SmolLM2-135M takes a fifth of the time (docs/train.md)
     length             2,048 as EAGLE-3 and SpecForge; 4,096 for models that write their thoughts, whose answers are longer
     learning rate      as published at a width of 4,096 or more, below in inverse proportion to the width (2203.03466), and below 1,024
                        auto, which was fitted to small backbones (docs/defaults.md)
@@ -30,6 +31,7 @@ from typing import Any
 
 from headstart.heads.methods import find_drafter
 from headstart.support.errors import UserError
+from headstart.training.plan.cheaper import DEPTH, KINDS, VOCABULARY
 from headstart.training.recipe.drafter import VOCABULARY_KEY
 from headstart.training.rules.model import ModelFacts
 
@@ -130,6 +132,14 @@ def rate_for(method: Method, facts: ModelFacts) -> float | str:
 def batch_for(method: Method, length: int) -> int:
     """Return ``train.batch_size``, a power of two, so that it can be cut evenly."""
     return method.rows or 1 << max(1, BATCH_TOKENS // length).bit_length() - 1
+
+
+def values_on_cpu(method: Method, facts: ModelFacts) -> Tree:
+    """Return the drafter's values that make a step short enough for a CPU, none for kinds that they would not make much shorter."""
+    if method.kind not in KINDS:
+        return {}
+    depth = {"depth": DEPTH} if method.shared["drafter"]["depth"] > DEPTH else {}
+    return depth | ({VOCABULARY_KEY: VOCABULARY} if facts.vocab > 2 * VOCABULARY else {})
 
 
 def own_values(method: Method, facts: ModelFacts) -> Tree:
