@@ -102,8 +102,7 @@ class HeadstartSystem(System):
 
     @property
     def compiling(self) -> bool:
-        compiled = self._capturer.compiled
-        return compiled is not None and compiled.pending
+        return any(one.pending for one in self._capturer.compiled)
 
     @property
     def _capturer(self) -> Capturer:

@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 class Compiling(Protocol):
     """Passes by compiled layers."""
 
-    active: bool
     reason: str | None
+
+    @property
+    def active(self) -> bool:
+        """True while it is used."""
 
     @property
     def pending(self) -> bool:
@@ -76,8 +79,8 @@ class Capturer:
         self.patience = PATIENCE if name == "auto" else 0
         self.functions: list[Captured] = []
         self.memory = FixedMemory()
-        self.compiled: Compiling | None = None
-        """Verification by compiled layers, which takes the place of its captures."""
+        self.compiled: list[Compiling] = []
+        """What takes the place of captures where it has been compiled."""
         self.unchecked = self.backend is not None and self.backend.checked
         """True until captured passes were compared with uncaptured ones (`Backend.checked`)."""
         self.accelerator = self.fixed or is_accelerator(device)
@@ -105,8 +108,8 @@ class Capturer:
 
     def give_up(self, reason: str) -> None:
         """Run every function uncaptured from now on, with one line in the log; the captures' memory is freed."""
-        if self.compiled is not None and self.compiled.reason is None:
-            self.compiled.give_up(reason)
+        for compiled in self.compiled:
+            compiled.give_up(reason)
         if self.backend is None:
             return
         logger.warning("forward passes are no longer captured, which is slower: %s", reason)
@@ -122,17 +125,16 @@ class Capturer:
     @property
     def spot_checks(self) -> bool:
         """True if some texts are to be read again without captures (`Backend.spot_checks`)."""
-        compiled = self.compiled is not None and self.compiled.active
-        return compiled or (self.backend is not None and self.backend.spot_checks)
+        return any(one.active for one in self.compiled) or (self.backend is not None and self.backend.spot_checks)
 
     def report(self) -> CaptureReport:
         """The backends that capture the functions called so far, and the reasons for those not captured."""
         called = [one for one in self.functions if one.calls]
         backends = dict.fromkeys(one.backend.name for one in called if one.backend is not None)
         reasons = [self.reason] if self.reason else []
-        if self.compiled is not None:
-            backends = dict.fromkeys(["compile"] * self.compiled.active + [*backends])
-            reasons += [f"compiled layers: {self.compiled.reason}"] if self.compiled.reason else []
+        if any(one.active for one in self.compiled):
+            backends = dict.fromkeys(["compile", *backends])
+        reasons += [f"compiled code: {one.reason}" for one in self.compiled if one.reason]
         reasons += [f"{one.name}: {one.fallback}" for one in called if one.fallback]
         return CaptureReport("+".join(backends) or "off", "; ".join(dict.fromkeys(reasons)) or None)
 

@@ -1,17 +1,19 @@
-"""The passes of a model through its compiled layers, as soon as these are there.
+"""Functions that run a model's layers, compiled as soon as their code is there.
 
-    verify = CompiledPass(read, shapes, backbone.layers, [backbone.model], depends, wait=False)
+    verify = CompiledPass(read, shapes, Where(backbone.layers, [backbone.model], depends), wait=False)
     verify.begin()                       # at the start of every text: a text is finished as it was begun
     found = verify(held, *inputs)        # None: not compiled, run the function itself
 
-The first text that lasts traces the function and has its layers compiled by a process of their own; texts that begin later use them. Later
+The first text that lasts traces the function and has its regions compiled by a process of their own; texts that begin later use them. Later
 processes load what is there. At its first use a program is run beside the function: their results must agree up to rounding.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,84 +24,134 @@ from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.compiled import store
 from headstart.inference.compiled.loaded import Loaded
 from headstart.inference.compiled.program import NotCompiled, Program, named_weights
-from headstart.inference.compiled.sizes import Shape
+from headstart.inference.compiled.sizes import Inputs, Shape
 from headstart.inference.compiled.weights import MEMORY_SHARE, Weights, free_memory
 from headstart.support.pytree import builder, flatten
 from headstart.support.units import gigabytes
 
+MOST_SHAPES = 4096
+"""Exact shapes of calls that are remembered."""
 PATIENCE = 24
-"""Passes before the function is traced, which takes as long as some tens of them."""
+"""Calls before a function is traced, which takes as long as some tens of them."""
 logger = logging.getLogger(__name__)
-Shapes = Callable[[Call], list[Shape]]
-"""The sizes of a call's tensors, with names for those that change between calls."""
+Shapes = Callable[[Call], list[Shape] | None]
+"""The sizes of a call's tensors, with names for those that change between calls; None: such a call is not compiled."""
+
+
+Agree = Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
+
+
+def all_agree(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """True if all tensors are equal up to rounding."""
+    return len(results) == len(others) and all(map(nearly_equal, others, results))
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside."""
+
+    layers: Sequence[nn.Module]
+    modules: Sequence[nn.Module]
+    depends: Any
 
 
 class CompiledPass:
-    """``function(held, *inputs)`` -> a pytree of tensors, compiled.
+    """``function(held, *inputs)`` -> a pytree of tensors, compiled. ``wait``: compile at the first call, and do not go on before.
 
-    ``layers``: the decoder layers that the function runs; ``modules``: where its weights are. ``depends``: what its operations depend on
-    beside the tensors' sizes. ``wait``: compile at the first call, and do not go on before.
+    ``agree``: whether the function's tensors and those of the program agree; ``lasting``: what a text begins with it keeps to its end.
     """
 
     def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, layers: Sequence[nn.Module], modules: Sequence[nn.Module], depends: Any,
-        wait: bool = False,
-    ) -> None:  # fmt: skip
-        self.function, self.shapes, self.layers, self.modules, self.depends, self.wait = function, shapes, layers, modules, depends, wait
+        self, function: Callable[..., Any], shapes: Shapes, where: Where, wait: bool = False, agree: Agree = all_agree, lasting: bool = True
+    ) -> None:
+        self.function, self.shapes, self.where, self.wait, self.agree, self.lasting = function, shapes, where, wait, agree, lasting
         self.reason: str | None = None
         """Why it is not compiled, and will not be."""
-        self.active = False
-        """True while the text that is being written uses compiled layers."""
         self.weights = Weights()
-        self._decided = False
-        self._calls = 0
-        self._variants: dict[Hashable, _Variant] = {}
+        self._chosen: bool | None = None
+        """Whether the text that is being written is compiled; None: not decided, or it does not matter."""
+        self._text = 0
+        self._traced = False
+        """True once a function has been traced during this text: that takes seconds."""
+        self._variants: dict[Hashable, _Variant | None] = {}
+        self._by_shapes: dict[Hashable, _Variant | None] = {}
+
+    @property
+    def active(self) -> bool:
+        """True while the text that is being written uses compiled code."""
+        return any(one is not None and one.active for one in self._variants.values())
 
     def begin(self) -> None:
         """Begin a text, or a batch of them."""
-        self._decided = False
+        self._text, self._chosen, self._traced = self._text + 1, None, False
 
     def __call__(self, held: Any, *inputs: Any) -> tuple[Any] | None:
         """The result, alone in a tuple; None if the function itself is to be run."""
-        if self.reason is not None or (self._decided and not self.active and self._calls > PATIENCE):
+        if self.reason is not None:
             return None
         call = Call.of(held, inputs)
-        variant = self._variants.get(call.structure)
-        if variant is None:
-            variant = self._variants[call.structure] = _Variant(self, call)
-        self._calls += 1
         try:
-            if not self._decided:
-                self.active, self._decided = variant.available(call), True
-            elif not self.active and self._calls > PATIENCE:
+            variant = self._variant(call)
+            if variant is None:
+                return None
+            if variant.text != self._text:
+                variant.text, variant.active = self._text, self._chosen is not False and variant.available(call)
+                self._chosen = variant.active if self.lasting and self._chosen is None else self._chosen
+            variant.calls += 1
+            if not variant.active and variant.calls > PATIENCE and not self._traced and not variant.requested:
+                self._traced = True
                 variant.request(call)
-            return variant.run(call) if self.active and variant.available(call) else None
+            return variant.run(call) if variant.active else None
         except Exception as error:   # may be the function's own, which running it raises again
             if is_out_of_memory(error):
                 raise
             self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}")
             return None
 
+    def _variant(self, call: Call) -> _Variant | None:
+        """The program for calls like this one; None: they are not compiled."""
+        exact = (call.structure, call.shapes)
+        if exact in self._by_shapes:
+            return self._by_shapes[exact]
+        if len(self._by_shapes) >= MOST_SHAPES:
+            self._by_shapes = {}
+        shapes, variant = self.shapes(call), None
+        if shapes is not None and " at 0x" not in repr(call.structure):   # an object that has no name in another process
+            dtypes = [str(leaf.dtype).removeprefix("torch.") for leaf in call.leaves]
+            inputs = tuple(zip(dtypes, shapes, strict=True))
+            key = (call.structure, inputs)
+            if key not in self._variants:
+                self._variants[key] = _Variant(self, call, inputs)
+            variant = self._variants[key]
+        self._by_shapes[exact] = variant
+        return variant
+
     def give_up(self, reason: str) -> None:
         """Run the function itself from now on, with a line in the log."""
+        if self.reason is not None:
+            return
         logger.warning("layers are not compiled, which is slower: %s", reason)
-        self.reason, self.active = reason, False
-        self._variants = {}
+        self.reason = reason
+        self._variants, self._by_shapes = {}, {}
 
     @property
     def pending(self) -> bool:
         """True while layers are being compiled by another process."""
-        return any(one.pending for one in self._variants.values())
+        return any(one is not None and one.pending for one in self._variants.values())
+
+
+@functools.cache
+def say_waiting() -> None:
+    logger.warning("compiling the model's layers and what drafts, once for this machine: one to five minutes")
 
 
 class _Variant:
-    """The program for arguments of one structure."""
+    """The program for arguments of one structure and of sizes with these names."""
 
-    def __init__(self, owner: CompiledPass, call: Call) -> None:
-        self.owner = owner
-        dtypes = [str(leaf.dtype).removeprefix("torch.") for leaf in call.leaves]
-        self.inputs = tuple(zip(dtypes, owner.shapes(call), strict=True))
-        self.file = store.program_file((owner.depends, repr(call.structure), self.inputs))
+    def __init__(self, owner: CompiledPass, call: Call, inputs: Inputs) -> None:
+        self.owner, self.inputs = owner, inputs
+        self.file = store.program_file((owner.where.depends, repr(call.structure), inputs))
+        self.calls, self.text, self.active, self.requested = 0, -1, False, False
         self.program: Program | None = None
         self.loaded: Loaded | None = None
         self._builders: dict[Hashable, Callable[[Iterator[Tensor]], Any]] = {}
@@ -126,6 +178,7 @@ class _Variant:
 
     def request(self, call: Call) -> None:
         """Have the program compiled by a process of its own."""
+        self.requested = True
         if self.program is None:
             self._trace(call)
         if self.pending:
@@ -133,7 +186,7 @@ class _Variant:
             store.compile_beside(self.file)
 
     def _compile(self, call: Call) -> None:
-        logger.warning("compiling the model's layers, once for this machine: about a minute")
+        say_waiting()
         if self.program is None:
             self._trace(call)
         assert self.program is not None
@@ -143,14 +196,14 @@ class _Variant:
         from headstart.inference.compiled.traced import traced  # which takes a second
 
         void_running()
-        owner = self.owner
-        self.program = traced(Flat(owner.function, call), self.inputs, owner.layers, owner.modules)
+        where = self.owner.where
+        self.program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
         store.write_program(self.file, self.program)
 
     def _load(self, program: Program) -> None:
         void_running()
         owner = self.owner
-        held = named_weights(program, owner.modules)
+        held = named_weights(program, owner.where.modules)
         needed, free = owner.weights.missing(program.packed.values(), held), free_memory()
         if needed > MEMORY_SHARE * free:
             raise NotCompiled(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
@@ -181,6 +234,6 @@ class _Variant:
         results: list[Tensor] = []
         structure = flatten(self.owner.function(call.held, *call.inputs), results)
         found = self.loaded(leaves)
-        if len(found) != len(results) or not all(nearly_equal(one, other) for one, other in zip(found, results, strict=True)):
+        if not self.owner.agree(results, found):
             raise NotCompiled("what compiled layers compute differs from what the model does")
         return builder(structure)

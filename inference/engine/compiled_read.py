@@ -12,11 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from transformers import PretrainedConfig
+
 from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import Call
+from headstart.inference.capture.capture import Capturer
 from headstart.inference.compiled import kernels
-from headstart.inference.compiled.compiled_pass import CompiledPass
+from headstart.inference.compiled.compiled_pass import CompiledPass, Where
 from headstart.inference.compiled.sizes import Shape
 from headstart.support.errors import UserError
 
@@ -31,23 +35,29 @@ UNSTATED = ("_name_or_path", "transformers_version")
 
 def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass | None:
     """`Reader._read` compiled; None where the capturer's backend or the machine does not."""
-    name, backbone = reader.capturer.name, reader.backbone
-    if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
+    if not compiles(reader.capturer, reader.backbone):
         return None
+    where = Where(list(reader.backbone.layers), [reader.backbone.model], (described(reader.backbone.model), reader.taps))
+    compiled = CompiledPass(function, _shapes, where, wait=reader.capturer.name == "compile")
+    reader.capturer.compiled.append(compiled)
+    return compiled
+
+
+def compiles(capturer: Capturer, backbone: Backbone) -> bool:
+    """True if passes are compiled. Raises UserError if that is asked for by name and cannot be."""
+    name = capturer.name
+    if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
+        return False
     reason = kernels.unavailable()
     if reason is None and backbone.dtype not in kernels.DTYPES:
         reason = f"the model is in {backbone.dtype}".replace("torch.", "")
     if reason is None and backbone.recurrent is not None:
         reason = f"{type(backbone.model).__name__} has recurrent layers"
+    if reason is not None and name == "compile":
+        raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
     if reason is not None:
-        if name == "compile":
-            raise UserError(f"capture 'compile' cannot be used: {reason}; choose 'auto' or 'off'")
         say_once(reason)
-        return None
-    depends = (_described(backbone), reader.taps)
-    compiled = CompiledPass(function, _shapes, list(backbone.layers), [backbone.model], depends, wait=name == "compile")
-    reader.capturer.compiled = compiled
-    return compiled
+    return reason is None
 
 
 @functools.cache
@@ -70,13 +80,14 @@ def _shapes(call: Call) -> list[Shape]:
     return [*found, ("rows",), ("slots",)]
 
 
-def _described(backbone: Backbone) -> str:
-    """A hash of what a trace of the model's operations depends on: its class, configuration and weights' shapes."""
-    model = backbone.model
-    config = {key: value for key, value in model.config.to_dict().items() if key not in UNSTATED}
+def described(model: nn.Module) -> str:
+    """A hash of what a trace of the model's operations depends on: its classes, configuration and weights' shapes."""
+    config = getattr(model, "config", None)
+    stated = config.to_dict() if isinstance(config, PretrainedConfig) else {}
+    settings = {key: value for key, value in stated.items() if key not in UNSTATED}
     sources = sorted({inspect.getsourcefile(type(module)) or "" for module in model.modules()})
     code = [(name, hashlib.sha256(Path(name).read_bytes()).hexdigest()) for name in sources if name]
     sizes = [(name, str(weight.dtype), tuple(weight.shape)) for name, weight in model.named_parameters()]
-    described = (type(model).__qualname__, json.dumps(config, sort_keys=True, default=str), code, sizes, tuner_state(model),
-                 model.config._attn_implementation)  # fmt: skip
-    return hashlib.sha256(repr(described).encode()).hexdigest()
+    kernel = getattr(config, "_attn_implementation", None)
+    parts = (type(model).__qualname__, json.dumps(settings, sort_keys=True, default=str), code, sizes, tuner_state(model), kernel)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

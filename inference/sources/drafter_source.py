@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
 from headstart.inference.engine.tree import TreeShape
+from headstart.inference.sources.compiled_drafts import compiled_drafts
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
@@ -40,6 +42,11 @@ class DrafterSource(DrafterRows):
         self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
         self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
         self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
+        one_row = unless is None and drafter.capturable
+        self._compiled = {
+            captured: compiled_drafts(drafter, capturer, captured.function, captured is self._round) if one_row else None
+            for captured in (self._steps, self._round)
+        }
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -131,16 +138,29 @@ class DrafterSource(DrafterRows):
             before = map_tensors(lambda value_B: pad_rows(value_B, padded_rows(rows)), before)
             if scoring.noise_BPV is not None:
                 scoring = replace(scoring, noise_BPV=pad_rows(scoring.noise_BPV, padded_rows(rows)))
-        if self._pending:
-            drafted = self._round(progress, self._joined(), before, width, scoring)
-        else:
-            drafted = draft(progress, before, width, scoring)
+        drafted = self._call(self._round, progress, self._joined(), before, width, scoring) if self._pending else self._call(
+            draft, progress, before, width, scoring
+        )
         levels, packed_BX, self.state, self._hidden_BKD = drafted
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
 
-    def timed_as(self) -> tuple[str, bool, bool]:
-        return self.name, self.captured, self.sampled   # sampling has noise to add and wider beams
+    def _call(self, function: Captured, *arguments: Any) -> Any:
+        """The function's result, by compiled code if it is there."""
+        compiled = self._compiled.get(function)
+        found = None if compiled is None else compiled(*arguments)
+        return function(*arguments) if found is None else found[0]
+
+    def start(self, sampled: bool) -> None:
+        super().start(sampled)
+        for compiled in self._compiled.values():
+            if compiled is not None:
+                compiled.begin()
+
+    def timed_as(self) -> tuple[str, str, bool]:
+        compiled = any(one is not None and one.active for one in self._compiled.values())
+        made = "compiled" if compiled else "captured" if self.captured else ""
+        return self.name, made, self.sampled   # sampling has noise to add and wider beams
 
     def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""
