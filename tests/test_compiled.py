@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import backbone, left_padded, prompts, random_drafter, say, tiny
+from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.compiled import compiled_pass, kernels, loaded, store, weights
@@ -18,6 +18,7 @@ from headstart.inference.compiled.traced import traced
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.by_name import made
+from headstart.inference.sources.drafter_source import DrafterSource
 
 needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
@@ -149,8 +150,7 @@ def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
 @needs_a_compiler
 def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     on = in_bf16()
-    drafter = random_drafter("eagle3", on)
-    heads, plain = (SpeculativeModel(on, drafter, proposers=made("suffix"), capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
+    heads, plain = (SpeculativeModel(on, proposers=made("suffix"), capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
     for lengths in ([9], [5, 1, 17]):
         rows = left_padded(prompts(lengths))
         alone = say(heads, rows, max_new_tokens=20, speculate=False)
@@ -163,6 +163,26 @@ def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(
     later = SpeculativeModel(Backbone(on.model), proposers=made("suffix"))
     say(later, rows, max_new_tokens=4, speculate=False)
     assert first(later, False).active, "from the first token on"
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
+    """For one row; what a draft is can depend on near-ties, so accepted tokens are compared, of heads that a text was made with."""
+    on = in_bf16()
+    drafter = random_drafter(kind, on)
+    heads, plain = (SpeculativeModel(on, drafter, capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
+    rows, shape = left_padded(prompts([9])), TreeShape(8, 4, 2)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
+        written = say(heads, rows, max_new_tokens=20, tree=shape, **options)
+        assert torch.equal(written, say(heads, rows, max_new_tokens=20, speculate=False, **options))
+        say(plain, rows, max_new_tokens=4, tree=shape, **options)
+    (source,) = heads.engine(True).speculation.of_kind(DrafterSource)
+    used = [one for one in source._compiled.values() if one is not None]
+    assert all(one.reason is None for one in used) and (any(one.active for one in used) or not used)
+    report = heads.engine(True).capturer.report()
+    assert report.backend.split("+")[0] == "compile" and report.fallback is None
 
 
 @needs_a_compiler
