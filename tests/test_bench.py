@@ -99,18 +99,18 @@ def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch
     assert rounds(plain, 40) == 5
 
 
-def test_a_benchmark_waits_for_layers_that_are_compiled_beside(heads, monkeypatch):
-    left, noted = [3], []
+def test_a_benchmark_waits_for_layers_that_are_compiled_beside(monkeypatch):
+    left, noted, now = [3], [], [0.0]
 
     def waiting():
         left[0] -= 1
         return left[0] > 0
 
-    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
-    assert timing.wait(waiting, lambda: noted.append(1)) and len(noted) == 2
-    assert not timing.wait(lambda: False, lambda: noted.append(1))
-    monkeypatch.setattr(timing, "LONGEST_WAIT", -1)
-    assert not timing.wait(lambda: True, lambda: noted.append(1))
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    assert timing.wait(waiting, lambda: noted.append(1)) == 1.0 and len(noted) == 2
+    assert timing.wait(lambda: False, lambda: noted.append(1)) == 0
+    assert timing.wait(lambda: True, lambda: noted.append(1), 3.2) == 3.2, "no longer"
 
 
 def test_a_cold_function_is_timed_once_it_is_captured():

@@ -11,8 +11,8 @@ import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.compiled import compiled_pass, kernels, loaded, store, weights
-from headstart.inference.compiled.program import Program
+from headstart.inference.compiled import compiled_pass, kernels, layer, loaded, store, weights
+from headstart.inference.compiled.program import NotCompiled, Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
 from headstart.inference.engine.tree import TreeShape
@@ -228,9 +228,10 @@ def test_weights_that_change_are_packed_again() -> None:
 @needs_a_compiler
 @pytest.mark.parametrize("fault", ["memory", "result", "compiler"])
 def test_where_it_does_not_work_decoding_goes_on_with_one_line(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     on, rows = in_bf16(), left_padded(prompts([9]))
+    monkeypatch.setattr(store, "_note", lambda of: tmp_path / "failed")   # not for other tests
     expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
     if fault == "memory":
         monkeypatch.setattr(compiled_pass, "free_memory", lambda: 1000)
@@ -246,8 +247,43 @@ def test_where_it_does_not_work_decoding_goes_on_with_one_line(
         line = "InductorError: no such operation"
     heads = SpeculativeModel(on, capture="compile")
     assert torch.equal(say(heads, rows, max_new_tokens=12), expected)
-    assert [line in record.message for record in caplog.records].count(True) == 1
+    assert [line in record.message for record in caplog.records].count(True) == 1, caplog.messages
     assert line in str(heads.engine(False).capturer.report().fallback)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("damage", ["cut short", "no hash"])
+def test_damaged_code_is_compiled_again(damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What is cut short would end the process that loads it."""
+    on, rows, compiled = in_bf16(), left_padded(prompts([9])), list[Path]()
+    monkeypatch.setattr(store, "compile_region", lambda region, folder: (compiled.append(folder), layer.compile_region(region, folder)))
+    say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=4)
+    file = store.layer_folder(next(iter(programs_of(on))).regions[0]) / layer.FILE
+    if damage == "cut short":
+        part = file.read_bytes()[:9000]
+        file.unlink()   # this process has it in memory
+        file.write_bytes(part)
+    else:
+        file.with_name(f"{file.name}.sha256").unlink()
+    compiled.clear()
+    heads = SpeculativeModel(on, capture="compile")
+    for active in (False, True):   # the first text finds the damage
+        say(heads, rows, max_new_tokens=4)
+        assert first(heads, False).active is active, (first(heads, False).reason, caplog.messages)
+    assert compiled == [file.parent] and any("is damaged; it is made again" in one.message for one in caplog.records)
+
+
+def programs_of(on: Backbone) -> list[Program]:
+    """The programs on disk for a model's plain steps."""
+    found = [store.read_program(file) for file in kernels.folder().glob("pass-*.json")]
+    return [one for one in found if one is not None and len(one.calls) == on.num_layers and one.inputs[0][0] == "bfloat16"]
+
+
+def test_why_something_cannot_be_compiled_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "pass-1.json"
+    assert store.failure(file) is None
+    assert store.note_failure(file, RuntimeError("\nno such operation\nat line 3")) == "RuntimeError: no such operation"
+    assert store.note_failure(file, NotCompiled("it runs no decoder layer")) == store.failure(file) == "it runs no decoder layer"
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, WARM_UP, wait, warm_up
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, LONGEST_WAIT, QUIET, WARM_UP, wait, warm_up
 from headstart.inference.measure import Settings
 
 TIMED = 4
@@ -65,13 +65,16 @@ class Race:
 
         Layers that are compiled beside are waited for.
         """
+        waits: float = LONGEST_WAIT
         with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
             for one in self.results:
                 rounds = partial(self._warm_up_rounds, one.system, asked, progress)
                 measured = len(asked) * self.settings.max_new_tokens
                 longest = min(LONGEST_RACE_WARM_UP, max(WARM_UP, int(WARM_UP_SHARE * measured)))
                 warm_up(rounds(), at_most=longest, quiet=QUIET if one.system.drafting else 1)
-                if wait(partial(getattr, one.system, "compiling"), lambda: progress.set_postfix_str("compiling its layers")):
+                if one.system.compiling:
+                    progress.set_postfix_str(f"{one.system.name}: compiling")
+                    waits -= wait(partial(getattr, one.system, "compiling"), progress.refresh, waits)
                     warm_up(rounds())
                 progress.update()
 

@@ -15,8 +15,8 @@ WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
 QUIET, LONGEST_RACE_WARM_UP = 400, 2000
 """The same of a system that drafts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
-LONGEST_WAIT = 240
-"""Seconds that a benchmark waits for layers to be compiled; on two cores that takes about one minute."""
+LONGEST_WAIT = 120
+"""Seconds that a race waits in all for what is compiled beside; for layers alone it takes half a minute."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
@@ -32,14 +32,13 @@ def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_mos
             return
 
 
-def wait(waiting: Callable[[], bool], note: Callable[[], object]) -> bool:
-    """Wait as long as something is being compiled beside, at most `LONGEST_WAIT`; returns whether there was anything to wait for."""
-    start, any_ = time.monotonic(), False
-    while waiting() and time.monotonic() - start < LONGEST_WAIT:
-        any_ = True
+def wait(waiting: Callable[[], bool], note: Callable[[], object], seconds: float = LONGEST_WAIT) -> float:
+    """Wait as long as something is being compiled beside, at most so long; returns the seconds that it took."""
+    start = time.monotonic()
+    while waiting() and (passed := time.monotonic() - start) < seconds:
         note()
-        time.sleep(0.5)
-    return any_
+        time.sleep(min(0.5, seconds - passed))
+    return time.monotonic() - start
 
 
 @torch.no_grad()

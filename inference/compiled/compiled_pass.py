@@ -26,6 +26,7 @@ from headstart.inference.compiled.loaded import Loaded
 from headstart.inference.compiled.program import NotCompiled, Program, named_weights
 from headstart.inference.compiled.sizes import Inputs, Shape
 from headstart.inference.compiled.weights import MEMORY_SHARE, Weights, free_memory
+from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
 from headstart.support.units import gigabytes
 
@@ -89,24 +90,37 @@ class CompiledPass:
         """The result, alone in a tuple; None if the function itself is to be run."""
         if self.reason is not None:
             return None
-        call = Call.of(held, inputs)
+        call, variant = Call.of(held, inputs), None
         try:
             variant = self._variant(call)
             if variant is None:
                 return None
             if variant.text != self._text:
-                variant.text, variant.active = self._text, self._chosen is not False and variant.available(call)
-                self._chosen = variant.active if self.lasting and self._chosen is None else self._chosen
+                self._choose(variant, call)
             variant.calls += 1
             if not variant.active and variant.calls > PATIENCE and not self._traced and not variant.requested:
                 self._traced = True
                 variant.request(call)
             return variant.run(call) if variant.active else None
+        except Damaged as error:
+            logger.warning(str(error))
+        except NoMemory as error:
+            self.give_up(str(error))
         except Exception as error:   # may be the function's own, which running it raises again
             if is_out_of_memory(error):
                 raise
-            self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}")
-            return None
+            known = isinstance(error, NotCompiled) and variant is not None
+            self.give_up(store.note_failure(variant.file, error) if known else store.in_a_line(error))   # type: ignore[union-attr]
+        return None
+
+    def _choose(self, variant: _Variant, call: Call) -> None:
+        """Decide whether this text uses a program."""
+        variant.text, variant.active = self._text, False
+        try:
+            variant.active = self._chosen is not False and variant.available(call)
+        finally:
+            if self.lasting and self._chosen is None:
+                self._chosen = variant.active
 
     def _variant(self, call: Call) -> _Variant | None:
         """The program for calls like this one; None: they are not compiled."""
@@ -140,6 +154,10 @@ class CompiledPass:
         return any(one is not None and one.pending for one in self._variants.values())
 
 
+class NoMemory(Exception):
+    """There is no room for packed weights; the message says how much they take."""
+
+
 @functools.cache
 def say_waiting() -> None:
     logger.warning("compiling the model's layers and what drafts, once for this machine: one to five minutes")
@@ -167,6 +185,8 @@ class _Variant:
     def available(self, call: Call) -> bool:
         """True if the program is loaded, or can be now."""
         if self.loaded is None:
+            if (failed := store.failure(self.file)) is not None:
+                raise NotCompiled(failed)
             self.program = self.program or store.read_program(self.file)
             if self.owner.wait and (self.program is None or self.pending):
                 self._compile(call)
@@ -197,7 +217,10 @@ class _Variant:
 
         void_running()
         where = self.owner.where
-        self.program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
+        try:
+            self.program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
+        except Exception as error:   # torch's tracer raises its own kinds
+            raise NotCompiled(store.in_a_line(error)) from error
         store.write_program(self.file, self.program)
 
     def _load(self, program: Program) -> None:
@@ -206,7 +229,7 @@ class _Variant:
         held = named_weights(program, owner.where.modules)
         needed, free = owner.weights.missing(program.packed.values(), held), free_memory()
         if needed > MEMORY_SHARE * free:
-            raise NotCompiled(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
+            raise NoMemory(f"the packed weights take {gigabytes(needed)}, more than a third of the {gigabytes(free)} of free memory")
         layers = store.load_layers(program)
         owner.weights.add(program.packed.values(), held)
         self.loaded = Loaded(program, layers, owner.weights, held)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.inference.compiled.whole import require_whole, seal
 from headstart.support.devices import cxx
 from headstart.support.files import atomic, cache_folder
 
@@ -68,12 +69,13 @@ def build() -> None:
     with atomic(library()) as path:
         command = [cxx(), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True)
+    seal(library())
 
 
 @functools.cache
 def load() -> None:
-    """Load the operations, which must be compiled. Raises OSError if they are damaged."""
-    torch.ops.load_library(str(library()))
+    """Load the operations, which must be compiled. Raises Damaged if the file is, which is then removed."""
+    torch.ops.load_library(str(require_whole(library())))
 
 
 OPERATIONS = torch.library.Library("headstart_cpu", "DEF")

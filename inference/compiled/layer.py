@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headstart.inference.compiled.program import SPACE, Region
-from headstart.support.files import atomic
+from headstart.inference.compiled.whole import seal
+from headstart.support.files import atomic, discard
 
 FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
@@ -35,10 +36,12 @@ def compile_region(region: Region, folder: Path) -> None:
         graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
     if fakes.sizes() != [sizes for _, sizes in region.inputs]:
         raise RuntimeError("a size of a layer that changes was taken for a constant")
+    discard(folder)   # what is left of a damaged one
     with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
         for suffix in (".so", ".json"):   # the latter says how operations of ours are called
             shutil.copyfile(built.with_suffix(suffix), path / f"layer{suffix}")
+        seal(path / FILE)
 
 
 class Layer:

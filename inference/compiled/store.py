@@ -11,6 +11,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import transformers
 import headstart
 from headstart.inference.compiled import kernels
 from headstart.inference.compiled.layer import FILE, Layer, compile_region
-from headstart.inference.compiled.program import Program, Region
+from headstart.inference.compiled.program import NotCompiled, Program, Region
+from headstart.inference.compiled.whole import require_whole
 from headstart.support.errors import UserError
 from headstart.support.files import locked, write_json, write_text
 from headstart.support.json_text import read_json
@@ -45,7 +47,7 @@ def read_program(file: Path) -> Program | None:
     try:
         found = read_json(file, "it is made again")
         return Program.from_json(found) if found["code"] == code() else None
-    except (UserError, OSError, KeyError, TypeError, ValueError):
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
@@ -59,13 +61,31 @@ def layer_folder(region: Region) -> Path:
     return kernels.folder() / f"layer-{hashlib.sha256(f'{code()} | {region.key}'.encode()).hexdigest()[:20]}"
 
 
-def failure(region: Region) -> str | None:
-    """Why the region cannot be compiled; None if that is not known."""
-    file = layer_folder(region).with_suffix(".failed")
+def failure(of: Region | Path) -> str | None:
+    """Why the region, or the pass that the program's file is for, cannot be compiled; None if that is not known."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return _note(of).read_text(encoding="utf-8").strip()
     except OSError:
         return None
+
+
+def note_failure(of: Region | Path, error: Exception) -> str:
+    """Keep why something cannot be compiled, so that later processes need not try; returns it in one line."""
+    text = in_a_line(error)
+    with suppress(OSError, UserError):
+        write_text(_note(of), f"{text}\n")
+    return text
+
+
+def in_a_line(error: Exception) -> str:
+    """The first line of what an error says, with its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0][:200] if lines else ""
+    return text if isinstance(error, NotCompiled) else f"{type(error).__name__}: {text}"
+
+
+def _note(of: Region | Path) -> Path:
+    return (of if isinstance(of, Path) else layer_folder(of)).with_suffix(".failed")
 
 
 def ready(program: Program) -> bool:
@@ -74,9 +94,9 @@ def ready(program: Program) -> bool:
 
 
 def load_layers(program: Program) -> list[Layer]:
-    """The compiled layers of a program. Raises OSError or RuntimeError if one of them is damaged."""
+    """The compiled layers of a program. Raises Damaged if a file is, which is then removed."""
     kernels.load()
-    return [Layer(layer_folder(one)) for one in program.regions]
+    return [Layer(require_whole(layer_folder(one) / FILE).parent) for one in program.regions]
 
 
 def compile_missing(program: Program) -> None:
@@ -92,8 +112,7 @@ def compile_missing(program: Program) -> None:
         except OSError:   # a full disk, or somebody else was faster
             raise
         except Exception as error:   # inductor raises its own kinds
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            write_text(folder.with_suffix(".failed"), f"{type(error).__name__}: {lines[0][:200] if lines else ''}\n")
+            note_failure(region, error)
 
 
 def compile_beside(file: Path) -> None:
