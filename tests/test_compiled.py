@@ -217,10 +217,9 @@ def test_weights_that_change_are_packed_again() -> None:
     heads = SpeculativeModel(on, capture="compile")
     before = say(heads, rows, max_new_tokens=12)
     with torch.no_grad():
-        for weight in on.model.parameters():
-            weight.mul_(-1.5)
+        on.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
     after, fresh = say(heads, rows, max_new_tokens=12), say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=12)
-    assert torch.equal(after, fresh) and not torch.equal(after, before)
+    assert torch.equal(after, fresh) and not torch.equal(after, before) and first(heads, False).active
     on.model.lm_head.weight.data.mul_(-1)
     assert torch.equal(say(heads, rows, max_new_tokens=12), say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=12))
 
@@ -228,10 +227,9 @@ def test_weights_that_change_are_packed_again() -> None:
 @needs_a_compiler
 @pytest.mark.parametrize("fault", ["memory", "result", "compiler"])
 def test_where_it_does_not_work_decoding_goes_on_with_one_line(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on, rows = in_bf16(), left_padded(prompts([9]))
-    monkeypatch.setattr(store, "_note", lambda of: tmp_path / "failed")   # not for other tests
     expected = say(SpeculativeModel(on, capture="off"), rows, max_new_tokens=12)
     if fault == "memory":
         monkeypatch.setattr(compiled_pass, "free_memory", lambda: 1000)

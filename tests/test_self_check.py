@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.layers.fixed_memory import FixedMemory
 from headstart.heads.layers.ragged import octave_up
-from headstart.heads.layers.ragged_cache import RaggedCache, Stores
+from headstart.heads.layers.ragged_cache import RaggedCache
 from headstart.inference.capture.cuda_graph import Replay
 from headstart.inference.engine.reader import Reader
 from headstart.inference.generate import SpeculativeModel
@@ -39,20 +39,24 @@ def write(of: SpeculativeModel, **options: Any) -> Tensor:
 
 def laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that wrote wrong texts: a smaller tree has the stores laid out anew where they are, and the cache does not know."""
-    stores = RaggedCache.stores
+    nodes = Reader.nodes
 
-    def faulty(self: RaggedCache, nodes: int) -> Stores:
-        slots, sides = octave_up(self.longest + nodes), stores(self, nodes)
+    def faulty(self: Reader, cache: RaggedCache, slots: int, tokens_BN: Tensor, *rest: Any) -> Any:
+        fewer, kept = octave_up(cache.longest + tokens_BN.shape[1]), (cache.keys, cache.values)
 
         def anew(store: Tensor) -> Tensor:
-            if self.memory is None or slots >= store.shape[-2]:
+            if cache.memory is None or fewer >= store.shape[-2]:
                 return store
-            small = store[..., :slots, :].clone()
+            small = store[..., :fewer, :].clone()
             return store.as_strided((small.numel(),), (1,), store.storage_offset()).view(small.shape).copy_(small)
 
-        return tuple(map(anew, sides[0])), tuple(map(anew, sides[1]))
+        cache.keys, cache.values = tuple(map(anew, kept[0])), tuple(map(anew, kept[1]))
+        try:
+            return nodes(self, cache, min(slots, cache.keys[0].shape[-2]), tokens_BN, *rest)
+        finally:
+            cache.keys, cache.values = kept
 
-    monkeypatch.setattr(RaggedCache, "stores", faulty)
+    monkeypatch.setattr(Reader, "nodes", faulty)
 
 
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
     quiet()
     name = backbone_name(args.backbone, trained)
-    print(f"loading {name}", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"loading {name}", file=sys.stderr, flush=True)
     prompter = prompter_of(name, trained, args, args.chat, args.prompt_tokens)
     prompts = [prompt for file in args.prompts for prompt in read_prompts(file, prompter, args.limit, args.per_task)]
     backbone = backbone_of(name, args)

@@ -90,7 +90,7 @@ class CompiledPass:
         """The result, alone in a tuple; None if the function itself is to be run."""
         if self.reason is not None:
             return None
-        call, variant = Call.of(held, inputs), None
+        call = Call.of(held, inputs)
         try:
             variant = self._variant(call)
             if variant is None:
@@ -109,8 +109,7 @@ class CompiledPass:
         except Exception as error:   # may be the function's own, which running it raises again
             if is_out_of_memory(error):
                 raise
-            known = isinstance(error, NotCompiled) and variant is not None
-            self.give_up(store.note_failure(variant.file, error) if known else store.in_a_line(error))   # type: ignore[union-attr]
+            self.give_up(store.in_a_line(error))
         return None
 
     def _choose(self, variant: _Variant, call: Call) -> None:
@@ -220,7 +219,7 @@ class _Variant:
         try:
             self.program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
         except Exception as error:   # torch's tracer raises its own kinds
-            raise NotCompiled(store.in_a_line(error)) from error
+            raise NotCompiled(store.note_failure(self.file, error)) from error
         store.write_program(self.file, self.program)
 
     def _load(self, program: Program) -> None:
