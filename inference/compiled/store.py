@@ -110,7 +110,8 @@ def compile_missing(program: Program) -> None:
         try:
             compile_region(region, folder)
         except OSError:   # a full disk, or somebody else was faster
-            raise
+            if not (folder / FILE).is_file():
+                raise
         except Exception as error:   # inductor raises its own kinds
             note_failure(region, error)
 
