@@ -178,8 +178,7 @@ class _Variant:
     @property
     def pending(self) -> bool:
         """True while it is being compiled."""
-        program = self.program
-        return program is not None and self.loaded is None and not store.ready(program) and not any(map(store.failure, program.regions))
+        return self.program is not None and self.loaded is None and store.lacks(self.program)
 
     def available(self, call: Call) -> bool:
         """True if the program is loaded, or can be now."""

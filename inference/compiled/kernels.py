@@ -8,12 +8,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headstart.inference.compiled.whole import require_whole, seal
+from headstart.inference.compiled.whole import Damaged, require_whole, seal
 from headstart.support.devices import cxx
 from headstart.support.files import atomic, cache_folder
 
@@ -62,7 +63,8 @@ def library() -> Path:
 
 def build() -> None:
     """Compile the operations, if that has not been done. Raises OSError or CalledProcessError."""
-    if library().is_file():
+    with suppress(Damaged):
+        require_whole(library())
         return
     root = Path(torch.__file__).parent
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]

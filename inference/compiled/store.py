@@ -127,14 +127,22 @@ def compile_beside(file: Path) -> None:
 
 
 def main(file: Path) -> None:
-    """Compile one program after the other, the given one first; ends at once if another process does."""
+    """Compile one program after the other, the given one first, until none lacks anything; ends at once if another process does so."""
     os.nice(10)
     with locked(kernels.folder() / "compiling.lock", "XDG_CACHE_HOME") as mine:
-        if not mine:
-            return
-        for one in (file, *sorted(kernels.folder().glob("pass-*.json"))):
-            if (program := read_program(one)) is not None:
-                compile_missing(program)
+        while mine and (program := _lacking(file)) is not None:
+            compile_missing(program)
+
+
+def _lacking(first: Path) -> Program | None:
+    """A program of which something is to be compiled; others may be added at any time."""
+    programs = (read_program(file) for file in (first, *sorted(kernels.folder().glob("pass-*.json"))))
+    return next((one for one in programs if one is not None and lacks(one)), None)
+
+
+def lacks(program: Program) -> bool:
+    """True if something of it is not compiled, and can be."""
+    return not ready(program) and not any(map(failure, program.regions))
 
 
 if __name__ == "__main__":
