@@ -17,8 +17,7 @@ from headstart.support.files import atomic, discard
 FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,   # in 16 bits fused operations round as single ones do
-    "cpp.dynamic_threads": True,       # as many as the process has
-    "cpp.min_chunk_size": 1 << 14,     # operations of few rows are not worth a second thread
+    "cpp.threads": 1,                  # products and attention have threads; what lies between is little, and so has one order of summation
 }
 
 
