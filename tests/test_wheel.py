@@ -48,6 +48,7 @@ def test_it_holds_the_data_that_the_code_reads(wheel: Path) -> None:
         files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).iterdir() if path.is_file()}
         assert files and files <= names
     assert {"headstart/recipes/schema.json", "headstart/recipes/qwen3-8b/eagle3.yaml", "headstart/py.typed"} <= names
+    assert "headstart/inference/compiled/kernels.cpp" in names
     assert not [name for name in names if name.startswith("tests/") or "__pycache__" in name]
 
 
