@@ -11,8 +11,8 @@ import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.compiled import compiled_pass, kernels, layer, loaded, store, weights, whole
-from headstart.inference.compiled.program import NotCompiled, Program
+from headstart.inference.compiled import compiled_pass, kernels, layer, loaded, store, weights
+from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
 from headstart.inference.engine.tree import TreeShape
@@ -81,17 +81,6 @@ def test_sizes_have_names_and_conditions() -> None:
     conditions = ["slots <= room", "Ne(64*room, 64*slots)", "Eq(Mod(room, 2), 0)", "Ne(rows, 1)"]
     assert hold(conditions, {"slots": 3, "room": 4, "rows": 1}), "a size of 1 is as good as any"
     assert not hold(conditions, {"slots": 4, "room": 4, "rows": 2}) and not hold(conditions, {"slots": 3, "room": 5, "rows": 2})
-
-
-def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
-    file = tmp_path / "pass.json"
-    program = Program("def forward(self): pass", (("float32", (1,)),), (), {}, {}, (), ())
-    store.write_program(file, program)
-    assert store.read_program(file) == program
-    file.write_text(file.read_text().replace(store.code(), "0" * 20))
-    assert store.read_program(file) is None
-    file.write_text(file.read_text()[:40])
-    assert store.read_program(file) is None and store.read_program(tmp_path / "none.json") is None
 
 
 # Kernels.
@@ -266,30 +255,10 @@ def test_damaged_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch, caplog:
     assert any("is damaged; it is made again" in one.message for one in caplog.records)
 
 
-def test_a_file_is_whole_if_its_hash_is_that_beside_it(tmp_path: Path) -> None:
-    """What is cut short would end the process that loads it."""
-    file = tmp_path / "layer.so"
-    for damage in (lambda: file.write_bytes(b"cod"), (tmp_path / "layer.so.sha256").unlink):
-        file.write_bytes(b"code")
-        whole.seal(file)
-        assert whole.require_whole(file) == file
-        damage()
-        with pytest.raises(whole.Damaged, match="layer.so is damaged"):
-            whole.require_whole(file)
-        assert not file.exists()
-
-
 def programs_of(on: Backbone) -> list[Program]:
     """The programs on disk for a model's plain steps."""
     found = [store.read_program(file) for file in kernels.folder().glob("pass-*.json")]
     return [one for one in found if one is not None and len(one.calls) == on.num_layers and one.inputs[0][0] == "bfloat16"]
-
-
-def test_why_something_cannot_be_compiled_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "pass-1.json"
-    assert store.failure(file) is None
-    assert store.note_failure(file, RuntimeError("\nno such operation\nat line 3")) == "RuntimeError: no such operation"
-    assert store.note_failure(file, NotCompiled("it runs no decoder layer")) == store.failure(file) == "it runs no decoder layer"
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,41 @@
+"""Programs and compiled code on disk: what is damaged, what is of other code, and what cannot be compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headstart.inference.compiled import store, whole
+from headstart.inference.compiled.program import NotCompiled, Program
+
+
+def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "pass.json"
+    program = Program("def forward(self): pass", (("float32", (1,)),), (), {}, {}, (), ())
+    store.write_program(file, program)
+    assert store.read_program(file) == program
+    file.write_text(file.read_text().replace(store.code(), "0" * 20))
+    assert store.read_program(file) is None
+    file.write_text(file.read_text()[:40])
+    assert store.read_program(file) is None and store.read_program(tmp_path / "none.json") is None
+
+
+def test_a_file_is_whole_if_its_hash_is_that_beside_it(tmp_path: Path) -> None:
+    """What is cut short would end the process that loads it."""
+    file = tmp_path / "layer.so"
+    for damage in (lambda: file.write_bytes(b"cod"), (tmp_path / "layer.so.sha256").unlink):
+        file.write_bytes(b"code")
+        whole.seal(file)
+        assert whole.require_whole(file) == file
+        damage()
+        with pytest.raises(whole.Damaged, match="layer.so is damaged"):
+            whole.require_whole(file)
+        assert not file.exists()
+
+
+def test_why_something_cannot_be_compiled_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "pass-1.json"
+    assert store.failure(file) is None
+    assert store.note_failure(file, RuntimeError("\nno such operation\nat line 3")) == "RuntimeError: no such operation"
+    assert store.note_failure(file, NotCompiled("it runs no decoder layer")) == store.failure(file) == "it runs no decoder layer"
