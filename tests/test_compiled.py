@@ -230,7 +230,7 @@ def test_where_it_does_not_work_decoding_goes_on_with_one_line(
         line = "what compiled layers compute differs from what the model does"
     else:
         monkeypatch.setattr(store, "ready", lambda program: False)
-        monkeypatch.setattr(store, "failure", lambda region: "InductorError: no such operation")
+        monkeypatch.setattr(store, "why_not", lambda program: "InductorError: no such operation")
         line = "InductorError: no such operation"
     heads = SpeculativeModel(on, capture="compile")
     assert torch.equal(say(heads, rows, max_new_tokens=12), expected)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from headstart.inference.compiled import store, whole
+from headstart.inference.compiled import kernels, store, whole
 from headstart.inference.compiled.program import NotCompiled, Program
 
 
@@ -39,3 +40,18 @@ def test_why_something_cannot_be_compiled_is_kept(tmp_path: Path) -> None:
     assert store.failure(file) is None
     assert store.note_failure(file, RuntimeError("\nno such operation\nat line 3")) == "RuntimeError: no such operation"
     assert store.note_failure(file, NotCompiled("it runs no decoder layer")) == store.failure(file) == "it runs no decoder layer"
+
+
+def test_a_compiler_that_fails_is_said_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'kernels.cpp:3: fatal error: no such header' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    program = Program("def forward(self): pass", (("float32", (1,)),), (), {}, {}, (), ())
+    assert store.lacks(program)
+    store.compile_missing(program)
+    assert store.why_not(program) == "kernels.cpp does not compile: kernels.cpp:3: fatal error: no such header"
+    assert not store.lacks(program) and not kernels.library().exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        kernels.build()

@@ -37,8 +37,6 @@ PATIENCE = 24
 logger = logging.getLogger(__name__)
 Shapes = Callable[[Call], list[Shape] | None]
 """The sizes of a call's tensors, with names for those that change between calls; None: such a call is not compiled."""
-
-
 Agree = Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
 
 
@@ -74,13 +72,13 @@ class CompiledPass:
         self._text = 0
         self._traced = False
         """True once a function has been traced during this text: that takes seconds."""
-        self._variants: dict[Hashable, _Variant | None] = {}
+        self._variants: dict[Hashable, _Variant] = {}
         self._by_shapes: dict[Hashable, _Variant | None] = {}
 
     @property
     def active(self) -> bool:
         """True while the text that is being written uses compiled code."""
-        return any(one is not None and one.active for one in self._variants.values())
+        return any(one.active for one in self._variants.values())
 
     def begin(self) -> None:
         """Begin a text, or a batch of them."""
@@ -150,7 +148,7 @@ class CompiledPass:
     @property
     def pending(self) -> bool:
         """True while layers are being compiled by another process."""
-        return any(one is not None and one.pending for one in self._variants.values())
+        return any(one.pending for one in self._variants.values())
 
 
 class NoMemory(Exception):
@@ -190,7 +188,7 @@ class _Variant:
                 self._compile(call)
             if self.program is not None and store.ready(self.program):
                 self._load(self.program)
-            elif self.program is not None and (failed := next(filter(None, map(store.failure, self.program.regions)), None)):
+            elif self.program is not None and (failed := store.why_not(self.program)) is not None:
                 raise NotCompiled(failed)
         return self.loaded is not None
 

@@ -70,8 +70,8 @@ def build() -> None:
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     with atomic(library()) as path:
         command = [cxx(), str(SOURCE), *OPTIONS, *includes, "-o", str(path), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        subprocess.run(command, check=True, capture_output=True)
-    seal(library())
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        seal(path, library())
 
 
 @functools.cache

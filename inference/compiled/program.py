@@ -24,17 +24,8 @@ SPACE: dict[str, Any] = {
 """Names that the text of a program may use."""
 
 
-def region_call(number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Stands for the call of a layer in the graph of a program."""
-    raise NotImplementedError
-
-
 class NotCompiled(Exception):
     """The pass cannot be compiled; the message says why."""
-
-
-CALL = f"{__name__}.{region_call.__name__}".replace(".", "_")
-"""The name of `region_call` in a text."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Program:
     """``inputs``: dtypes and shapes of the tensors it is called with. ``conditions``: what has to hold of their sizes.
 
     ``attributes``: names of the modules' weights by those that the text uses; ``packed``: attributes made of several. ``calls``: for each
-    layer its region and the attributes that are its weights.
+    layer its region and the attributes that are its weights; the text has it as ``self.call_0`` and so on.
     """
 
     text: str

@@ -31,7 +31,7 @@ from headstart.support.json_text import read_json
 def code() -> str:
     """A hash of all that compiled layers depend on beside the model: the machine, versions and this code."""
     digest, root = hashlib.sha256(f"{kernels.code()} | {transformers.__version__}".encode()), Path(headstart.__file__).parent
-    for folder in ("heads", "inference/compiled", "inference/engine"):
+    for folder in ("heads", "inference/compiled", "inference/engine", "inference/sources"):
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:20]
@@ -100,8 +100,13 @@ def load_layers(program: Program) -> list[Layer]:
 
 
 def compile_missing(program: Program) -> None:
-    """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError or the compiler's CalledProcessError."""
-    kernels.build()
+    """Compile what the program lacks; what cannot be compiled is noted (`failure`). Raises OSError, such as that of a full disk."""
+    try:
+        kernels.build()
+    except subprocess.CalledProcessError as error:
+        faults = [line for line in error.stderr.splitlines() if "error" in line]
+        note_failure(kernels.library(), NotCompiled(f"{kernels.SOURCE.name} does not compile: {(faults or [str(error)])[0]}"))
+        return
     kernels.load()
     for region in program.regions:
         folder = layer_folder(region)
@@ -121,7 +126,7 @@ def compile_beside(file: Path) -> None:
     root = Path(headstart.__file__).parent.parent
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    command = [sys.executable, "-m", "headstart.inference.compiled.store", str(file)]
+    command = [sys.executable, "-P", "-m", "headstart.inference.compiled.store", str(file)]
     nothing = subprocess.DEVNULL
     subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd=kernels.folder())
 
@@ -142,7 +147,13 @@ def _lacking(first: Path) -> Program | None:
 
 def lacks(program: Program) -> bool:
     """True if something of it is not compiled, and can be."""
-    return not ready(program) and not any(map(failure, program.regions))
+    return not ready(program) and why_not(program) is None
+
+
+def why_not(program: Program) -> str | None:
+    """Why something of the program cannot be compiled; None if that is not known."""
+    of: list[Region | Path] = [kernels.library(), *program.regions]
+    return next((reason for one in of if (reason := failure(one)) is not None), None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from headstart.heads.backbone.tree_attention import attention_as_one_operation
 from headstart.inference.compiled.fakes import Fakes
 from headstart.inference.compiled.products import use_products
-from headstart.inference.compiled.program import CALL, SPACE, NotCompiled, Program, named_tensors, region_call
+from headstart.inference.compiled.program import SPACE, NotCompiled, Program, named_tensors
 from headstart.inference.compiled.regions import Call, is_tensor, marked, split
 from headstart.inference.compiled.sizes import Inputs
 
@@ -59,15 +59,15 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
     for node in graph.graph.nodes:
         if node in last:
             call = calls[last[node]]
-            found = rest.call_function(region_call, (last[node], [copied(one) for one in call.inputs]))
+            found = rest.call_module(f"call_{last[node]}", ([copied(one) for one in call.inputs],))
             of.update({one: rest.call_function(operator.getitem, (found, place)) for place, one in enumerate(call.outputs)})
             of.update({one: copied(base) for one, base in call.written.items()})
         elif node not in inside and is_tensor(node):   # sizes are asked for where they are needed
             copied(node)
-    kept = lambda node: node.op in ("placeholder", "output") or node.target is region_call or _writes(node)   # noqa: E731
+    kept = lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node)   # noqa: E731
     rest.eliminate_dead_code(is_impure_node=kept)
     code = rest.python_code("self")
-    if unknown := sorted({*code.globals} - {*SPACE, CALL, "fx_pytree", "pytree"}):
+    if unknown := sorted({*code.globals} - {*SPACE, "fx_pytree", "pytree"}):
         raise NotCompiled(f"its text uses {unknown[0]}")
     return code.src, {str(node.target) for node in rest.nodes if node.op == "get_attr"}
 

@@ -11,9 +11,9 @@ class Damaged(Exception):
     """A compiled file is not as it was written; it has been removed."""
 
 
-def seal(file: Path) -> None:
-    """Write the hash of a file beside it."""
-    _sum(file).write_text(file_hash(file))
+def seal(file: Path, name: Path | None = None) -> None:
+    """Write the hash of a file beside it, or beside the place that it will be moved to, where it must not be before its hash."""
+    _sum(name or file).write_text(file_hash(file))
 
 
 def require_whole(file: Path) -> Path:
