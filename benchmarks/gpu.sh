@@ -14,12 +14,11 @@
 #   convert             MODEL as a folder, by Headstart's own loader
 #   ar_graph            AR and n-gram drafts with CUDA graphs: tokens/s, verdict (exit 1: a token or logit is off by more than rounding)
 #   train               EAGLE-3 of depth 5, 300 steps: tokens/s
-#   heads_graph, _off, _compile     those heads: tau, x AR, verdict; batch 1 and 8
+#   heads_graph, _off   those heads: tau, x AR, verdict; batch 1 and 8
 #   regenerate          answers to questions, 64 rows at once: tokens/s
 #   step, step_8b       a pass and a whole step with 64 nodes as multiples of a plain step: this model, and random weights at an 8B shape
 #   profile             the kernels of decoding steps with 1, 8 and 64 nodes
 #   training, training_compiled     milliseconds of the parts of a training step, without and with train.compile
-#   ar_compile          AR and n-gram drafts with `--capture compile`
 # Without a GPU the same parts run on the CPU with small sizes and no limit worth the name; environment.json says so.
 set -u
 cd "$(dirname "$0")/.."
@@ -87,8 +86,6 @@ part regenerate 50 "$PYTHON" -m headstart.cli regenerate "$OUT/recipe.yaml" data
 part step_8b 60 "$PYTHON" benchmarks/large_model.py --json "$OUT/step_8b.json"
 part step 40 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --json "$OUT/step.json"
 part profile 30 "$PYTHON" benchmarks/large_model.py --backbone "$OUT/model" --profile --json "$OUT/profile.json"
-part heads_compile 90 "$PYTHON" -m $BENCH --heads "$HEADS" --allow-finetuned --capture compile --json "$OUT/heads_compile.json"
 part training 30 "$PYTHON" benchmarks/large_training.py --backbone "$OUT/model" --rows 16 --length 512 --chunk-size 4096 --json "$OUT/training.json"
 part training_compiled 45 "$PYTHON" benchmarks/large_training.py --backbone "$OUT/model" --rows 16 --length 512 --chunk-size 4096 --compile \
     --json "$OUT/training_compiled.json"
-part ar_compile 60 "$PYTHON" -m $BENCH --propose suffix --capture compile --json "$OUT/ar_compile.json"

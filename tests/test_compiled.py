@@ -11,14 +11,17 @@ import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.capture.capture import choose
 from headstart.inference.compiled import compiled_pass, kernels, layer, loaded, store, weights
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
+from headstart.inference.engine import compiled_read
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.by_name import made
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.support.errors import UserError
 
 needs_a_compiler = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
 
@@ -262,9 +265,6 @@ def programs_of(on: Backbone) -> list[Program]:
 
 
 def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from headstart.inference.engine import compiled_read
-    from headstart.support.errors import UserError
-
     monkeypatch.setenv("CXX", "no-such-compiler")
     compiled_read.say_once.cache_clear()
     for _ in range(2):
@@ -272,3 +272,8 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
     assert len([one for one in caplog.records if "no C++ compiler (no-such-compiler is missing)" in one.message]) == 1
     with pytest.raises(UserError, match="no-such-compiler is missing.*choose 'auto' or 'off'"):
         SpeculativeModel(backbone("llama"), capture="compile").engine(False)
+
+
+def test_compiled_layers_are_for_the_cpu() -> None:
+    with pytest.raises(UserError, match="'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'"):
+        choose("compile", torch.device("cuda"))
