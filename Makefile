@@ -91,7 +91,7 @@ soak: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -x --durations=12 tests/fuzz/test_fuzz.py
-	RANDOM_CALLS=$${RANDOM_CALLS:-2000} $(BIN)/python -m pytest -q -s tests/test_random_calls.py
+	RANDOM_CALLS=$${RANDOM_CALLS:-2000} $(BIN)/python -m pytest -q -s tests/inference/test_random_calls.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ class Drafter(nn.Module, ABC):
     """Base class of drafters; a new method is a subclass in ``heads/<kind>.py``.
 
     The constructor takes ``(backbone, config)`` and only allocates weights; `init_from` initialises them, `load_tensors` loads trained
-    ones. The attributes below declare a method's capabilities, which tests/test_capabilities.py checks; one that depends on an argument is
+    ones. The attributes below declare a method's capabilities, which test_capabilities.py checks; one that depends on an argument is
     set by the constructor.
     """
 

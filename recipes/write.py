@@ -1,4 +1,4 @@
-"""Write the shipped recipes by the rules of ``headstart new-recipe``, from the published configurations in tests/configurations.
+"""Write the shipped recipes by the rules of ``headstart new-recipe``, from the published configurations in tests/helpers/configurations.
 
     python recipes/write.py                          # all of them, and the parts that they share
     python recipes/write.py qwen3-8b gpt2/medusa     # those of one model, and one more

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "helpers")]
 
 from command_mistakes import command_lines  # noqa: E402
 from data_mistakes import data, prompts  # noqa: E402

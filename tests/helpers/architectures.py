@@ -1,0 +1,114 @@
+"""The architectures of docs/families.md: those of the recipes, from published configurations, and others that transformers has."""
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from shrink import FOLDER, model_of, published, shrink
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table: a small configuration and the models that share it."""
+
+    models: tuple[str, ...]
+    fields: str
+    """The small configuration, as JSON."""
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return json.loads(self.fields)
+
+    @property
+    def name(self) -> str:
+        return self.models[0]
+
+    @property
+    def title(self) -> str:
+        """The model class."""
+        return type(self.model()).__name__
+
+    def model(self, vocab: int | None = None) -> PreTrainedModel:
+        """A new small model, with another size of the vocabulary if given."""
+        fields = self.configuration
+        if vocab is not None:
+            fields |= {"vocab_size": vocab}
+            if "text_config" in fields:
+                fields["text_config"]["vocab_size"] = vocab
+        return model_of(fields)
+
+
+FROM_RECIPES = (
+    "llama-3.1-8b-instruct", "qwen3-8b", "gemma-3-1b-it", "gpt-oss-20b", "mistral-7b-instruct-v0.3", "phi-4", "gpt2",
+    "qwen3-next-80b-a3b-instruct", "gemma-2-9b-it", "mixtral-8x7b-instruct-v0.1", "qwen2.5-7b-instruct", "pythia-1b",
+)  # fmt: skip
+"""The models whose architectures come first, as different as can be: the fast cells of the tests are theirs."""
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3, R1, Kimi-K2": ("DeepseekV3", {}),
+    "GLM-4 (0414)": ("Glm4", {}),
+    "GLM-4.5": ("Glm4Moe", {}),
+    "Command-R": ("Cohere", {"logit_scale": 0.3}),
+    "Command-R7B": ("Cohere2", {"logit_scale": 0.3}),
+    "Qwen3.5": ("Qwen3_5Text", {}),
+    "OLMo-3": ("Olmo3", {}),
+    "OLMo-Hybrid": ("OlmoHybrid", {}),
+    "Phi-2": ("Phi", {}),
+    "StarCoder2": ("Starcoder2", {}),
+    "EXAONE-4": ("Exaone4", {}),
+    "ERNIE-4.5": ("Ernie4_5", {}),
+    "Granite-3 MoE": ("GraniteMoe", {}),
+    "MiniMax-M2": ("MiniMaxM2", {}),
+    "OPT": ("OPT", {}),
+    "Falcon-7B": ("Falcon", {}),
+}
+"""Title -> transformers' configuration class and fields that differ from its defaults."""
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-4": ("Llama4Text", {}),
+    "DeepSeek-V3.2, GLM-5": ("GlmMoeDsa", {}),
+    "MiniMax-01": ("MiniMax", {}),
+    "Granite-4": ("GraniteMoeHybrid", {}),
+    "Kimi-Linear": ("KimiLinear", {}),
+    "Jamba": ("Jamba", {}),
+    "LFM2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 2}),
+    "Mamba": ("Mamba", {}),
+    "RecurrentGemma": ("RecurrentGemma", {}),
+    "Zamba2": ("Zamba2", {}),
+    "Bamba": ("Bamba", {}),
+    "Nemotron-H": ("NemotronH", {}),
+    "RWKV": ("Rwkv", {}),
+    "BLOOM": ("Bloom", {}),
+    "MPT": ("Mpt", {}),
+}
+"""The same for architectures that cannot verify a tree."""
+
+
+def of_the_recipes() -> list[Architecture]:
+    """The models of tests/helpers/configurations, those of equal small configurations together."""
+    found: dict[str, list[str]] = {}
+    names = [path.stem for path in sorted(FOLDER.glob("*.json"))]
+    for name in [*FROM_RECIPES, *(name for name in names if name not in FROM_RECIPES)]:
+        found.setdefault(json.dumps(shrink(published(name)), sort_keys=True), []).append(name)
+    return [Architecture(tuple(models), fields) for fields, models in found.items()]
+
+
+def of_transformers(names: dict[str, tuple[str, dict[str, Any]]]) -> list[Architecture]:
+    """Architectures whose default configuration in transformers stands for the models."""
+    made = []
+    for title, (name, changes) in names.items():
+        stated = getattr(transformers, f"{name}Config")().to_dict()
+        made.append(Architecture((title,), json.dumps(shrink(stated) | changes, sort_keys=True)))
+    return made
+
+
+@functools.cache
+def served() -> list[Architecture]:
+    return of_the_recipes() + of_transformers(OTHERS)
+
+
+@functools.cache
+def refused() -> list[Architecture]:
+    return of_transformers(REFUSED)

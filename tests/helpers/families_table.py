@@ -1,0 +1,166 @@
+"""Write docs/families.md: every architecture through every check of family_checks.py.
+
+    python tests/helpers/families_table.py --out docs/families.md           about six minutes on one idle core
+    python tests/helpers/families_table.py --out docs/families.md --only gpt2 pythia-1b       these rows anew, the others as they are
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1")
+
+import torch  # noqa: E402
+from architectures import Architecture, refused, served  # noqa: E402
+from family_checks import CHECKS, Subject  # noqa: E402
+from published import SITUATIONS, shapes, tally, templates_of  # noqa: E402
+from released_sizes import PASSED, SMALLEST  # noqa: E402
+
+from headstart.heads.backbone.backbone import Backbone  # noqa: E402
+from headstart.support.errors import UserError  # noqa: E402
+
+HEAD = """# Families
+
+Which models Headstart serves, as shown by its tests. The models are tiny and random, their configurations the published ones with
+width, depth, vocabulary and context reduced; what an architecture computes is as published: grouped keys and values, tied
+embeddings, sliding windows, soft-capping, experts, partial rotary embeddings, attention sinks, scaled embeddings and logits, hybrid
+layers. From DeepSeek-V3 on the configuration is the default one of `transformers`. The last column names the released model with whose
+published sizes all of it was done again, where a precision is named. None of it says how much faster a real model becomes.
+
+| column | what is shown, in fp32 on a CPU |
+|---|---|
+"""
+MEANING = {
+    "contract": "EAGLE-3 and Medusa compute while drafting what they compute in training",
+    "greedy": "decoding in trees gives the text of `transformers`' own `generate`, with heads that are often right and with random ones",
+    "sampled": "the same for sampling, against autoregressive decoding with the same seed",
+    "batch": "rows of different lengths in one batch, some waiting for others, give what each gives alone",
+    "adaptive trees": "trees of adaptive size, with suffix matching as a second source, change no token",
+    "train": "ten steps of `train_heads.py` lower the loss and leave the backbone as it is",
+    "save, load": "trained heads are loaded, saved and loaded again with equal weights and drafts",
+    "export": "`headstart export --to vllm` of EAGLE-3, read by `headstart verify`, drafts the same tokens; no engine has run it here",
+}
+TOKENS = "tokens trained = tokens decoded"
+"""The column that tests/training/data/test_published_templates.py shows."""
+SIZES = "published sizes"
+"""The last column, which tests/project/test_released_sizes.py shows."""
+TOKENS_MEANING = (
+    "conversations under the shape of the model's published chat template: in how many answers the prompt is what transformers' own "
+    "`apply_chat_template` gives, and the labels are the tokens that the model writes after it, up to and with its first end"
+)
+SIZES_MEANING = (
+    "a random model of this one's widths, heads, vocabulary and rotary settings, with as many layers as it has kinds, at least two, and "
+    "three experts, in the precisions named: trained on, saved, loaded, decoded (greedily, sampled, three rows, adaptive trees, captured, "
+    "after 8,000 tokens, 4,000 with eager attention, or as many as its context has room for), regenerated from, exported and verified"
+)
+TAIL = """
+## Chat templates
+
+The shapes of {count} published chat templates are written anew in `tests/helpers/published/`: {names}. Each is tried in the situations
+{situations};
+what a template refuses is refused in one line. [How a conversation becomes labels](train.md#2-data).
+
+## Refused
+
+`transformers` has these, but they are not decoded with heads: loading one as a backbone ends with this line. A tree of drafted tokens
+needs layers that read each path as if alone, and that can drop what was not accepted. Keys and values can be masked and dropped. The
+state of a gated delta rule layer (Qwen3-Next, Qwen3.5, OLMo-Hybrid) has a closed form along every path, which is implemented.
+
+| models | class | the error |
+|---|---|---|
+"""
+END = """
+Models that read images or sound too are served for text as far as their language model is listed above (Gemma-3 is tested with its image
+tower in place). Encoder-decoders are refused. A model that is not listed is checked when it is loaded: whether it follows the mask of a
+tree, and how it makes its logits; if either is not known, one line says so.
+
+This page is written by `python tests/helpers/families_table.py --out docs/families.md`; tests hold every cell.
+"""
+
+
+def outcome(check: str, of: Subject) -> str:
+    """The cell: yes, or the line of a refusal."""
+    try:
+        CHECKS[check](of)
+    except UserError as error:
+        return f"no: {error}"
+    return "yes"
+
+
+def refusal(architecture: Architecture) -> str:
+    try:
+        Backbone(architecture.model())
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{architecture.name} is not refused")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def row(values: Iterable[str]) -> str:
+    return "| " + " | ".join(values) + " |\n"
+
+
+def start_of(architecture: Architecture) -> list[str]:
+    """The first two cells of a row."""
+    return [", ".join(architecture.models), f"`{architecture.title}`"]
+
+
+def tokens_of(architecture: Architecture) -> str:
+    """The cell of the column of templates: how many answers are trained on as they are written."""
+    names = dict.fromkeys(name for model in architecture.models for name in templates_of(model))
+    return "; ".join(f"{name}: {tally(name)[0]} of {tally(name)[1]}" for name in names) or "no chat template"
+
+
+def tail() -> str:
+    return TAIL.format(count=len(shapes()), names=", ".join(shapes()), situations=", ".join(SITUATIONS))
+
+
+def size_of(architecture: Architecture) -> str:
+    """The cell of the last column."""
+    model = SMALLEST[architecture.name]
+    return f"{model}: {', '.join(dtype for dtype, models in PASSED.items() if model in models) or 'not run'}"
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """First cell -> all cells of each row of the page's tables."""
+    return {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
+
+
+def measured(architecture: Architecture) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        subject = Subject(architecture, Path(folder))
+        return [*start_of(architecture), *(outcome(check, subject) for check in CHECKS)]
+
+
+def page(before: str, only: list[str]) -> str:
+    """The whole page; with ``only``, other rows are taken from the page before."""
+    known, text = rows_of(before) if only else {}, HEAD
+    text += "".join(row([name, MEANING[name]]) for name in CHECKS) + row([TOKENS, TOKENS_MEANING])
+    text += row([SIZES, SIZES_MEANING]) + "\n"
+    text += row(["models", "class", *CHECKS, TOKENS, SIZES]) + "|" + "---|" * (4 + len(CHECKS)) + "\n"
+    for architecture in served():
+        kept = known.get(start_of(architecture)[0])
+        shown = kept[: 2 + len(CHECKS)] if kept and not set(only) & set(architecture.models) else measured(architecture)
+        text += row([*shown, tokens_of(architecture), size_of(architecture)])
+        print(text.splitlines()[-1], flush=True)
+    return text + tail() + "".join(row([*start_of(one), refusal(one)]) for one in refused()) + END
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    text = page(args.out.read_text() if args.out.exists() else "", args.only)
+    args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Decoding by recorded operations, as by CUDA graphs: the texts and logits of uncaptured decoding, in trees of random sizes.
+
+The stand-in of tests/helpers/recorded.py does what a graph does; sizes, kernels and calls are those of an accelerator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from architectures import Architecture, served
+from every_head import VARIANTS, every_head
+from families import left_padded, prompts, random_drafter, say, tiny
+from recorded import Recorded, shallow
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.base import Drafter
+from headstart.inference.capture.capture import Captured, CaptureReport
+from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
+from headstart.inference.generate import SpeculativeModel
+from headstart.inference.self_check import check
+from headstart.inference.sources.draft import Draft
+from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.early_exit import EarlyExit
+from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.speculation.speculation import Speculation
+from headstart.support.devices import cpu_as_accelerator
+
+SMALLER = {"draft_vocab_size": 20}
+"""The variants' draft vocabulary is larger than these backbones' vocabulary."""
+HEADS = [*every_head(3), *((kind, more | {"depth": 3} | (SMALLER if "draft_vocab_size" in more else {})) for kind, more in VARIANTS)]
+HEADS = [("eagle3", {"depth": 2, "layers": 2, "sliding_window": 16}), ("eagle3", {"depth": 2, "sliding_window": 5}), *HEADS]
+SIZES = (1, 1, 2, 4, 7, 16, 32)
+SWIFT = ("gemma-3-1b-it",)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has trees of random sizes verified, with single steps among them; called with a seed before each text."""
+    chance = random.Random()
+
+    def choose(self: Speculation, draft: Draft) -> CandidateTree:
+        nodes = min(chance.choice(SIZES), max(len(pool.tokens) for pool in draft.pools))
+        draft.kept = [pool.best(nodes) for pool in draft.pools]
+        return CandidateTree.of(draft.pools, draft.kept) if nodes > 1 else root_only([pool.tokens[0] for pool in draft.pools])
+
+    monkeypatch.setattr(Speculation, "choose", choose)
+    return chance.seed
+
+
+def pair(on: Backbone, drafter: Drafter | None, proposers: Any = ()) -> tuple[SpeculativeModel, SpeculativeModel]:
+    """The same heads, uncaptured and recorded."""
+    plain, recorded = (SpeculativeModel(on, drafter, proposers=proposers, capture=name) for name in ("off", "cuda-graph"))
+    return plain, recorded
+
+
+def functions(of: SpeculativeModel, speculate: bool = True) -> list[Captured]:
+    return [one for one in of.engine(speculate).capturer.functions if one.calls]
+
+
+def require_equal(one: Any, other: Any) -> None:
+    """Equal texts, passes and logits, the latter up to the rounding of other widths."""
+    assert torch.equal(one.sequences, other.sequences) and one.nodes == other.nodes and one.accept_lengths == other.accept_lengths
+    for ours, theirs in zip(one.logits, other.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.matrix(cells=10)
+@pytest.mark.parametrize(("kind", "arguments"), HEADS)
+@pytest.mark.parametrize(("sample", "shape"), [(False, TreeShape(32, 6)), (True, TreeShape(16, 3))])
+@pytest.mark.parametrize(("rows", "batch"), [((50,), 1), ((57, 9, 20, 1), 3)])
+def test_every_head_drafts_and_writes_the_same(
+    kind: str, arguments: Any, sample: bool, shape: TreeShape, rows: Any, batch: int, graphs: type[Recorded], sizes: Any
+) -> None:
+    """Rows of different lengths that end, wait and join, past the first 64 slots; the second call finds the memory of the first."""
+    plain, recorded = pair(shallow(), random_drafter(kind, shallow(), **arguments))
+    options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 18, "tree": shape, "batch_size": batch}
+    for seed in range(2):
+        outs = []
+        for of in (plain, recorded):
+            sizes(seed)
+            outs.append(say(of, left_padded(prompts(rows, seed)), return_dict_in_generate=True, output_logits=True, **options))
+        require_equal(*outs)
+    assert all(one.captures_made and not one.fallback for one in functions(recorded))
+    assert all(one.captures_made == len(one._captures) for one in functions(recorded)), "nothing was recorded twice"
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(one, marks=() if one.name in SWIFT else pytest.mark.slow, id=one.name) for one in served()]
+)
+def test_every_family_reads_the_same(architecture: Architecture, graphs: type[Recorded]) -> None:
+    """Known texts in trees of random sizes, of which whole paths are accepted, in a batch and alone."""
+    of = SpeculativeModel(Backbone(architecture.model()), capture="cuda-graph")
+    of.drafters = [random_drafter("eagle3", of.backbone, depth=3)]
+    engine = of.engine(True)
+    assert not check._fault(engine.reader, engine.speculation.of_kind(DrafterSource))
+    fallbacks = [one.fallback for one in functions(of) if one.fallback]
+    assert all("not permitted when stream is capturing" in fallback for fallback in fallbacks), fallbacks
+    assert not fallbacks or architecture.name not in SWIFT
+
+
+def count(of: SpeculativeModel, speculate: bool = True) -> dict[str, int]:
+    return {one.name: one.captures_made for one in functions(of, speculate)}
+
+
+def test_few_graphs_are_recorded_each_once(graphs: type[Recorded], sizes: Any) -> None:
+    """A text over four octaves of length in trees of random sizes: at most a graph for each padded size and octave."""
+    on = shallow()
+    _, recorded = pair(on, random_drafter("eagle3", on, depth=4))
+    sizes(1)
+    options: dict[str, Any] = {"do_sample": False, "tree": TreeShape(32, 8), "return_dict_in_generate": True}
+    out = say(recorded, left_padded(prompts((9,))), max_new_tokens=230, **options)
+    assert out.passes > 120
+    octaves, padded = 4, 5   # 64 to 512 slots; 1, 4, 8, 16, 32 nodes
+    made = count(recorded)
+    assert made["verification"] <= octaves * padded
+    assert made["drafter prefill"] <= octaves * 2, "four or eight new positions"
+    assert made["drafts"] <= octaves * 3, "1, 2 or 4 depths, fewer than four at the end alone"
+    assert all(one.captures_made == len(one._captures) for one in functions(recorded)), "each once"
+    sizes(2)
+    for length in (5, 60):
+        say(recorded, left_padded(prompts((length,))), max_new_tokens=24, **options)
+    assert sum(count(recorded).values()) <= octaves * (padded + 2 + 3), "further texts bring none"
+    assert all(one.captures_made == len(one._captures) for one in functions(recorded))
+
+
+@pytest.mark.parametrize("sample", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adaptive_trees_of_all_sources(sample: bool, graphs: type[Recorded]) -> None:
+    on = shallow()
+    plain, recorded = pair(on, random_drafter("eagle3", on, depth=3), [SuffixProposer(), EarlyExit(on, layers=1)])
+    for rows in (prompts((40, 9, 30)), prompts((57,))):
+        options: dict[str, Any] = {"do_sample": sample, "seed": 3, "max_new_tokens": 20, "batch_size": 2}
+        assert torch.equal(say(plain, left_padded(rows), **options), say(recorded, left_padded(rows), **options))
+        assert torch.equal(say(plain, left_padded(rows), **options), say(recorded, left_padded(rows), speculate=False, **options))
+    assert not [one.fallback for one in functions(recorded) if one.fallback]
+    tokens = {shapes[2] for one in functions(recorded) if one.name == "verification" for _, shapes in one._captures}   # type: ignore[misc]
+    assert {nodes for _, nodes in tokens} <= {1, 4, 8, 16, 32, 64} and {rows for rows, _ in tokens} == {1, 2}
+
+
+def test_beams_are_the_same(graphs: type[Recorded]) -> None:
+    on = shallow()
+    _, recorded = pair(on, random_drafter("eagle3", on, depth=3))
+    for rows in (left_padded(prompts((9, 4, 50))), left_padded(prompts((60,)))):
+        expected = on.model.generate(**rows, num_beams=3, do_sample=False, max_new_tokens=12)
+        assert torch.equal(say(recorded, rows, num_beams=3, do_sample=False, max_new_tokens=12, tree=TreeShape(12, 4)), expected)
+    assert all(one.captures_made and not one.fallback for one in functions(recorded))
+
+
+def test_models_of_several_threads_share_nothing(graphs: type[Recorded]) -> None:
+    """Each has memory and a pool of its own, so that no replay overwrites another's results."""
+    backbones = [Backbone(tiny("llama", num_hidden_layers=1)) for _ in range(2)]
+    models = [SpeculativeModel(on, random_drafter("eagle3", on, depth=2), capture="cuda-graph") for on in backbones]
+    rows = [left_padded(prompts((9,), seed)) for seed in (1, 2)]
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "tree": TreeShape(8, 3)}
+    alone = [say(SpeculativeModel(of.backbone, capture="off"), row, **options) for of, row in zip(models, rows, strict=True)]
+
+    def text(of: SpeculativeModel, row: Any) -> torch.Tensor:
+        with cpu_as_accelerator():
+            return say(of, row, **options)
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            assert all(map(torch.equal, pool.map(text, models, rows), alone))
+    assert all(of.engine(True).capturer.report() == CaptureReport("cuda-graph", None) for of in models)
+
+
+def test_a_window_of_heads_bounds_their_graphs(graphs: type[Recorded], sizes: Any) -> None:
+    """With attention sinks and a ring of slots, the recordings end once the ring is full."""
+    on = shallow()
+    plain, recorded = pair(on, random_drafter("eagle3", on, depth=3))
+    options: dict[str, Any] = {"do_sample": False, "tree": TreeShape(16, 4), "return_dict_in_generate": True}
+    outs = []
+    for of in (plain, recorded):
+        of.limit(window=20, sink=2)
+        sizes(1)
+        outs.append(say(of, left_padded(prompts((9,))), max_new_tokens=110, **options))
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].nodes == outs[1].nodes
+    assert count(recorded)["drafts"] <= 2 * 3

@@ -1,0 +1,249 @@
+"""Import order of the layers, imports without extras, length of files and functions, public names.
+
+    train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
+"""
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headstart
+from headstart.heads.methods import methods
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("heads", "inference", "training")
+"""Bottom up: a layer imports itself and the layers before it."""
+FOLDERS = ("headstart/support", *LAYERS, "headstart/cli")
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 40
+MOST_PARAMETERS = 6
+FRONT_DOOR = {"inference/generate.py": {"generate", "load"}, "inference/serving/assisted.py": {"generate"}}
+"""Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
+DEFERRED = {
+    ("headstart.heads.base", "headstart.heads.checkpoint"),   # Drafter.save_pretrained
+    ("headstart.heads.base", "headstart.heads.methods"),      # the names in an error message
+}
+"""Imports inside a function that go against the package order."""
+PUBLIC = {
+    "Backbone",
+    "Drafter",
+    "Features",
+    "SpeculativeModel",
+    "TreeShape",
+    "__version__",
+    "show",
+    "stateless",
+    "assisted",
+    "custom_generate",
+    "grammar",
+    "load",
+    "load_backbone",
+    "load_recipe",
+    "load_tokenizer",
+}
+FACADE_FOR_ALL = {"__version__", "recipes", "support"}
+"""Names any layer may take from `headstart` itself (recipes are data); other public names are imported from their own modules."""
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import in a file, at any nesting; relative imports made absolute."""
+    package = ["headstart", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def fault(layer: str, name: str) -> str | None:
+    """The reason a module of this layer may not import this name, if any."""
+    top, _, rest = name.partition(".")
+    if top in LAYERS:
+        return f"write headstart.{name}"
+    if top in ("train_heads", "tests"):
+        return f"nothing imports {top}"
+    if top != "headstart" or not rest:
+        return None
+    below = rest.split(".")[0]
+    if below in LAYERS:
+        return f"{layer}/ may not import {below}/" if LAYERS.index(below) > LAYERS.index(layer) else None
+    return None if below in FACADE_FOR_ALL else f"import {below} from the module it lives in"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_run_one_way(layer: str) -> None:
+    imports = [(path, line, name) for path in sources(layer) for line, name in imported(path)]
+    faults = [f"{path.relative_to(ROOT)}:{line}: {name}: {why}" for path, line, name in imports if (why := fault(layer, name))]
+    assert not faults, "\n".join(faults)
+
+
+def test_scripts_and_tests_use_the_one_import_root() -> None:
+    paths = [*sources("tests"), *sources("benchmarks"), *ROOT.glob("*.py")]
+    faults = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in paths for line, name in imported(path) if name.split(".")[0] in LAYERS]
+    assert not faults, "write headstart.<layer>: " + ", ".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "allowed"),
+    [
+        ("heads", "torch.nn", True),
+        ("heads", "headstart.heads.base.Drafter", True),
+        ("heads", "headstart.inference.engine.tree", False),
+        ("heads", "heads.base", False),
+        ("heads", "headstart.recipes", True),
+        ("inference", "headstart.heads.base", True),
+        ("inference", "headstart.training", False),
+        ("training", "headstart.inference.measure", True),
+        ("training", "headstart.__version__", True),
+        ("training", "headstart.load", False),
+        ("training", "train_heads", False),
+    ],
+)
+def test_the_import_rule(layer: str, name: str, allowed: bool) -> None:
+    assert (fault(layer, name) is None) == allowed
+
+
+@pytest.mark.parametrize("folder", [*LAYERS, "recipes"])
+def test_one_import_root_by_relative_links(folder: str) -> None:
+    link = ROOT / "headstart" / folder
+    assert link.is_symlink() and os.readlink(link) == f"../{folder}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (*([] if parts[0] == "headstart" else ["headstart"]), *parts) if part != "__init__")
+
+
+def run_time_imports(path: Path, modules: set[str]) -> Iterator[str]:
+    """Modules of the project that a file imports, including inside functions but not under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    hidden = {id(node) for guard in guards for statement in guard.body for node in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else node.module for name in names if name in modules or node.module in modules)
+
+
+def package_of(module: str) -> str:
+    """The folder of a module; a module directly in a layer is its own package."""
+    above = module.rpartition(".")[0]
+    return module if above in {f"headstart.{layer}" for layer in LAYERS} else above
+
+
+def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of packages that import each other, directly or indirectly."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = edges.get(ahead.pop(), set()) - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    closure = {name: reached(name) for name in edges}
+    groups = [{name, *(other for other in closure[name] if name in closure.get(other, ()))} for name in edges if name in closure[name]]
+    return [group for i, group in enumerate(groups) if group not in groups[:i]]
+
+
+def test_packages_import_one_way_inside_the_layers_too() -> None:
+    files = {module_name(path): path for folder in FOLDERS for path in sources(folder)}
+    edges: dict[str, set[str]] = {}
+    for module, path in files.items():
+        imports = {name for name in run_time_imports(path, set(files)) if (module, name) not in DEFERRED}
+        edges.setdefault(package_of(module), set()).update({package_of(name) for name in imports} - {package_of(module)})
+    assert len(edges) > 20 and sum(map(len, edges.values())) > 50
+    assert cycles(edges) == []
+    assert [name for name, others in edges.items() if "headstart.cli" in others] == []
+    assert edges["headstart.support"] | edges["headstart.support.report"] <= {"headstart.support", "headstart.support.report"}
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_function_is_long_or_takes_many_parameters() -> None:
+    faults = []
+    for path in [path for folder in FOLDERS for path in sources(folder)]:
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.name in FRONT_DOOR.get(name, ()):
+                continue
+            length = (node.end_lineno or 0) - node.lineno + 1
+            parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+            if length > LONGEST_FUNCTION or count > MOST_PARAMETERS:
+                faults.append(f"{name}:{node.lineno}: {node.name}: {length} lines, {count} parameters")
+    assert not faults, "\n".join(faults)
+
+
+def test_no_file_is_long() -> None:
+    paths = [path for folder in (*FOLDERS, "recipes", "tests", "benchmarks") for path in sources(folder)]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in [*paths, *ROOT.glob("*.py")]}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
+
+
+def test_every_drafter_names_its_paper() -> None:
+    """One file per method, whose first lines cite its paper."""
+    docstrings = {kind: ast.get_docstring(ast.parse((ROOT / "heads" / f"{kind}.py").read_text())) or "" for kind in methods()}
+    assert {"medusa", "eagle3"} <= set(docstrings)
+    lacking = [kind for kind, docstring in docstrings.items() if not re.search(r"\b\d{4}\.\d{5}\b", docstring)]
+    assert not lacking, f"no arXiv id in the docstring of {lacking}"
+
+
+IMPORT_EVERYTHING = """
+import importlib, importlib.machinery, sys
+
+class WithoutExtras(importlib.machinery.PathFinder):
+    # Finds nothing for a refused name, which is what a library sees that looks for a package not installed.
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ("wandb", "peft", "tensorboard", "tensorboardX") else super().find_spec(name, path, target)
+
+sys.meta_path = [WithoutExtras if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+import headstart
+assert not {"torch", "transformers", "yaml"} & set(sys.modules), "import headstart loads a library"
+
+layers = ("heads", "inference", "training")
+for i, layer in enumerate(layers):
+    for name in MODULES[layer]:
+        importlib.import_module(name)
+    above = [name for name in sys.modules for other in layers[i + 1:] if name.startswith(f"headstart.{other}")]
+    assert not above, f"importing {layer} imports {above}"
+import train_heads
+assert not {"wandb", "peft", "tensorboard", "tensorboardX"} & set(sys.modules), "an extra was imported"
+for name in headstart.__all__:
+    assert getattr(headstart, name) is not None
+"""
+
+
+@pytest.mark.slow
+def test_every_module_imports_without_extras() -> None:
+    modules = {
+        layer: [".".join(["headstart", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__") for path in sources(layer)]
+        for layer in LAYERS
+    }
+    code = f"MODULES = {modules!r}\n{IMPORT_EVERYTHING}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(headstart.__all__) == PUBLIC
+    assert PUBLIC <= set(dir(headstart))
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        headstart.__getattr__("lod")

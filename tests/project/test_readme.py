@@ -1,0 +1,67 @@
+"""What the README says is so: its links and paths, its code, its length, and the engines in its table of methods."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import dynamic_module_utils
+
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.embedded import resolve
+from headstart.heads.methods import build_drafter, methods
+from headstart.inference.serving.engines import ENGINES, TABLE, Support
+from headstart.support.config import dotted_keys
+from headstart.training.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+METHODS_OF = {"block": ("dflash", "dspark", "domino"), "draft_model": ("draft_model", "pard")}
+"""The methods that engines tell apart, of kinds that hold several."""
+
+
+def test_it_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 160
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    paths = [*re.findall(r"\]\(([^)#:]+)[#)]", README), *re.findall(r"(?:recipes|benchmarks)/[\w./-]+\w", README)]
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    build_drafter("eagle3", load_backbone("embedded"), {"depth": 3}).save_pretrained(tmp_path)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for page, least in ((README, 1), ((ROOT / "docs" / "decode.md").read_text(), 2)):
+        blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+        assert len(blocks) >= least
+        code = "".join(blocks).replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/mine", str(tmp_path))
+        code = code.replace("models/chat.Q4_K_M.gguf", resolve("embedded"))   # tests/heads/test_gguf.py reads such files
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
+
+
+def test_its_table_names_every_kind_and_the_engines_that_read_it() -> None:
+    rows = {kind: cell for kind, cell in re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|$", README, re.M)}
+    assert set(rows) == set(methods())
+    for kind, cell in rows.items():
+        names = METHODS_OF.get(kind, (kind,))
+        for engine, name in ENGINES.items():
+            entries = [TABLE.get((engine, method)) for method in names]
+            read = [entry for entry in entries if isinstance(entry, Support)]
+            if any(entry.until is None for entry in read):
+                assert name in cell, (kind, name)
+            elif name in cell:   # an older version: it must be said
+                assert any(entry.until is not None and f"{name} up to {entry.until}" in cell for entry in read), (kind, name)
+
+
+def test_every_recipe_key_is_documented() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    keys = list(dotted_keys(Recipe))
+    assert len(keys) > 30
+    assert [key for key in keys if f"`{key}`" not in page] == []

@@ -1,0 +1,132 @@
+"""User-defined drafters, one file each (tests/helpers/strangers): trained by a recipe, saved, loaded, and decoded losslessly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import STRANGERS, left_padded, prompts, say
+from small_run import make_recipe, read_log
+
+from headstart.cli.main import main as headstart
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.inference.generate import SpeculativeModel
+
+LOSSES = {"tests.helpers.strangers.eagle1": {"terms": {"features": 1.0, "kl": 0.1}}, "tests.helpers.strangers.block": {}}
+DEPTHS = {"tests.helpers.strangers.eagle1": 1, "tests.helpers.strangers.block": 3}
+LONGEST = 120
+HEAD = '''"""One linear layer over the last hidden state and the parent token (after 2401.10774), in a package of its own."""
+
+import torch
+from torch import nn
+
+from headstart.heads.base import Drafter, DrafterConfig
+
+
+class Linear(Drafter):
+    class Config(DrafterConfig):
+        depth: int = 2
+        bias: bool = True
+
+    capturable = True
+
+    def __init__(self, backbone, config):
+        super().__init__(backbone, config)
+        self.mix = nn.Linear(2 * backbone.dim, backbone.dim, bias=config.bias)
+        self.lm_head = nn.Linear(backbone.dim, backbone.vocab, bias=False)
+
+    def advance(self, hidden, tokens):
+        return self.mix(torch.cat([hidden, self.backbone.embed(tokens).to(hidden.dtype)], -1)).tanh()
+
+    def forward_dense(self, features):
+        states, hidden = [], features.hidden_BTD
+        for k in range(self.trained_depth):
+            length = max(features.tokens_BT.shape[1] - 2 - k, 0)
+            hidden = self.advance(hidden[:, :length], features.tokens_BT[:, 1 + k : 1 + k + length])
+            states.append(hidden)
+        return states
+
+    def readout(self, hidden, depth, parent_tokens=None):
+        return self.lm_head(hidden)
+
+    def begin(self, features, state=None):
+        last_B = features.lengths_B - 1
+        last_BD = features.hidden_BTD[torch.arange(len(last_B)), last_B.clamp(min=0)][:, None]
+        return last_BD if state is None else torch.where((last_B >= 0)[:, None, None], last_BD, state[:, :1])
+
+    def step(self, state, tokens_BN, parents_BN, depth):
+        before = state[:, :1].expand(-1, tokens_BN.shape[1], -1) if depth == 0 else None
+        if before is None:
+            before = state[:, 1:].gather(1, parents_BN[..., None].expand(-1, -1, state.shape[-1]))
+        hidden = self.advance(before, tokens_BN)
+        return hidden, torch.cat([state[:, :1], hidden], 1)
+
+    def engine_config(self):
+        return {"model_type": "linear"}
+'''
+"""A head as a user of the project would write one."""
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.mark.matrix(cells=1)
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_strangers_drafter_trains_and_decodes(kind: str, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        tmp_path,
+        drafter={"kind": kind, "depth": DEPTHS[kind]},
+        objective=LOSSES[kind],
+        train={"steps": 40, "schedule": "constant"},
+        log={"every": 10},
+    )
+    assert main([str(recipe)]) == 0
+    lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"] and lines[-1]["alpha"][0] > lines[0]["alpha"][0]
+    on = load_backbone(str(tmp_path / "backbone"), device="cpu")
+    drafter = load_drafter(tmp_path / "out", on)
+    assert type(drafter).__module__ == kind and len(lines[0]["accuracy"]) == drafter.trained_depth
+    rows, heads = left_padded(prompts((9, 4))), SpeculativeModel(on, drafter)
+    plain = say(heads, rows, speculate=False, max_new_tokens=24, do_sample=False)
+    assert torch.equal(say(heads, rows, max_new_tokens=24, do_sample=False), plain)
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_memory_is_planned_for_them(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": kind, "depth": 2}, objective=LOSSES[kind])
+    assert headstart(["plan", str(recipe), "--memory", "0.4"]) == 0   # less than torch takes, so it looks for no larger batch that fits
+    out = capsys.readouterr().out
+    assert "drafter activations" in out and "does not fit: 50" in out
+
+
+def test_a_head_in_a_package_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One new file with one class: trained, resumed, decoded, benchmarked and inspected by its dotted name."""
+    (tmp_path / "my_heads").mkdir()
+    (tmp_path / "my_heads" / "__init__.py").touch()
+    (tmp_path / "my_heads" / "linear.py").write_text(HEAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe, out = str(make_recipe(tmp_path, drafter={"kind": "my_heads.linear", "depth": 3, "bias": False})), str(tmp_path / "out")
+    for steps in (8, 12):
+        assert headstart(["train", recipe, f"train.steps={steps}", "train.schedule=constant"]) == 0
+    assert "resuming from" in capsys.readouterr().err
+    assert headstart(["inspect", out]) == 0 and "my_heads.linear" in capsys.readouterr().out
+    written = []
+    for more in (["--heads", out], ["--heads", out, "--no-draft"]):
+        assert headstart(["generate", *more, "--max-new-tokens", "24", "the cat"]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != ""
+    bench = ["bench", "--heads", out, "--prompts", str(tmp_path / "text.jsonl"), "--limit", "2", "--temperature", "0", "1"]
+    assert headstart([*bench, "--max-new-tokens", "16", "--prompt-tokens", "8", "--json", str(tmp_path / "bench.json")]) == 0
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert [(row["kind"], row["depth"], row["identical"]) for row in results] == [("linear", 3, True)] * 2
+    assert headstart(["train", recipe, "drafter.bia=true", "train.steps=13"]) == 2
+    assert "unknown key drafter.bia; did you mean drafter.bias?" in capsys.readouterr().err
+
+
+def test_they_are_short() -> None:
+    for file in (Path(__file__).parents[1] / "helpers" / "strangers").glob("*.py"):
+        assert len(file.read_text().splitlines()) < LONGEST, file.name

@@ -1,0 +1,50 @@
+"""The product does not grow: its size, what a command imports and the depth of its calls have limits, which a change that needs less lowers."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from structure import ROOT, counts, depths, generate, lines_of_code
+
+LIMITS = {"files": 441, "lines": 43_303, "lines of code": 30_560}
+IMPORTED = 160
+FRAMES = {"generate": 20, "SpeculativeModel.generate": 11, "train": 17}
+TEST_ENTRIES = 15
+
+
+def test_the_size_of_the_product() -> None:
+    over = {name: f"{count}, at most {LIMITS[name]}" for name, count in counts(ROOT).items() if count > LIMITS[name]}
+    assert not over, f"the product has grown: {over}; take something away"
+
+
+def test_what_generate_imports() -> None:
+    imported = generate(ROOT)["imported"]
+    assert len(imported) > 40 and len(imported) <= IMPORTED, "\n".join(imported)
+
+
+@pytest.mark.slow
+def test_the_depth_of_calls() -> None:
+    found = depths(ROOT)
+    assert found == {name: min(count, FRAMES[name]) for name, count in found.items()} and min(found.values()) > 3
+
+
+def test_the_tests_stand_in_folders() -> None:
+    assert len([path for path in (ROOT / "tests").iterdir() if path.name != "__pycache__"]) <= TEST_ENTRIES
+
+
+def test_what_a_line_of_code_is(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""A docstring\n\nof three lines."""\n\n# a comment\nX = """a text\nof two lines"""\n\n\ndef f():\n    """One."""\n    return X\n')
+    assert lines_of_code(module) == 4
+    script = tmp_path / "kernel.cpp"
+    script.write_text("// a comment\n\nint main() {\n}\n")
+    assert lines_of_code(script) == 2
+
+
+def test_growth_is_seen(tmp_path: Path) -> None:
+    for folder in ("heads", "inference", "training", "headstart"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "heads" / "medusa.py", tmp_path / "heads")
+    one = counts(tmp_path)
+    (tmp_path / "training" / "script.js").write_text("let a = 1;\n")
+    assert counts(tmp_path) == {name: count + 1 for name, count in one.items()}

@@ -1,0 +1,142 @@
+"""``recipes/conversations/run.sh``: one command from conversations to a report, which resumes where it stopped and names errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from chat_templates import CHATML, make_tokenizer
+from families import build
+from transformers import GenerationConfig
+from warm import run_warm
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "recipes" / "conversations"
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 320}
+OVERRIDES = (
+    "data.max_length=128", "drafter.depth=2", "regenerate.max_new_tokens=24", "regenerate.batch_size=16", "train.epochs=null",
+    "train.steps=4", "train.batch_size=4", "save.every=2", "eval.prompts=2", "eval.max_new_tokens=8",
+)  # fmt: skip
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    command = [FOLDER / "run.sh", *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
+
+
+def steps(output: str) -> list[str]:
+    """Steps that ran, and in brackets those skipped because they were done before."""
+    lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
+    return [f"({line.partition(':')[0]})" if ": done before, " in line else line.partition(":")[0] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model that ends an answer after about ten tokens, and conversations of one to three questions, one of which appears twice."""
+    folder = tmp_path_factory.mktemp("given")
+    tokenizer = make_tokenizer(CHATML)
+    model = build("Llama", SIZES | {"vocab_size": len(tokenizer)})
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config = GenerationConfig(eos_token_id=[ends, *range(100, 140)], pad_token_id=0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    turns = [("human", "What is two?"), ("gpt", "It is four."), ("human", "And three?"), ("gpt", "Six.")]
+    rows = [[*turns[: 2 * (i % 2)], ("human", f"What is {i % 23}?"), ("gpt", "It is four.")] for i in range(24)]
+    lines = [json.dumps({"conversations": [{"from": who, "value": text} for who, text in row]}) + "\n" for row in rows]
+    (folder / "chats.jsonl").write_text("".join(lines))
+    return folder / "model", folder / "chats.jsonl"
+
+
+@pytest.mark.slow
+def test_from_conversations_to_a_report(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(True)
+    out = tmp_path / "out"
+    command = [str(part) for part in (FOLDER / "run.sh", "--held-out", 3, "--max-new-tokens", 8, *inputs, out, *OVERRIDES)]
+    stopped = run_warm([command[0], "--until", "regenerate", *command[1:]])
+    assert stopped.returncode == 0 and steps(stopped.stdout) == ["plan", "regenerate", "hold-out"], stopped.stderr
+    assert "with the live backbone, since there is no feature cache yet" in stopped.stdout
+    done = run_warm(command)
+    assert done.returncode == 0, done.stderr
+    assert steps(done.stdout) == ["(plan)", "(regenerate)", "(hold-out)", "cache", "train", "tune", "bench"]
+    assert "size      " in done.stderr and "Every token of every prompt is identical" in done.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert report["prompts"] == 3 and {row["temperature"] for row in report["results"]} == {0.0, 1.0}
+    assert (out / "report.html").exists() and (out / "heads" / "tuned.json").exists()
+    second = run_warm(command)
+    assert steps(second.stdout) == [f"({name})" for name in ("plan", "regenerate", "hold-out", "cache", "train", "tune", "bench")]
+    assert "all done" in second.stdout and second.returncode == 0
+    other = run_warm([*command, "train.lr=1e-4"])
+    assert other.returncode == 2 and "train.lr (was 0.0005, now 0.0001)" in other.stderr
+    assert steps(other.stdout) == ["plan", "(regenerate)", "(hold-out)", "(cache)", "train"]
+    (out / "answers.jsonl").unlink()
+    renewed = run_warm([command[0], "--no-plan", "--until", "train", *command[1:]])
+    assert steps(renewed.stdout) == ["regenerate", "hold-out", "cache", "train"], "all that follows is looked at again"
+    assert renewed.returncode == 0 and "already at step 4 of 4" in renewed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "three arguments are needed, MODEL CONVERSATIONS OUT; got 0"),
+        (("model", "rows.jsonl"), "three arguments are needed, MODEL CONVERSATIONS OUT; got 2"),
+        (("model", "rows.jsonl", "train.lr=1"), "MODEL CONVERSATIONS OUT come before section.key=value; got 'train.lr=1'"),
+        (("model", "rows.jsonl", "out", "epochs"), "'epochs' is no setting; write section.key=value"),
+        (("model", "rows.jsonl", "out", "save.dir=x"), "save.dir is given by MODEL, CONVERSATIONS and OUT; leave save.dir=x out"),
+        (("model", "rows.jsonl", "out", "data.eval_rows=5"), "data.eval_rows is given by --held-out"),
+        (("--cores", "2", "model"), "unknown option --cores"),
+        (("--processes",), "--processes needs a value"),
+        (("--processes", "0", "m", "r", "o"), "--processes is a whole number of at least 1; got '0'"),
+        (("--until", "dawn", "m", "r", "o"), "--until is plan, regenerate, cache, train, tune or bench; got 'dawn'"),
+        (("m", "r", FOLDER / "run.sh"), "OUT is a folder; "),
+        (("m", "r", "/proc/nowhere"), "/proc/nowhere cannot be made; choose another OUT"),
+    ],
+)
+def test_wrong_arguments_cost_one_line(arguments: tuple[object, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_missing_data_cost_one_line(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run("--no-plan", inputs[0], tmp_path / "none.jsonl", tmp_path / "out")
+    assert done.returncode == 2 and f"error: data file {tmp_path / 'none.jsonl'}" in done.stderr
+    assert "Traceback" not in done.stderr and [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
+
+
+def hold_out(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, FOLDER / "hold_out.py", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
+    """Equal questions are held out together."""
+    questions = [f"why {i % 33} or\u2028not?" for i in range(40)]
+    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": f"since {i}"}] for i, text in enumerate(questions)]
+    lines = [json.dumps({"row": i, "messages": one}, ensure_ascii=False) for i, one in enumerate(turns)]
+    (tmp_path / "answers.jsonl").write_text("\n".join([*lines, json.dumps({"row": 40, "text": "a text"}), ""]), encoding="utf-8")
+    done = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
+    assert done.returncode == 0, done.stderr
+    parts, numbers = {}, {}
+    for name in ("eval", "bench", "train"):
+        rows = [json.loads(line) for line in (tmp_path / "data" / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+        numbers[name] = [row["row"] for row in rows]
+        parts[name] = [row["messages"][0]["content"] if "messages" in row else row["text"] for row in rows]
+    question_sets = [set(part) for part in parts.values()]
+    assert sum(map(len, question_sets)) == len(set.union(*question_sets)) == 34, "every question, each in one file"
+    assert [len(part) for part in parts.values()] == [4, 4, 30] and "; 3 left out, which ask the same" in done.stdout
+    assert all(indices == sorted(indices) for indices in numbers.values())
+
+
+def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps({"text": f"a text {i}"}) + "\n" for i in range(15)))
+    done = hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 4)
+    assert done.returncode == 2 and "has 15 rows; with 4 held out to tune on and 4 to measure on" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "data").exists()
+    assert hold_out(tmp_path / "answers.jsonl", tmp_path / "data", 3).returncode == 0

@@ -1,0 +1,107 @@
+"""The JSON schema of recipes and the tables of docs/recipe.md match the models."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.heads.methods import methods
+from headstart.support.config import dotted_keys
+from headstart.support.errors import UserError
+from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.schema import recipe_schema, with_tables
+from headstart.training.recipe.yaml_text import read_yaml
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in ("accelerate", "shared"))
+RENEW = "run: headstart schema --out recipes/schema.json --tables docs/recipe.md"
+
+
+def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
+    """Violations in ``value`` of the schema keywords that we use."""
+    if "$ref" in schema:
+        return faults(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, at)
+    for choice in ("anyOf", "oneOf"):
+        fitting = [option for option in schema.get(choice, []) if not faults(value, option, root, at)]
+        if choice in schema and (not fitting or (choice == "oneOf" and len(fitting) > 1)):
+            return [f"{at}: {len(fitting)} of {choice} fit {value!r}"]
+    if "const" in schema and value != schema["const"] or "enum" in schema and value not in schema["enum"]:
+        return [f"{at}: {value!r} is not allowed"]
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+    if "type" in schema and not isinstance(value, kinds[schema["type"]]):
+        return [f"{at}: {value!r} is no {schema['type']}"]
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        return [f"{at}: {value!r} does not match {schema['pattern']}"]
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
+    if (low is not None and value < low) or (high is not None and value > high):
+        return [f"{at}: {value!r} is out of range"]
+    problems: list[str] = []
+    if isinstance(value, dict):
+        problems += [f"{at}: {key} is missing" for key in schema.get("required", []) if key not in value]
+        for key, item in value.items():
+            inner = schema.get("properties", {}).get(key, schema.get("additionalProperties", {}))
+            inner = {} if inner is True else inner
+            problems += [f"{at}.{key} is unknown"] if inner is False else faults(item, inner, root, f"{at}.{key}")
+    if isinstance(value, list) and isinstance(schema.get("items"), dict):
+        problems += [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], root, f"{at}[{i}]")]
+    return problems
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return recipe_schema()
+
+
+def test_the_committed_schema_and_tables_are_current() -> None:
+    assert json.loads((ROOT / "recipes" / "schema.json").read_text()) == recipe_schema(), RENEW
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    assert with_tables(page) == page, RENEW
+    assert [key for key in dotted_keys(Recipe) if f"| `{key}` |" not in page] == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_shipped_recipe_names_the_schema_and_fits_it(path: Path, schema: dict[str, Any]) -> None:
+    assert path.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")
+    assert faults(read_yaml(path), schema, schema) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ("train", {"lrr": 1}), ("train", {"lr": "fast"}), ("train", {"precision": "fp8"}),
+        ("drafter", {"kind": "medusa", "taps": [1]}),
+        ("drafter", {"kind": "medusaa"}), ("drafter", {"kind": "medusa", "depth": 0}),
+        ("heads", [{"kind": "medusa", "train": {"steps": 3}}]),
+        ("objective", {"terms": {"kl": -1}}), ("sed", 1),
+    ],
+)  # fmt: skip
+def test_the_schema_finds_mistakes(section: str, value: Any) -> None:
+    schema = recipe_schema()
+    recipe = read_yaml(SHIPPED[0])
+    assert faults({**recipe, section: value}, schema, schema) != []
+
+
+def test_the_schema_knows_every_drafter_and_allows_others() -> None:
+    schema = recipe_schema()
+    assert {f"drafter-{kind}" for kind in methods()} <= set(schema["$defs"]) and {"eagle3", "medusa"} <= set(methods())
+    recipe = {key: value for key, value in read_yaml(SHIPPED[0]).items() if key != "drafter"}
+    mine = {"kind": "my.drafter", "anything": 3}
+    several = [{"kind": "eagle3", "depth": 3}, {"kind": "medusa", "name": "two", "objective": {"terms": {"ce": 1}}}]
+    assert faults({**recipe, "drafter": mine}, schema, schema) == faults({**recipe, "heads": several}, schema, schema) == []
+    assert faults(recipe, schema, schema) != []
+
+
+def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: log -->\nold\n<!-- end of table -->\nafter\n")
+    assert main(["schema"]) == 0 and json.loads(capsys.readouterr().out) == recipe_schema()
+    assert main(["schema", "--out", str(tmp_path / "schema.json"), "--tables", str(page)]) == 0
+    assert json.loads((tmp_path / "schema.json").read_text()) == recipe_schema()
+    assert "old" not in page.read_text() and "| `log.every` | a whole number of at least 1 | `10` |" in page.read_text()
+    with pytest.raises(UserError, match="no table 'lgo'"):
+        with_tables("<!-- table: lgo -->\n<!-- end of table -->")

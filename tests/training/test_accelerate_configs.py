@@ -1,0 +1,77 @@
+"""The example `accelerate` configurations: accelerate reads them, each documents its command, and the documentation names them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from headstart.training.run.sharding import fsdp_plugin
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+PROCESSES = {"one_gpu": (1, 1), "eight_gpus": (8, 1), "fsdp2": (8, 1), "two_machines": (16, 2)}
+
+
+def test_those_promised_are_there_and_named() -> None:
+    assert {path.stem for path in CONFIGS} == set(PROCESSES)
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    assert [path.name for path in CONFIGS if f"recipes/accelerate/{path.name}" not in page] == []
+    assert "recipes/accelerate/" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_it_and_its_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config_from_file(str(path))
+    assert (config.num_processes, config.num_machines) == PROCESSES[path.stem] and not config.use_cpu and config.mixed_precision == "no"
+    commands = re.findall(r"^#   accelerate launch (.*)$", path.read_text(), re.M)
+    assert len(commands) == config.num_machines
+    monkeypatch.chdir(ROOT)
+    for rank, command in enumerate(commands):
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(command)))
+        assert args.training_script == "train_heads.py" and Path(args.training_script_args[0]).exists()
+        assert args.use_fsdp == (path.stem == "fsdp2") and args.num_processes == config.num_processes
+        assert args.machine_rank == rank
+
+
+def test_the_sharded_one_asks_for_what_training_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml"), "train_heads.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(name, value)
+    plugin = fsdp_plugin()
+    assert plugin is not None and plugin.fsdp_version == 2 and plugin.reshard_after_forward and plugin.auto_wrap_policy is None
+
+
+def test_the_slurm_script_starts_one_launcher_per_node_with_what_slurm_gives(tmp_path: Path) -> None:
+    """Slurm's commands and the launcher are stand-ins that print what they are given; the second of two nodes is played."""
+    script = ROOT / "recipes" / "accelerate" / "slurm.sbatch"
+    stand_ins = {
+        "srun": '#!/bin/bash\nshift\nSLURM_NODEID=1 exec "$@"\n', "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",
+        "accelerate": '#!/bin/bash\nprintf "%s\\n" "$@"\n',
+    }  # fmt: skip
+    for name, text in stand_ins.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path)}
+    recipe = "recipes/llama-3.1-8b-instruct/eagle3.yaml"
+    command = ["bash", str(script), recipe, "log.name=two words"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    assert words[0] == "launch" and words[-3:] == ["train_heads.py", recipe, "log.name=two words"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words[1:]))
+    assert (args.num_machines, args.num_processes, args.machine_rank, args.main_process_ip) == (2, 8, 1, "node7")
+    assert args.main_process_port == 20041 and not args.use_fsdp
+    refused = subprocess.run(["bash", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: give a recipe")

@@ -1,0 +1,201 @@
+"""The training loop: it trains the drafter alone, and the loss does not depend on how a step is split."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Forked
+from small_run import make_recipe, read_log, run
+
+from headstart.cli.train import main
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.checkpoint import load_drafter
+from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.data import Sample
+from headstart.training.loop import micro_batch_seed, train
+from headstart.training.recipe.recipe import Train, load_recipe
+from headstart.training.run.schedule import learning_rate
+from headstart.training.setup import prepare
+
+KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.mark.matrix(cells=1)
+@pytest.mark.parametrize("drafter", KINDS, ids=lambda drafter: drafter["kind"])
+def test_training_teaches_the_drafter_and_nothing_else(tmp_path: Path, drafter: dict) -> None:
+    recipe = load_recipe(make_recipe(tmp_path, drafter=drafter, train={"steps": 40, "schedule": "constant"}, log={"every": 10}))
+    trained = prepare(recipe)
+    weights = {name: weight.clone() for name, weight in trained.drafter.named_parameters()}
+    frozen = {name: weight.clone() for name, weight in trained.backbone.model.state_dict().items()}
+    assert {id(p) for p in trained.trainers[0].module.parameters()} == {id(p) for p in trained.drafter.parameters()}
+    assert train(trained) == 0
+    trained.log.close()
+    assert not [name for name, weight in trained.drafter.named_parameters() if torch.equal(weight, weights[name])]
+    assert not [name for name, weight in trained.backbone.model.state_dict().items() if not torch.equal(weight, frozen[name])]
+    lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"] and lines[-1]["alpha"][0] > lines[0]["alpha"][0]
+    assert len(lines[0]["accuracy"]) == drafter["depth"] and lines[-1]["tokens"] > lines[0]["tokens"] > 0
+
+
+def test_heads_can_be_loaded_and_say_where_they_come_from(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, drafter=KINDS[1])
+    assert main([str(recipe), "train.steps=2"]) == 0
+    loaded = load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+    assert loaded.vocabulary is not None and len(loaded.vocabulary) == 40
+    origin = json.loads((tmp_path / "out" / "headstart.json").read_text())["provenance"]
+    assert origin["recipe"]["train"]["steps"] == origin["steps"] == 2 and origin["versions"]["torch"] == torch.__version__
+    evaluated = [line for line in read_log(tmp_path / "out") if "tau" in line]
+    assert [line["step"] for line in evaluated] == [2] and origin["tau"] == evaluated[0]["tau"] >= 1
+
+
+@pytest.mark.slow
+def test_accumulation_does_not_change_the_loss(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, train={"batch_size": 6})
+    logs = []
+    for size in ("null", "1", "3"):
+        assert main([str(recipe), f"train.micro_batch={size}", f"save.dir={tmp_path}/{size}"]) == 0
+        logs.append([line for line in read_log(tmp_path / size) if "loss" in line])
+    for log in logs[1:]:
+        assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in logs[0]], rel=1e-5)
+        assert [line["grad_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in logs[0]], rel=1e-4)
+        assert [line["tokens"] for line in log] == [line["tokens"] for line in logs[0]]
+
+
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
+def test_two_processes_train_as_one_does(tmp_path: Path, launched: bool) -> None:
+    """Five sequences a step: three in one process, two in the other."""
+    recipe = make_recipe(tmp_path, drafter=KINDS[1], train={"batch_size": 5}, eval={"prompts": 1})
+    assert main([str(recipe), f"save.dir={tmp_path}/one"]) == 0
+    arguments = [str(recipe), f"save.dir={tmp_path}/two", "train.micro_batch=1"]
+    if launched:
+        done = run(*arguments, launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+        status, output = done.returncode, done.stderr
+    else:
+        status, output = Forked(2, arguments, tmp_path / "said").wait(), (tmp_path / "said").read_text()
+    assert status == 0 and "2 processes on cpu" in output, output[-3000:]
+    one, two = ([line for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
+    assert [line["tokens"] for line in two] == [line["tokens"] for line in one]
+    assert len(list((tmp_path / "two" / "state").iterdir())) == 1
+
+
+def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    assert main([str(recipe), "eval.every=3", f"save.dir={tmp_path}/often"]) == 0
+    assert main([str(recipe), "data.eval_rows=4", f"save.dir={tmp_path}/once"]) == 0
+    weights = [(tmp_path / name / "medusa_lm_head.safetensors").read_bytes() for name in ("often", "once")]
+    assert weights[0] == weights[1]
+    assert [line["step"] for line in read_log(tmp_path / "often") if "tau" in line] == [3, 6, 9, 12]
+
+
+def test_autocast_in_bf16_leaves_the_weights_in_fp32(tmp_path: Path) -> None:
+    trained = prepare(load_recipe(make_recipe(tmp_path, drafter=KINDS[1], train={"precision": "bf16", "steps": 3})))
+    assert train(trained) == 0
+    trained.log.close()
+    assert {weight.dtype for weight in trained.drafter.parameters()} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, train={"lr": 1e30, "schedule": "constant", "warmup_ratio": 0.0}, save={"every": 1})
+    assert main([str(recipe)]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "at step 2" in errors[0] and "lower train.lr" in errors[0] and "step-00000001" in errors[0]
+    assert [folder.name for folder in (tmp_path / "out" / "state").iterdir()] == ["step-00000001"]
+    load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+
+
+def without(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, forwards: str, *changes: str) -> int:
+    """Train to ``out``, with NaN from the given forward passes."""
+    monkeypatch.setenv("HEADSTART_TEST_NAN", forwards)
+    return main([str(recipe), f"save.dir={out}", "train.non_finite=skip", *changes])
+
+
+def test_steps_that_are_not_finite_can_be_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step has two forward passes and is skipped as a whole: 2, 5 and 6 of 12. A resumed run continues the count."""
+    drafter = {"kind": "tests.helpers.dying", "depth": 2}
+    train = {"micro_batch": 2, "ema_decay": 0.5, "schedule": "constant", "warmup_ratio": 0.0}
+    recipe = make_recipe(tmp_path, drafter=drafter, train=train, log={"every": 3})
+    assert without(recipe, tmp_path / "out", monkeypatch, "3,9,10,12") == 0
+    output = capsys.readouterr().err
+    assert "steps skipped since their loss or gradient was not finite: 3" in output and "1 steps skipped (not finite)" in output
+    lines = [line for line in read_log(tmp_path / "out") if "loss" in line]
+    assert [line.get("skipped", 0) for line in lines] == [1, 2, 0, 0] and all(line["loss"] > 0 for line in lines)
+    load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))
+    assert without(recipe, tmp_path / "parts", monkeypatch, "3", "train.steps=4") == 0
+    assert without(recipe, tmp_path / "parts", monkeypatch, "1,4") == 0
+    assert "not finite: 3" in capsys.readouterr().err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_a_skipped_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "tests.helpers.dying", "depth": 2}, train={"ema_decay": 0.5, "optimizer": "muon"})
+    trained = prepare(load_recipe(recipe, ["train.steps=2", "train.non_finite=skip", "log.every=1"]))
+    before = [parameter.clone() for parameter in trained.drafter.parameters()]
+    monkeypatch.setenv("HEADSTART_TEST_NAN", "1,2")
+    assert train(trained) == 0
+    trained.log.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.drafter.parameters(), strict=True))
+    assert trained.trainers[0].average is not None and not trained.trainers[0].optimizer.state
+    assert [(line["loss"], line["skipped"]) for line in read_log(tmp_path / "out") if "loss" in line] == [(None, 1), (None, 1)]
+
+
+def test_ten_consecutive_skips_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, drafter={"kind": "tests.helpers.dying", "depth": 2}, save={"every": 1})
+    assert without(recipe, tmp_path / "out", monkeypatch, ",".join(map(str, [1, *range(3, 30)])), "train.steps=20") == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: the loss is nan") and "at step 12, the last of 10 such steps in a row" in message
+    assert "step-00000011" in message
+
+
+def test_late_steps_have_seeds(tmp_path: Path) -> None:
+    """A step's seed grows with its number, and NumPy takes 32 bits of it."""
+    trained = prepare(load_recipe(make_recipe(tmp_path), ["train.steps=1000000", f"seed={2**32 - 1}"]))
+    trained.done = 999_999
+    assert train(trained) == 0 and trained.done == 1_000_000
+    trained.log.close()
+    seeds = [micro_batch_seed(2**32 - 1, step, number, 1) for step in (1, 4_294, 4_295, 10**9) for number in (0, 1)]
+    assert len({*seeds}) == 8 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_wandb_is_asked_for_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    assert main([str(recipe), "log.wandb=online"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err
+
+
+def test_what_a_step_reads_is_a_function_of_the_step() -> None:
+    """Every epoch has every sample once; any number of processes splits the same step completely."""
+    samples = [Sample(torch.arange(4 + i % 3), torch.ones(4 + i % 3, dtype=torch.bool)) for i in range(10)]
+    feed = BatchSampler(samples, Train(batch_size=4, epochs=2.0), seed=1)
+    assert feed.steps == 5
+    drawn = [index for step in range(1, 6) for row in feed.global_rows(step) for index in row]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and drawn[:10] != drawn[10:]
+    for processes in (1, 2, 3):
+        parts = [BatchSampler(samples, feed.train, 1, process, processes) for process in range(processes)]
+        batches = [batch for part in parts for batch in part.local_batches(2, torch.device("cpu"))]
+        lengths = [int(n) for batch in batches for n in (batch.document_BT >= 0).sum(1)]
+        assert sorted(lengths) == sorted(len(samples[i].tokens) for (i,) in feed.global_rows(2))
+
+
+@pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])
+def test_learning_rate(schedule: str, middle: float, last: float) -> None:
+    wanted = Train(lr=2.0, warmup_ratio=0.1, schedule=schedule, min_lr_ratio=0.1)   # type: ignore[arg-type]
+    rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
+    assert rates[0] == pytest.approx(0.01) and rates[49] == pytest.approx(0.5) and rates[99] == rates[100] == pytest.approx(1.0)
+    assert rates[550] == pytest.approx(middle, abs=1e-3) and rates[-1] == pytest.approx(last, abs=1e-3)

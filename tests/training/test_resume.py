@@ -1,0 +1,141 @@
+"""A killed run resumes to the weights of an undisturbed one, bit for bit; what cannot be resumed is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+from small_run import make_recipe, read_log
+
+from headstart.cli.train import main
+
+STEPS, DEATH = 40, 17
+MICRO_BATCHES = 3
+"""Forward passes per step."""
+WEIGHTS = "model.safetensors"
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and in ``out`` the undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = make_recipe(
+        folder,
+        drafter={"kind": "tests.helpers.dying", "depth": 2, "draft_vocab_size": 40},
+        train={"steps": STEPS, "batch_size": 2 * MICRO_BATCHES, "micro_batch": 2},
+        save={"every": 6, "keep": 3},
+        log={"every": 4},
+        eval={"every": 20},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        assert main([str(recipe)]) == 0
+    assert [state.name for state in states(folder / "out")] == ["step-00000030", "step-00000036", "step-00000040"]
+    return folder
+
+
+def states(out: Path) -> list[Path]:
+    return sorted((out / "state").iterdir())
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """The log without timings and without the recipe, which names the folder."""
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in read_log(out) if "recipe" not in line]
+
+
+def recipe_for(whole: Path, out: Path, *changes: str) -> list[str]:
+    return [str(whole / "recipe.yaml"), f"save.dir={out}", *changes]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "saved"), [(signal.SIGKILL, -signal.SIGKILL, 12), (signal.SIGTERM, 128 + signal.SIGTERM, DEATH)], ids=str
+)
+def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path, number: signal.Signals, status: int, saved: int) -> None:
+    """Killed in step 17: SIGKILL loses everything after the state of step 12; SIGTERM lets the step finish and saves it."""
+    out = tmp_path / "out"
+    forward = str((DEATH - 1) * MICRO_BATCHES + 2)
+    said, fatal = tmp_path / "said", {"HEADSTART_TEST_SIGNAL": str(int(number)), "HEADSTART_TEST_FORWARD": forward}
+    assert Forked(1, recipe_for(whole, out), said, **fatal).wait() == status, said.read_text()[-3000:]
+    assert states(out)[-1].name == f"step-{saved:08d}"
+    assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in said.read_text()
+    with (out / "log.jsonl").open("a") as log:
+        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')   # a line of a later step, and one torn by the kill
+    assert main(recipe_for(whole, out)) == 0
+    assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
+    assert numbers(out) == numbers(whole / "out")
+    assert not [path for path in (out / "state").iterdir() if path.name.startswith(".")]
+
+
+def test_the_one_before_is_taken_when_the_newest_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    tensors = states(out)[-1] / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    (out / WEIGHTS).unlink()
+    assert main(recipe_for(whole, out)) == 0
+    output = capsys.readouterr().err
+    assert "step-00000040 is damaged" in output and "resuming from" in output and "step-00000036" in output
+    assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
+    assert numbers(out) == numbers(whole / "out")
+
+
+def test_refused_when_every_state_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    first, second, third = states(out)
+    (first / "state.json").write_text("{")
+    (second / "tensors.safetensors").unlink()
+    (third / "state.json").write_text(json.dumps({"sha256": "0"}))
+    assert main(recipe_for(whole, out)) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ") and str(first) in message and "state.json is not JSON" in message and "delete" in message
+
+
+def test_a_state_that_was_changed_is_damaged(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    for state, (key, value) in zip(states(out), (("heads", {}), ("tokens", None), ("step", -1)), strict=True):
+        content = json.loads((state / "state.json").read_text())
+        (state / "state.json").write_text(json.dumps({**content, key: value}))
+    assert main(recipe_for(whole, out)) == 2
+    message = capsys.readouterr().err
+    assert message.count("state.json is not as it was written") == 3 and "Traceback" not in message
+
+
+def test_a_state_of_another_version_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole / "out", tmp_path / "out")
+    for state in states(tmp_path / "out"):
+        content = json.loads((state / "state.json").read_text())
+        del content["format"]
+        (state / "state.json").write_text(json.dumps(content))
+    assert main(recipe_for(whole, tmp_path / "out", f"train.steps={STEPS + 4}")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step-00000040 was saved by another version of Headstart (format None, this one reads 4)" in error
+
+
+def test_another_recipe_is_refused_by_its_keys(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    assert main(recipe_for(whole, out, "train.lr=0.5", "seed=8", "log.every=1", f"train.steps={STEPS + 1}")) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "seed (was 7, now 8)" in message and "train.lr (was 0.003, now 0.5)" in message
+    assert not any(key in message for key in ("log.every", "train.steps", "save.dir (was"))
+    assert main(recipe_for(whole, out, "save.resume=false")) == 2
+    assert "save.resume=true" in capsys.readouterr().err
+
+
+def test_a_finished_run_can_be_made_longer(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    assert main(recipe_for(whole, out)) == 0
+    assert f"already at step {STEPS}" in capsys.readouterr().err
+    assert main(recipe_for(whole, out, f"train.steps={STEPS + 3}", "train.micro_batch=null", "log.every=1")) == 0
+    assert [line["step"] for line in read_log(out) if "loss" in line][-4:] == [STEPS, STEPS + 1, STEPS + 2, STEPS + 3]

@@ -1,0 +1,284 @@
+"""Recipes by rule: the shipped ones are what recipes/write.py writes, plan, and train on shrunk models; so do those of new-recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import shrink
+import torch
+from small_run import make_backbone, rows_of_text
+
+from headstart.cli.main import main
+from headstart.support.errors import UserError
+from headstart.training.loop import train
+from headstart.training.plan.plan import Machine, find_machine
+from headstart.training.recipe.recipe import load_recipe, to_dict
+from headstart.training.rules.datasets import PRESETS, find_preset
+from headstart.training.rules.fit import fit
+from headstart.training.rules.methods import METHODS
+from headstart.training.rules.model import ModelFacts, read_facts
+from headstart.training.rules.propose import propose
+from headstart.training.setup import prepare
+
+ROOT = Path(__file__).parents[2]
+GPU = Machine(True, 1, 80_000_000_000, "accelerator", False)
+FEW = ("gpt2", "qwen3-0.6b", "gemma-2-9b-it")
+"""Models whose shipped recipes are tried in every run of the tests; the others are slow."""
+PROMISED = (
+    "vicuna-7b-v1.5 vicuna-13b-v1.5 llama-2-7b-chat-hf llama-3.1-8b-instruct llama-3.2-1b-instruct llama-3.2-3b-instruct "
+    "llama-3.3-70b-instruct mistral-7b-instruct-v0.3 mistral-small-24b-instruct-2501 mixtral-8x7b-instruct-v0.1 qwen2.5-7b-instruct "
+    "qwen2.5-coder-7b-instruct qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b qwen3-30b-a3b qwen3-next-80b-a3b-instruct "
+    "gemma-2-9b-it gemma-3-1b-it gemma-3-4b-it gemma-3-12b-it phi-4 gpt-oss-20b gpt-oss-120b deepseek-r1-distill-llama-8b "
+    "deepseek-r1-distill-qwen-7b smollm2-135m-instruct smollm2-360m-instruct smollm2-1.7b-instruct smollm3-3b "
+    "olmo-2-1124-7b-instruct granite-3.3-8b-instruct falcon3-7b-instruct gpt2 pythia-1b"
+).split()
+
+
+def _write_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_recipes", ROOT / "recipes" / "write.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+write = _write_module()
+ENTRIES: dict[str, Any] = write.entries()
+KEPT: dict[str, Any] = write.read_figures()
+EVERY = [(name, method) for name, entry in ENTRIES.items() for method in entry["methods"]]
+
+
+def matrix(cases: list[tuple[str, str]], fast: tuple[str, ...]) -> list[Any]:
+    """The cases, slow but for those of a few models."""
+    return [pytest.param(*case, id="-".join(case), marks=() if case[0] in fast else pytest.mark.slow) for case in cases]
+
+
+def test_the_promised_models_have_recipes() -> None:
+    assert set(ENTRIES) == set(PROMISED) and all("eagle3" in entry["methods"] for entry in ENTRIES.values())
+    for name in PROMISED:
+        if KEPT["models"][name]["parameters"] > 3.9e9:
+            assert "block" in ENTRIES[name]["methods"]
+    for name in ("vicuna-7b-v1.5", "vicuna-13b-v1.5", "llama-2-7b-chat-hf", "mistral-7b-instruct-v0.3", "gpt2", "pythia-1b"):
+        assert {"medusa", "medusa2"} <= set(ENTRIES[name]["methods"])
+
+
+@pytest.mark.parametrize(("name", "method"), EVERY, ids=lambda value: value)
+def test_a_shipped_recipe_is_what_the_rules_give(name: str, method: str) -> None:
+    path = ROOT / "recipes" / name / f"{method}.yaml"
+    assert path.read_text() == write.text_of(name, method, KEPT), f"run: python recipes/write.py {name}"
+    recipe = load_recipe(path)
+    facts = ModelFacts(**KEPT["models"][name])
+    assert recipe.backbone.path == facts.path and recipe.data.max_length <= facts.context
+    assert recipe.save.dir == f"out/{name}/{method}" and recipe.train.batch_size % (recipe.train.micro_batch or 1) == 0
+
+
+def test_the_shared_parts_are_what_the_rules_give_and_nothing_else_is_shipped() -> None:
+    for path, text in write.shared_texts().items():
+        assert path.read_text() == text, "run: python recipes/write.py"
+    there = {path.parent.name + "/" + path.stem for path in (ROOT / "recipes").glob("*/*.yaml")}
+    others = {name for name in there if name.split("/")[0] in ("accelerate", "shared", "quickstart", "conversations", "smollm2")}
+    assert there - others == {f"{name}/{method}" for name, method in EVERY}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in ENTRIES])
+def test_the_facts_are_those_of_the_published_configuration(name: str) -> None:
+    assert json.loads(json.dumps(write.facts_of(name))) == KEPT["models"][name], f"run: python recipes/write.py --plan {name}"
+
+
+@pytest.mark.parametrize(("name", "method"), EVERY, ids=lambda value: value)
+def test_a_shipped_recipe_says_what_it_takes(name: str, method: str) -> None:
+    takes = re.search(r"^# Takes +(.*?)^# Data", (ROOT / "recipes" / name / f"{method}.yaml").read_text(), re.DOTALL | re.MULTILINE)
+    assert takes is not None, "a header without the line"
+    assert re.match(r"\d[\d,.]* GB of memory at most, .* of disk for the heads and .* GB for the states", takes[1].replace("\n#", "")), (
+        f"run: python recipes/write.py --plan {name}/{method}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", sorted(KEPT["plans"]))
+def test_the_figures_are_those_of_the_plan(key: str) -> None:
+    name, method = key.split("/")
+    planned, kept = write.plan_of(name, method, ModelFacts(**KEPT["models"][name])), KEPT["plans"][key]
+    assert planned["changes"] == kept["changes"]
+    assert planned["figures"] == pytest.approx(kept["figures"], rel=0.03)
+
+
+def small_model(folder: Path, name: str) -> Path:
+    """A shrunk model of that configuration, with a tokenizer of bytes."""
+    make_backbone(folder / name)
+    for file in (folder / name).glob("*.safetensors"):
+        file.unlink()
+    shrink.shrunk(name, vocab=256).save_pretrained(folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize(("name", "method"), matrix(EVERY, FEW))
+def test_a_shipped_recipe_plans_and_trains_on_its_shrunk_model(name: str, method: str, tmp_path: Path) -> None:
+    model, text = small_model(tmp_path, name), rows_of_text(tmp_path)
+    drafter = load_recipe(ROOT / "recipes" / name / f"{method}.yaml").drafter
+    smaller = {"draft_vocab_size": 40, "correction_rank": 8}
+    changes = [f"drafter.{key}={value}" for key, value in smaller.items() if drafter.get(key)]
+    changes += ["drafter.path=null", "drafter.layers=2"] if "path" in drafter else []
+    recipe = load_recipe(ROOT / "recipes" / name / f"{method}.yaml", [
+        f"backbone.path={model}", "backbone.dtype=fp32", f"data={{train: {text}, max_length: 64, eval_rows: 4}}", *changes,
+        "train.steps=2", "train.batch_size=2", "train.micro_batch=1", "train.precision=no", "eval.prompts=1", "eval.max_new_tokens=4",
+        f"save.dir={tmp_path / 'out'}",
+    ])  # fmt: skip
+    peak = fit_of(recipe, str(model))
+    assert peak > 0
+    assert train(prepare(recipe)) == 0
+    assert torch.isfinite(torch.tensor([line["loss"] for line in losses(tmp_path / "out")])).all()
+
+
+def fit_of(recipe: Any, config: str) -> int:
+    """The memory that the recipe's plan finds, on a GPU."""
+    return fit(to_dict(recipe), GPU, config)[1].peak
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if "loss" in line]
+
+
+OTHERS = [(name, "eagle3") for name in ENTRIES] + [("gpt2", method) for method in METHODS if method != "eagle3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [pytest.param(*one, marks=() if one == ("gpt2", "medusa") else pytest.mark.slow) for one in OTHERS]
+)
+def test_new_recipe_gives_one_that_trains(name: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text, out = small_model(tmp_path, name), rows_of_text(tmp_path), tmp_path / "recipe.yaml"
+    written = ["--out", str(out), "--json", str(tmp_path / "x.json")]
+    assert main(["new-recipe", str(model), "--method", method, "--data", str(text), *written]) == 0
+    said = capsys.readouterr().out
+    assert f"wrote     {out}" in said and "fits      " in said
+    assert json.loads((tmp_path / "x.json").read_text())["peak"] > 0
+    short = ["data.eval_rows=4", "train.epochs=null", "train.steps=2", "eval.prompts=1", "eval.max_new_tokens=4"]
+    recipe = load_recipe(out, [*short, f"save.dir={tmp_path / 'out'}"])
+    assert recipe.train.precision == recipe.backbone.dtype == "auto"
+    assert train(prepare(recipe)) == 0
+
+
+def test_new_recipe_never_replaces_a_file_without_being_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "recipe.yaml"
+    out.write_text("mine")
+    command = ["new-recipe", "embedded", "--method", "medusa", "--data", str(rows_of_text(tmp_path)), "--out", str(out)]
+    assert main(command) == 2 and out.read_text() == "mine"
+    refusal = r"error: .* is there already; name another file with --out, or replace it with --overwrite\n"
+    assert re.fullmatch(refusal, capsys.readouterr().err)
+    assert main([*command, "--overwrite"]) == 0 and load_recipe(out).backbone.path == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at-all"], "cannot load backbone 'nowhere/at-all'"),
+        ([""], "MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text"),
+        (["embedded", "--method", "eagle4"], "--method eagle4 is unknown; methods are eagle3, block, medusa"),
+        (["embedded", "--gpus", "1"], "--gpus 1: this machine has no accelerator to read the memory of; give it with --memory GB"),
+        (["embedded", "--gpus", "0", "--memory", "80"], "--gpus is a whole number of at least 1; got 0"),
+        (["embedded", "--gpus", "1", "--memory", "-3"], "--memory is a number of gigabytes above 0 and at most 1000000; got -3"),
+        (["embedded", "--method", "medusa", "--gpus", "1", "--memory", "1"], "nothing fits 1 x 1.0 GB, not even one row at a time"),
+        (["embedded", "--tflops", "0"], "--tflops is a number above 0"),
+        (["embedded", "--data", " "], "--data is one of ultrachat, sharegpt"),
+        (["embedded", "--data", "nowhere.jsonl"], "data file nowhere.jsonl: there is no such file"),
+        (["embedded", "--out", "recipe.txt"], "--out recipe.txt is to end in .yaml"),
+    ],
+)
+def test_new_recipe_names_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-recipe", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+FACTS = ModelFacts("some/Chat-8B", 8_000_000_000, 7_000_000_000, 32, 4096, 128_256, 131_072, True, True, False)
+
+
+def test_values_follow_from_the_model() -> None:
+    def values(method: str = "eagle3", **changes: Any) -> dict[str, Any]:
+        return propose(dataclasses.replace(FACTS, **changes), method, GPU).tree
+
+    usual = values()
+    assert (usual["drafter"]["draft_vocab_size"], usual["drafter"]["depth"], usual["train"]["lr"]) == (32_000, 7, 1e-4)
+    assert (usual["train"]["batch_size"], usual["data"]["max_length"], usual["train"]["steps"]) == (16, 2048, 26_000)
+    assert "draft_vocab_size" not in values(vocab=50_257)["drafter"]
+    assert [values(width=width)["train"]["lr"] for width in (768, 2048, 8192)] == ["auto", 2e-4, 1e-4]
+    thinking = values(thinks=True)
+    assert (thinking["train"]["batch_size"], thinking["data"]["max_length"], thinking["train"]["steps"]) == (8, 4096, 52_000)
+    short = values(context=1024, chat=False)
+    assert (short["train"]["batch_size"], short["data"]["max_length"], short["data"]["packing"]) == (32, 1024, True)
+    assert "packing" not in values(chat=False, packable=False)["data"]
+    assert values(context=100)["train"]["batch_size"] == 256   # a power of two
+    assert values("block", layers=4, width=64)["drafter"]["layers"] == 2
+    assert values("medusa2")["backbone"]["lora"]["rank"] == 32 and values("medusa2")["train"]["micro_batch"] == 1
+    assert values("mlp")["drafter"]["tie_weights"] is True and "tie_weights" not in values("mlp", vocab=32_000)["drafter"]
+
+
+def test_a_backbone_larger_than_half_a_gpu_is_sharded_over_several() -> None:
+    several = dataclasses.replace(GPU, processes=8)
+    large = dataclasses.replace(FACTS, parameters=70_000_000_000)
+    assert propose(large, "eagle3", several).tree["backbone"]["shard"] is True
+    assert "shard" not in propose(FACTS, "eagle3", several).tree["backbone"]
+    assert propose(FACTS, "eagle3", several).tree["train"]["micro_batch"] == 2   # of a share of two rows
+    cpu = propose(FACTS, "eagle3", find_machine(None, None)).tree
+    assert "dtype" not in cpu["backbone"] and "precision" not in cpu["train"]
+
+
+@pytest.mark.slow
+def test_less_memory_takes_fewer_rows_then_recomputes_and_says_so(tmp_path: Path) -> None:
+    make_backbone(tmp_path / "model")
+    facts = read_facts(str(tmp_path / "model"))
+    proposal = propose(facts, "eagle3", GPU, str(rows_of_text(tmp_path)))
+    whole = proposal.fitted()
+    assert whole.own == proposal.own and whole.figures is not None
+    rows = proposal.own["train"]["micro_batch"]
+    between = whole.figures.peak - 3_000_000
+    tight = dataclasses.replace(proposal, machine=dataclasses.replace(GPU, memory=round(between / 0.95))).fitted()
+    changed = tight.own["train"]
+    assert changed["micro_batch"] < rows or changed.get("gradient_checkpointing")
+    with pytest.raises(UserError, match="nothing fits 1 x .* the largest part is"):
+        dataclasses.replace(proposal, machine=dataclasses.replace(GPU, memory=100_000_000)).fitted()
+
+
+def test_the_presets_are_data_sections() -> None:
+    for name, preset in PRESETS.items():
+        assert find_preset(name) is preset and (preset.rows or preset.tokens)
+        path = ROOT / "recipes" / "shared" / f"{name}.yaml"
+        assert path.exists()
+    assert find_preset("someone/dataset").data == {"train": "someone/dataset"}
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1000, None), (60, 6), (4, 1)])
+def test_few_rows_of_the_users_own_are_not_all_held_out(rows: int, held: int | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n' * rows)
+    preset = find_preset(str(tmp_path / "mine.jsonl"))
+    assert preset.data.get("eval_rows") == held and f"{held or 64} row" in preset.about
+
+
+def test_on_a_cpu_steps_are_short() -> None:
+    cpu = find_machine(None, None)
+    assert not cpu.accelerator
+
+    def drafter(method: str = "eagle3", machine: Any = cpu, **changes: Any) -> tuple[dict[str, Any], str]:
+        found = propose(dataclasses.replace(FACTS, **changes), method, machine)
+        return found.tree["drafter"], " ".join(found.assumed)
+
+    values, assumed = drafter(vocab=49_152)
+    assert (values["depth"], values["draft_vocab_size"]) == (4, 8192)
+    assert "drafter.depth=4 and drafter.draft_vocab_size=8192, since it is trained on a CPU" in assumed and "measured once" in assumed
+    small, assumed = drafter(vocab=10_000)
+    assert small["depth"] == 4 and "draft_vocab_size" not in small and "share of the answers" not in assumed
+    assert drafter("medusa", vocab=49_152)[0]["depth"] == 4 and "draft_vocab_size" not in drafter("medusa", vocab=49_152)[0]
+    assert drafter(machine=GPU, vocab=49_152)[0]["depth"] == 7 and "CPU" not in drafter(machine=GPU, vocab=49_152)[1]
