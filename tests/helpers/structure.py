@@ -1,7 +1,7 @@
 """Size of the product's source and depth of its calls: ``python tests/helpers/structure.py [CLONE]`` prints JSON.
 
-The counts are of heads/, inference/, training/ and headstart/, in every language. A line of code is one that is not blank, not a comment and
-not part of a docstring. The depth of a call counts the frames of named functions of the project from the command to the call.
+The counts are of heads/, inference/, training/ and headstart/, in every language. A line of code is one that is not blank, not a comment
+and not part of a docstring. The depth of a call counts the frames of named functions of the project from the command to the call.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ finally:
 def sources(root: Path) -> list[Path]:
     """Text files of the product; compiled Python is none."""
     paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*")))
-    return [path for path in paths if path.is_file() and "__pycache__" not in path.parts and not any(part.is_symlink() for part in path.parents)]
+    own = (path for path in paths if "__pycache__" not in path.parts and not any(part.is_symlink() for part in path.parents))
+    return [path for path in own if path.is_file()]
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
@@ -92,8 +93,8 @@ def generate(root: Path, function: str = "") -> dict[str, list[str]]:
 
 def train(root: Path, function: str) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["train.steps=1", "train.batch_size=2", "eval.prompts=0", "data.limit=80", "data.eval_rows=2", f"save.dir={folder}/heads"]
-        return observe(root, function, str(root / "train_heads.py"), str(root / "recipes/quickstart/eagle3.yaml"), *settings)
+        recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=0", "data.limit=80"]
+        return observe(root, function, str(root / "train_heads.py"), *recipe, "data.eval_rows=2", f"save.dir={folder}/heads")
 
 
 def counts(root: Path) -> dict[str, int]:
@@ -106,7 +107,8 @@ def depths(root: Path) -> dict[str, int]:
     """Frames from a command's ``main``, and from ``SpeculativeModel.generate``, to a drafter's ``step``; from train_heads.py to a layer."""
     step = generate(root, "Drafter.step")["chain"]
     inside = [frame.endswith(":SpeculativeModel.generate") for frame in step].index(True)
-    return {"generate": len(step), "SpeculativeModel.generate": len(step) - inside, "train": len(train(root, "DecoderLayer.forward_train")["chain"])}
+    layer = train(root, "DecoderLayer.forward_train")["chain"]
+    return {"generate": len(step), "SpeculativeModel.generate": len(step) - inside, "train": len(layer)}
 
 
 if __name__ == "__main__":

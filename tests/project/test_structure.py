@@ -1,4 +1,4 @@
-"""The product does not grow: its size, what a command imports and the depth of its calls have limits, which a change that needs less lowers."""
+"""Limits of the size of the product, of what a command imports and of the depth of its calls: a change that needs less lowers them."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,8 @@ def test_the_tests_stand_in_folders() -> None:
 
 def test_what_a_line_of_code_is(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
-    module.write_text('"""A docstring\n\nof three lines."""\n\n# a comment\nX = """a text\nof two lines"""\n\n\ndef f():\n    """One."""\n    return X\n')
+    text = 'X = """a text\nof two lines"""\n\n\ndef f():\n    """One."""\n    return X\n'
+    module.write_text(f'"""A docstring\n\nof three lines."""\n\n# a comment\n{text}')
     assert lines_of_code(module) == 4
     script = tmp_path / "kernel.cpp"
     script.write_text("// a comment\n\nint main() {\n}\n")
