@@ -56,7 +56,13 @@ class CompiledPass:
     """
 
     def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, where: Where, wait: bool = False, agree: Agree = all_nearly_equal, lasting: bool = True
+        self,
+        function: Callable[..., Any],
+        shapes: Shapes,
+        where: Where,
+        wait: bool = False,
+        agree: Agree = all_nearly_equal,
+        lasting: bool = True,
     ) -> None:
         self.function, self.shapes, self.where, self.wait, self.agree, self.lasting = function, shapes, where, wait, agree, lasting
         self.reason: str | None = None
