@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.layers.fixed_memory import FixedMemory
+from headstart.heads.kv.rows import FixedMemory
 from headstart.support.pytree import builder, flatten, list_tensors
 
 Function = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.heads.layers.ragged import STEP
+from headstart.heads.kv.rows import STEP
 from headstart.inference.capture.backend import Call, all_nearly_equal
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.compiled.compiled_pass import CompiledPass, Where
