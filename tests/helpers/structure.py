@@ -93,7 +93,7 @@ def generate(root: Path, function: str = "") -> dict[str, list[str]]:
 
 def train(root: Path, function: str) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=0", "data.limit=80"]
+        recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=1", "data.limit=80"]
         return observe(root, function, str(root / "train_heads.py"), *recipe, "data.eval_rows=2", f"save.dir={folder}/heads")
 
 
