@@ -8,6 +8,7 @@ import sys
 from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, write_text
+from headstart.support.page import require_charts
 from headstart.training.log.runs import print_runs, read_runs, runs_page
 
 
@@ -15,7 +16,9 @@ def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     require_writable("--html", args.html)
     folders = [as_path("report", path).is_dir() for path in args.what]
-    if len(args.what) < 2:
+    if args.html is not None:
+        require_charts("--html")
+    if len(args.what) < 2 and not all(folders):
         raise UserError("one thing alone cannot be compared; give two reports of bench --json, or folders of training runs")
     if all(folders):
         if len(set(args.what)) < len(args.what):

@@ -18,10 +18,9 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.checkpoint import require_adapter
 from headstart.inference.bench.bench import Plan, compare, require_room
-from headstart.inference.bench.curve import cost_curve
 from headstart.inference.bench.judging import FAULT
+from headstart.inference.bench.page import report_page
 from headstart.inference.bench.prompts import Prompt, Prompter, read_prompts
-from headstart.inference.bench.report import page
 from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, TransformersSystem, load_assistant
 from headstart.inference.bench.table import print_report
 from headstart.inference.bench.tune import TunePlan, contexts_of, summary
@@ -34,6 +33,7 @@ from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.speculation.tuned import key, write_tuned
 from headstart.support.errors import UserError
 from headstart.support.files import require_writable, write_json, write_text
+from headstart.support.page import require_charts
 from headstart.support.streams import read_input
 from headstart.support.text import read_text
 from headstart.support.visible import visible
@@ -46,14 +46,13 @@ def bench(args: argparse.Namespace) -> int:
     """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
     require_writable("--json", args.json)
     require_writable("--html", args.html)
+    if args.html is not None:
+        require_charts("--html")
     subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
     report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
     report |= {"backbone": subject.name, "prompts_files": args.prompts}
     if args.html is not None:
-        shortest = min(subject.prompts, key=lambda prompt: len(prompt.ids_T))
-        costs = [(path, cost_curve(one, shortest.ids_T, args.max_new_tokens)) for path, one in subject.heads]
-        report["costs"] = [{"head": path, "points": points} for path, points in costs]
-        write_text(args.html, page(report))
+        write_text(args.html, report_page(report))
         del report["replays"]   # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)

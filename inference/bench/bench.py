@@ -25,9 +25,8 @@ from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.race import Race
-from headstart.inference.bench.replay import record
+from headstart.inference.bench.recorded import record, samples
 from headstart.inference.bench.results import References, Sizes, baseline, result
-from headstart.inference.bench.samples import samples
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel

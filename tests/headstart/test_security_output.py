@@ -20,7 +20,7 @@ from headstart.cli.chat import Painter
 from headstart.heads.checkpoint import METADATA, load_drafter
 from headstart.support.files import atomic
 from headstart.support.visible import visible
-from headstart.training.log.report import page
+from headstart.training.log.runs import runs_page
 from headstart.training.recipe.recipe import load_recipe
 
 __all__ = ["heads", "trained"]   # fixtures
@@ -29,7 +29,7 @@ __all__ = ["heads", "trained"]   # fixtures
 class TestSecrets:
     def test_no_file_of_a_run_holds_one(self, trained: Path) -> None:
         files = [file for file in (trained / "out").rglob("*") if file.is_file()]
-        assert {"headstart.json", "log.jsonl", "report.html", "state.json"} <= {file.name for file in files}
+        assert {"headstart.json", "log.jsonl", "state.json"} <= {file.name for file in files}
         assert any(file.name.startswith("events.out") for file in files), "TensorBoard's"
         for file in files:
             content = file.read_bytes()
@@ -104,14 +104,13 @@ class TestOutput:
     def test_the_report_escapes_text(self) -> None:
         nasty = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
         recipe = {"backbone": {"path": nasty}, "heads": {nasty: {"kind": nasty}}, "save": {"dir": nasty}}
-        example = {"prompt": nasty, "tokens": [nasty, nasty], "accept_lengths": [1]}
         lines = [
             {"step": 0, "recipe": recipe, "steps": 1},
             {"step": 1, "head": nasty, "loss": 1.0, "accuracy": [0.5], "alpha": [0.5], "grad_norm": 1.0, "lr": 1.0, "tokens": 3,
              "tokens_per_second": 1.0},
-            {"step": 1, "head": nasty, "tau": 1.5, "acceptance_per_depth": [0.5], "examples": [example]},
+            {"step": 1, "head": nasty, "tau": 1.5, "acceptance_per_depth": [0.5]},
         ]  # fmt: skip
-        html = page(lines)
+        html = runs_page({nasty: lines})
         assert "&lt;script&gt;alert(1)" in html
         assert "<script>alert" not in html and "<img src" not in html
 

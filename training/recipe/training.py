@@ -152,7 +152,7 @@ class Save(StrictModel):
 
 class Log(StrictModel):
     wandb: Literal["off", "online", "offline"] = "off"
-    """Log to Weights & Biases too; a JSONL log and ``report.html`` are always written."""
+    """Log to Weights & Biases too; a JSONL log is always written."""
     tensorboard: bool = False
     """Write TensorBoard files too, in ``save.dir/tensorboard``."""
     project: str = "headstart"
