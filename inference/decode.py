@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.prompts import Prompts

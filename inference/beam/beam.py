@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
 from headstart.inference.beam.search import Search

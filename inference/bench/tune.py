@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.sizes import TUNED_SIZES

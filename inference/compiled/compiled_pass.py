@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.backend import Call, Flat, is_out_of_memory, nearly_equal, sizes_of_one
+from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.compiled import store
 from headstart.inference.compiled.loaded import Loaded
@@ -40,11 +40,6 @@ Shapes = Callable[[Call], list[Shape] | None]
 Agree = Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
 
 
-def all_agree(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """True if all tensors are equal up to rounding."""
-    return len(results) == len(others) and all(map(nearly_equal, others, results))
-
-
 @dataclass(frozen=True)
 class Where:
     """What a function runs: decoder layers, the modules that have its weights, and what its operations depend on beside."""
@@ -61,7 +56,13 @@ class CompiledPass:
     """
 
     def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, where: Where, wait: bool = False, agree: Agree = all_agree, lasting: bool = True
+        self,
+        function: Callable[..., Any],
+        shapes: Shapes,
+        where: Where,
+        wait: bool = False,
+        agree: Agree = all_nearly_equal,
+        lasting: bool = True,
     ) -> None:
         self.function, self.shapes, self.where, self.wait, self.agree, self.lasting = function, shapes, where, wait, agree, lasting
         self.reason: str | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import require_count
-from headstart.heads.layers.tree_mask import ancestors_from_parents
+from headstart.heads.kv.tree_mask import ancestors_from_parents
 from headstart.support.limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
 
 MAX_PROB = 0.999

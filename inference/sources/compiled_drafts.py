@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.heads.layers.ragged import STEP
-from headstart.inference.capture.backend import Call, nearly_equal
+from headstart.heads.kv.rows import STEP
+from headstart.inference.capture.backend import Call, all_nearly_equal
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.compiled.compiled_pass import CompiledPass, Where
 from headstart.inference.compiled.sizes import Shape
@@ -31,7 +31,7 @@ def compiled_drafts(drafter: Drafter, capturer: Capturer, function: Callable[...
 
 def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """True if the scores of the first level do: further ones may be of other nodes, where two had nearly the same score."""
-    return len(results) == len(others) and nearly_equal(others[2], results[2]) and all(bool(one.isfinite().all()) for one in others)
+    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(one.isfinite().all()) for one in others)
 
 
 def _shapes(call: Call) -> list[Shape] | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.heads.layers.ragged import pad_rows, padded_rows
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.rows import pad_rows, padded_rows
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
 from headstart.inference.engine.tree import TreeShape

@@ -22,9 +22,9 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
-from headstart.heads.layers.mtp_module import MtpModule
 from headstart.heads.methods import build_drafter
 from headstart.heads.mtp import Mtp
+from headstart.heads.mtp_module import MtpModule
 from headstart.heads.native_mtp import INDEX, NEW_FILE, write_back
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel

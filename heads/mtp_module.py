@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, DecoderLayer, Norm, Rotary
 from headstart.heads.layers.gated_layer import GatedLayer, ZeroCenteredNorm, partial_rotary
 

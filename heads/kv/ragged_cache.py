@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from headstart.heads.backbone.recurrent import Added, States
-from headstart.heads.layers.fixed_memory import FixedMemory
-from headstart.heads.layers.ragged import (
+from headstart.heads.kv.rows import (
+    FixedMemory,
     grown,
     join_rows,
     move,
