@@ -28,8 +28,7 @@ from typing import Any
 
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
-from headstart.cli import arguments
-from headstart.cli.decoding import Subject, bench_plan, bench_subject
+from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.failures import guarded
 from headstart.cli.loading import backbone_name
 from headstart.heads.backbone.embedded import resolve
@@ -198,7 +197,7 @@ def cell(value: float | None, form: str = ".1f") -> str:
 def parser() -> argparse.ArgumentParser:
     """`bench`'s arguments, with other defaults, and those of the other engines."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    arguments.add_measured(options, prompts_required=False)
+    add_measured(options, prompts_required=False)
     options.add_argument("--html", type=Path, metavar="FILE", help="write a page of it")
     options.add_argument("--vllm", type=Path, metavar="PYTHON", help="the Python of an environment with vLLM 0.32 (default: without vLLM)")
     options.add_argument("--vllm-eager", action="store_true", help="have vLLM compile nothing")

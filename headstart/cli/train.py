@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from headstart.cli.arguments import DEBUG, TRAIN_EXAMPLE, add_debug, add_train
+from headstart.cli.arguments import DEBUG, add_debug, add_recipe
 from headstart.cli.failures import USER, guarded, rank, report
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
@@ -16,6 +16,16 @@ from headstart.support.streams import lasting_stderr, open_streams, require_argu
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
+
+TRAIN_EXAMPLE = """examples:
+  headstart train recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  accelerate launch train_heads.py recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  torchrun --nproc-per-node 2 train_heads.py recipes/quickstart/eagle3.yaml"""
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart train`` and ``train_heads.py``."""
+    add_recipe(parser, "YAML file: the only configuration")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import HeadstartSystem, SystemResult
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.measure import Settings, continue_text
 from headstart.inference.show import drawn_tree
+from headstart.support.chat.prompts import Prompt
 from headstart.support.page import as_html
 from headstart.support.token_text import token_texts
 

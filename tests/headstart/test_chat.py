@@ -9,8 +9,8 @@ import pytest
 from chat_templates import VICUNA
 from talker import talker
 
-from headstart.cli import chat as module
-from headstart.cli.chat import BURST, Chat, Painter
+from headstart.cli import conversation as module
+from headstart.cli.conversation import BURST, Chat, Painter
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text

@@ -14,14 +14,14 @@ from chat_templates import CHATML, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headstart
-from headstart.cli import decoding
+from headstart.cli import generate
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import load
 from headstart.inference.measure import Settings, continue_text, measure_tau
+from headstart.support.chat.prompts import Prompter, read_prompts
 
 ROOT = Path(__file__).parents[2]
 ROW_KEYS = {
@@ -268,7 +268,7 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoding, "generate", interrupt)
+    monkeypatch.setattr(generate, "generate", interrupt)
     assert main(["generate", "hi"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from chat_templates import make_tokenizer
 from families import backbone, random_drafter
 from test_security import SECRETS, heads, refusal, trained
 
-from headstart.cli.chat import Painter
+from headstart.cli.conversation import Painter
 from headstart.heads.checkpoint import METADATA, load_drafter
 from headstart.support.files import atomic
 from headstart.support.visible import visible
@@ -79,7 +79,7 @@ class TestOutput:
     @pytest.mark.parametrize("terminal", [True, False])
     def test_generate_and_chat_send_none_to_a_terminal(self, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
         """In a pipe the text is the model's, byte for byte."""
-        from headstart.cli.decoding import SafeStreamer
+        from headstart.cli.loading import SafeStreamer
 
         class Screen(io.StringIO):
             def isatty(self) -> bool:

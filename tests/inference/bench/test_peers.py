@@ -18,8 +18,8 @@ from small_run import ROOT
 from headstart.cli.failures import guarded
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.measure import Settings, continue_by_transformers
+from headstart.support.chat.prompts import Prompter, read_prompts
 
 TOKENS = 10
 VLLM = '''

@@ -17,7 +17,6 @@ from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import Entry
 from headstart.inference.bench.page import report_page
-from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import print_report
 from headstart.inference.bench.verdict import sentence
@@ -25,6 +24,7 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.chat.prompts import Prompt
 
 LENGTH = 16
 DTYPES = [torch.float32, torch.bfloat16]
