@@ -50,8 +50,8 @@ from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.inference.spot_check import SpotCheck
 from headstart.support.chat.conversation import Chat
+from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError
-from headstart.support.numerics import plain_arithmetic, without_autocast
 
 logger = logging.getLogger(__name__)
 

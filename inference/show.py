@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.inference.engine.tree import VerifiedTree
 from headstart.inference.generate import GenerateOutput
 from headstart.support.errors import UserError
-from headstart.support.token_text import token_texts
-from headstart.support.visible import visible
+from headstart.support.text import token_texts, visible
 
 COLOURS = ("37 99 201", "208 106 0", "19 135 106", "178 58 134")
 """Colours of the passes, in rotation, as red, green and blue."""

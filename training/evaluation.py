@@ -14,7 +14,7 @@ import torch
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.errors import cause
-from headstart.support.progress import progress
+from headstart.support.terminal import progress
 from headstart.training.log.backbone_loss import backbone_losses
 from headstart.training.log.evaluate import evaluate
 from headstart.training.run.processes import any_of

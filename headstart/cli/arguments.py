@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headstart.heads.backbone.embedded import HEADS
-from headstart.support.limits import (
+from headstart.support.numeric_limits import (
     MAX_BATCH,
     MAX_DEPTH,
     MAX_NODES,

@@ -17,9 +17,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.support.chat.prompts import Message, Prompter
 from headstart.support.errors import UserError
-from headstart.support.streams import not_utf8
-from headstart.support.token_text import TokenTextStream
-from headstart.support.visible import visible
+from headstart.support.text import TokenTextStream, not_utf8, visible
 
 HELP = "/reset begins anew, /exit leaves, /help shows this; Ctrl-C stops an answer"
 COLOURS = ("cyan", "yellow", "magenta", "green")

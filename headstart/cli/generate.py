@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.arguments import add_one_text, add_shared, add_style
 from headstart.support.errors import UserError
-from headstart.support.streams import read_input
-from headstart.support.text import read_text
+from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,10 +20,9 @@ from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
 from headstart.inference.sources.proposer import Proposer
 from headstart.support.chat.prompts import Prompter
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import ChatSettings
 from headstart.support.errors import UserError
-from headstart.support.text import read_text
-from headstart.support.visible import visible
+from headstart.support.text import read_text, visible
 
 
 def quiet() -> None:

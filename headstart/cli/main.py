@@ -18,7 +18,7 @@ from headstart import __version__
 from headstart.cli.arguments import DEBUG, add_debug
 from headstart.cli.failures import guarded
 from headstart.support.errors import one_line
-from headstart.support.streams import open_streams, require_arguments_text
+from headstart.support.text import open_streams, require_arguments_text
 
 
 @dataclass(frozen=True)

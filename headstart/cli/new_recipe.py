@@ -34,7 +34,7 @@ def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; say what it assumes."""
     from headstart.cli.loading import quiet
     from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.units import gigabytes
+    from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
     from headstart.training.rules.methods import find_method
     from headstart.training.rules.model import read_facts

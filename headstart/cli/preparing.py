@@ -99,9 +99,9 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
-    from headstart.support.console import stdout_console
     from headstart.support.errors import UserError
     from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
     from headstart.training.inspect.sample import sample_page
 

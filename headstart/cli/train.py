@@ -12,7 +12,7 @@ from headstart.cli.arguments import DEBUG, add_debug, add_recipe
 from headstart.cli.failures import USER, guarded, rank, report
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.streams import lasting_stderr, open_streams, require_arguments_text
+from headstart.support.text import lasting_stderr, open_streams, require_arguments_text
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
@@ -52,7 +52,7 @@ def train(args: argparse.Namespace) -> int:
 def _train(recipe: Recipe) -> int:
     import torch
 
-    from headstart.support.numerics import plain_arithmetic
+    from headstart.support.devices import plain_arithmetic
     from headstart.training.loop import train
     from headstart.training.run.lock import sole_run
     from headstart.training.run.processes import keep_group, lost_process

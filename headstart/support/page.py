@@ -14,8 +14,8 @@ from markupsafe import Markup
 from rich.console import Console, RenderableType
 
 from headstart.support.errors import UserError
-from headstart.support.tables import WIDTH, Table
-from headstart.support.visible import visible
+from headstart.support.terminal import WIDTH, Table
+from headstart.support.text import visible
 
 FEW = 12
 """Up to so many values of x, each has its mark, and a line has dots."""

@@ -34,7 +34,7 @@ from headstart.inference.measure import Settings
 from headstart.inference.spot_check import paused
 from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.dtypes import dtype_name
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from headstart.inference.bench.judging import FAULT, IDENTICAL
 from headstart.inference.bench.verdict import TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
-from headstart.support.form import Form, fault
-from headstart.support.json_text import read_json
+from headstart.support.json_text import Form, fault, read_json
 from headstart.support.page import Section, Series, charts, page
-from headstart.support.tables import Table, show
+from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
 DEPTHS = "The share of decoding steps in which the draft of a depth was accepted"

@@ -18,7 +18,7 @@ from headstart.inference.measure import Settings, continue_text
 from headstart.inference.show import drawn_tree
 from headstart.support.chat.prompts import Prompt
 from headstart.support.page import as_html
-from headstart.support.token_text import token_texts
+from headstart.support.text import token_texts
 
 SAMPLES, RECORDED = 6, 3
 """Maximum number of samples of each system and of prompts that are recorded, the first of each task."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
 from headstart.inference.bench.verdict import TITLES, name, sentence, setting
-from headstart.support.tables import Table, show
+from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")

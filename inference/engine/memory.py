@@ -8,7 +8,7 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 
 
 def device_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text
 from headstart.support.errors import UserError
-from headstart.support.visible import visible
+from headstart.support.text import visible
 
 
 @pytest.fixture(scope="module")

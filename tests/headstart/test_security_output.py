@@ -19,7 +19,7 @@ from test_security import SECRETS, heads, refusal, trained
 from headstart.cli.conversation import Painter
 from headstart.heads.checkpoint import METADATA, load_drafter
 from headstart.support.files import atomic
-from headstart.support.visible import visible
+from headstart.support.text import visible
 from headstart.training.log.runs import runs_page
 from headstart.training.recipe.recipe import load_recipe
 

@@ -10,8 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.page import Section, page
-from headstart.support.token_text import token_texts
-from headstart.support.visible import visible
+from headstart.support.text import token_texts, visible
 from headstart.training.data.sample import Sample
 
 LABEL, CONTEXT, SPECIAL = "green", "dim", "reverse"

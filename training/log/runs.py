@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headstart.support.errors import UserError
-from headstart.support.form import Form, fault
-from headstart.support.json_text import log_lines
+from headstart.support.json_text import Form, fault, log_lines
 from headstart.support.page import Section, Series, charts, page
-from headstart.support.tables import Table, show
+from headstart.support.terminal import Table, show
 
 Line = dict[str, Any]
 LOG = "log.jsonl"

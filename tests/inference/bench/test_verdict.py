@@ -41,7 +41,7 @@ def measured(dtype: torch.dtype, capture: BackendName = "cuda-graph", twins: boo
 def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     """The report as a terminal with colours shows it."""
     out = io.StringIO()
-    monkeypatch.setattr("headstart.support.tables.Console", lambda **given: Console(**given | {"force_terminal": True}))
+    monkeypatch.setattr("headstart.support.terminal.Console", lambda **given: Console(**given | {"force_terminal": True}))
     monkeypatch.setenv("TERM", "xterm-256color")
     print_report(report, out)
     return out.getvalue()

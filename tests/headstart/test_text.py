@@ -2,7 +2,7 @@
 
 from chat_templates import make_tokenizer
 
-from headstart.support.token_text import TokenTextStream, token_texts
+from headstart.support.text import TokenTextStream, token_texts
 
 
 def test_pieces_make_up_the_text() -> None:
