@@ -22,7 +22,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.kv.rows import RowState
 from headstart.support.config import Depth, StrictModel
 from headstart.support.errors import UserError
-from headstart.support.limits import MAX_DEPTH
+from headstart.support.numeric_limits import MAX_DEPTH
 from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.layers.start_values import probe
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers
-from headstart.support.spread import spread
+from headstart.support.devices import spread
 
 
 @dataclass(frozen=True)

@@ -227,12 +227,12 @@ def decodes_losslessly(drafter: Drafter) -> None:
     """Decoding writes the tokens of autoregressive decoding, greedy and sampled, captured too if it says that it can be."""
     rows = texts(drafter, 3, 9, seed=2)
     for capture in ("off", "auto") if drafter.capturable else ("off",):
-        heads = SpeculativeModel(drafter.backbone, drafter, capture=capture)   # type: ignore[arg-type]
+        heads = SpeculativeModel(drafter.backbone, drafter, capture=capture)
         for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 1}):
             given = {"input_ids": rows, "custom_generate": heads.generate, "max_new_tokens": 40, "pad_token_id": 0, **options}
-            plain = drafter.backbone.model.generate(**given, speculate=False)   # type: ignore[operator]
+            plain = drafter.backbone.model.generate(**given, speculate=False)
             for tree in ("auto", TreeShape(9, 3)):
-                if not torch.equal(drafter.backbone.model.generate(**given, tree=tree), plain):   # type: ignore[operator]
+                if not torch.equal(drafter.backbone.model.generate(**given, tree=tree), plain):
                     how = "captured" if capture == "auto" else "uncaptured"
                     raise Broken(f"{how} decoding with {options} writes other tokens than without heads; look at `capturable` and step")
 

@@ -43,8 +43,8 @@ from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
+from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError
-from headstart.support.numerics import plain_arithmetic, without_autocast
 
 logger = logging.getLogger(__name__)
 

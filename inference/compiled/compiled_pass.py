@@ -28,7 +28,7 @@ from headstart.inference.compiled.sizes import Inputs, Shape
 from headstart.inference.compiled.weights import MEMORY_SHARE, Weights, free_memory
 from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""

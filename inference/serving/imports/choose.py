@@ -14,7 +14,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import measure_tau
 from headstart.inference.serving.imports.reading import Reading
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 CHAIN = 5
 """Most tokens of the chains that are measured."""

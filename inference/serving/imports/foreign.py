@@ -20,8 +20,7 @@ from headstart.inference.serving.quantize import dequantized
 from headstart.support import json_text
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
-from headstart.support.hub import find_folder
-from headstart.support.inside import inside
+from headstart.support.hub import find_folder, inside
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.model", "*.txt", "*.jinja")
 """What is downloaded of a repository."""

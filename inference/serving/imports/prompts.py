@@ -15,13 +15,13 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.end_tokens import end_tokens
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.prompts import Prompter, read_prompts
+from headstart.support.chat.template import ChatSettings
+from headstart.support.devices import spread
 from headstart.support.errors import UserError
-from headstart.support.progress import progress
-from headstart.support.spread import spread
+from headstart.support.terminal import progress
 
 PROMPTS, WRITTEN = 8, 24
 """Number of prompts, and how long those are that the backbone writes."""

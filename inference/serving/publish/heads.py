@@ -20,10 +20,9 @@ from headstart.inference.serving.formats.format import find_format, layouts_of
 from headstart.inference.serving.publish.scrub import last_part
 from headstart.inference.serving.trained import Trained
 from headstart.support.errors import UserError
-from headstart.support.files import file_hash
+from headstart.support.files import file_hash, settle
 from headstart.support.hub import is_hub_id
 from headstart.support.json_text import read_json
-from headstart.support.transaction import settle
 
 SAVED = (
     METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",

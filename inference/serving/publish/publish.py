@@ -15,8 +15,7 @@ from headstart.inference.serving.publish.heads import Heads, read_heads, require
 from headstart.inference.serving.publish.license import license_of
 from headstart.inference.serving.publish.measured import bench_figures, training_figures
 from headstart.inference.serving.publish.scrub import scrubbed
-from headstart.support.hub import upload
-from headstart.support.inside import inside
+from headstart.support.hub import inside, upload
 from headstart.support.json_text import read_json
 
 METADATA = ("config.json", "headstart.json", "headstart_export.json", "adapter_config.json")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.inference.serving.reference.packed import PARTS, require_known, unpack, whole_names
 from headstart.support.errors import UserError
-from headstart.support.inside import inside
+from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from headstart.inference.serving.reference.reading import Reading
 from headstart.inference.serving.reference.target import Target, load_target
 from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 
 def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:

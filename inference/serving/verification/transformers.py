@@ -23,7 +23,7 @@ from headstart.inference.serving.transcript import Round, Transcript
 from headstart.inference.serving.verification.engine import EngineSettings
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 DFLASH = "muse_glimmer_assistant"
 """The ``model_type`` of DFlash heads in transformers, whose class of them is named after the first such checkpoint."""

@@ -36,7 +36,7 @@ from headstart.inference.serving.verification.structure import changes, faults_o
 from headstart.inference.serving.verification.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 ENGINES = ("reference", "vllm", "transformers")
 BETTER = 1.25

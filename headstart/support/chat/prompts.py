@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_conversation
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_file
-from headstart.support.jsonl import COMPRESSED, LINES, Row, read_jsonl, read_lines
-from headstart.support.shipped import local_or_shipped
+from headstart.support.hub import local_or_shipped
+from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
 
 ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")

@@ -1,27 +1,21 @@
-"""Arguments and examples of the commands around serving; `headstart.cli.main` lists the commands. Nothing heavy is imported here."""
+"""The commands ``headstart export``, ``import`` and ``push``. Libraries are imported when a command runs."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
-from headstart.cli.arguments import add_template_arguments
-from headstart.cli.numbers import DEPTH, THREADS, count
+from headstart.cli.arguments import DEPTH, THREADS, add_template_arguments, count
 
+EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
 PUSH_EXAMPLE = """examples:
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
   headstart push out/eagle3 user/llama-3.1-8b-eagle3 --dry-run out/card"""
-
-IMPORT_EXAMPLE = """examples:
+IMPORT_HEADS_EXAMPLE = """examples:
   headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
   headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
-
-VERIFY_EXAMPLE = """examples:
-  headstart verify out/served --heads out/quickstart/eagle3
-  headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
-  headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
-
-EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +42,20 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
 
 
+def export(args: argparse.Namespace) -> int:
+    """Write heads in the layout of a serving engine and print how the engine starts with them."""
+    from headstart.cli.loading import quiet
+    from headstart.inference.serving.export import export as exporting
+    from headstart.support.files import require_writable, write_json
+
+    require_writable("--json", args.json)
+    quiet()
+    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
+    print("\n".join(exporting.lines(report, args.out)))
+    write_json(args.json, report)
+    return 0
+
+
 def add_push(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``headstart push``."""
     parser.add_argument("heads", type=Path, metavar="DIR", help="trained heads, or a folder that headstart export wrote")
@@ -60,7 +68,16 @@ def add_push(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
 
 
-def add_import(parser: argparse.ArgumentParser) -> None:
+def push(args: argparse.Namespace) -> int:
+    """Upload heads with a model card, or write the folder that would be uploaded."""
+    from headstart.inference.serving.publish.publish import Request, publish
+
+    where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model))
+    print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
+    return 0
+
+
+def add_import_heads(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``headstart import``."""
     formats = "EAGLE-1 to 3, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
     parser.add_argument("heads", metavar="DIR|HUB_ID", help=f"the heads: {formats}")
@@ -81,25 +98,21 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``headstart verify``."""
-    parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
-    parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
-    parser.add_argument(
-        "--heads", metavar="DIR",
-        help="the heads that were exported (default: those that DIR records or is; if there are none, the files are judged by how much of "
-        "the backbone's own text they draft)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--engine", choices=("reference", "vllm", "transformers"), default="reference",
-        help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
-    )  # fmt: skip
-    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
-    add_template_arguments(parser)
-    parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
-    parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
-    parser.add_argument("--max-new-tokens", type=count(2), default=32, metavar="N", help="tokens to generate after each prompt (32)")
-    parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens per draft (default: as many as the heads draft)")
-    parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
-    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")
+def import_heads(args: argparse.Namespace) -> int:
+    """Import heads that another trainer wrote as a Headstart checkpoint."""
+    from headstart.cli.loading import backbone_of, chat_settings_of, quiet
+    from headstart.inference.serving.imports import importer
+    from headstart.support.files import require_writable, write_json
+
+    require_writable("--json", args.json)
+    quiet()
+    variables = chat_settings_of([], args.template_arg, ()).variables
+    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, variables)
+    report = importer.import_heads(args.heads, args.backbone, args.out, lambda: backbone_of(args.backbone, args), wishes)
+    write_json(args.json, report)
+    print(f"{args.heads}: {report['layout']}, as {report['kind']} heads of {report['backbone']}")
+    for line in [*report["notes"], f"measured on {report['measured_on']}: {report['verdict'][0]}", *report["verdict"][1:]]:
+        print(f"  {line}")
+    print(f"written to {args.out}; decode with: headstart generate --heads {args.out} PROMPT", file=sys.stderr)
+    print(f"train further with: headstart train RECIPE {shlex.join(report['recipe'])}", file=sys.stderr)
+    return 0

@@ -1,4 +1,4 @@
-"""A run's report: self-contained, consistent with the log and kept across a resume; trackers get the same numbers."""
+"""A run's log is kept across a resume; its page, and trackers, get the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from accelerate import Accelerator
@@ -19,13 +18,12 @@ from accelerate.state import AcceleratorState
 from small_run import make_recipe, read_log
 from webpage import Reader
 
+from headstart.cli.main import main as command
 from headstart.cli.train import main
-from headstart.support.report.charts import around, ticks
 from headstart.training.log.evaluate import marked
-from headstart.training.log.report import MOST, page, write_report
+from headstart.training.log.runs import runs_page
 from headstart.training.log.trackers import start_trackers
 from headstart.training.recipe.recipe import load_recipe
-from headstart.training.recipe.yaml_text import parse_yaml
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
 STEPS = 12
@@ -36,72 +34,44 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run of six steps resumed to twelve; ``first.html`` is the page before the resume."""
+    """The output of a run of six steps resumed to twelve."""
     folder = tmp_path_factory.mktemp("ran")
     recipe = make_recipe(folder, drafter={"kind": "eagle3", "depth": 3}, train={"steps": 6}, eval={"max_new_tokens": 24})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         AcceleratorState._reset_state(True)
         assert main([str(recipe), *GIVEN]) == 0
-        (folder / "out" / "report.html").rename(folder / "out" / "first.html")
         AcceleratorState._reset_state(True)
         assert main([str(recipe), *GIVEN, f"train.steps={STEPS}"]) == 0
     return folder / "out"
 
 
-def titles(text: str) -> list[str]:
-    """Tooltips of the points of all plots; checks that each plot is valid XML and draws within its box."""
-    tooltips = []
-    for svg in re.findall(r"<svg.*?</svg>", text):
-        drawn = ElementTree.fromstring(svg)
-        _, _, width, height = map(float, drawn.attrib["viewBox"].split())
-        for dot in drawn.iter("circle"):
-            assert 0 < float(dot.attrib["cx"]) < width and 0 < float(dot.attrib["cy"]) < height
-        tooltips += ["".join(title.itertext()) for title in drawn.iter("title")]
-        assert not re.search(r"\b(nan|inf)\b", svg)
-    return tooltips
-
-
-def said(step: float, head: str, value: float) -> str:
-    return f"{head}: {value:.4g} at {step:,}"
-
-
-def test_every_number_of_the_log_is_in_the_plots(ran: Path) -> None:
-    text = (ran / "report.html").read_text()
-    read, points, log = Reader(text), titles(text), read_log(ran)
-    assert not re.search(r"https?:|<link|@import|url\(|src=", text) and text.count("<script>") == 1
-    for title in ("Loss", "Mean acceptance length", "Learning rate", "Gradient norm", "Speed", "Accuracy by depth", "Recipe"):
-        assert title in read.words, title
-    steps, evaluations = [line for line in log if "loss" in line], [line for line in log if "tau" in line]
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1)) and [line["step"] for line in evaluations] == [4, 6, 8, 12]
-    for line in steps:
-        assert said(line["tokens"], "eagle3", line["loss"]) in points
-        for key in ("lr", "grad_norm", "tokens_per_second"):
-            assert said(line["step"], "eagle3", line[key]) in points, key
-        assert all(said(line["step"], f"depth {i}", x) in points for i, x in enumerate(line["accuracy"]))
-    for line in evaluations:
-        assert said(line["step"], "eagle3", line["tau"]) in points
-        assert all(said(line["step"], f"depth {i}", x) in points for i, x in enumerate(line["acceptance_per_depth"]))
-    assert all(said(i, "eagle3", x) in points for i, x in enumerate(evaluations[-1]["acceptance_per_depth"]))
-    assert "Skipped steps" not in read.words
-
-
-def test_it_goes_on_where_the_run_went_on(ran: Path) -> None:
-    first, second = (Reader((ran / name).read_text()).words for name in ("first.html", "report.html"))
-    assert "step 6 of 6" in first and "step 12 of 12" in second
-    recipes = [line for line in read_log(ran) if "recipe" in line]
+def test_the_log_goes_on_where_the_run_went_on(ran: Path) -> None:
+    log = read_log(ran)
+    recipes, steps, evaluations = ([line for line in log if key in line] for key in ("recipe", "loss", "tau"))
     assert [(line["step"], line["steps"]) for line in recipes] == [(0, 6), (6, STEPS)]
-    shown = parse_yaml(second[second.index("With every default written out.") + 31 :].partition("\nfor (const")[0], "the report")
-    assert shown == recipes[-1]["recipe"] and shown["train"]["steps"] == STEPS
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1)) and [line["step"] for line in evaluations] == [4, 6, 8, 12]
+    assert not list(ran.glob("*.html"))
+
+
+def test_its_page_has_the_numbers_of_the_log(ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
+    assert command(["compare", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    text, said = (tmp_path / "page.html").read_text(), capsys.readouterr().out
+    read, last = Reader(text), [next(line for line in reversed(read_log(ran)) if key in line) for key in ("loss", "tau")]
+    for title in ("Loss", "Mean acceptance length", "Learning rate", "Gradient norm", "Speed", "Acceptance by depth"):
+        assert f"<h2>{title}</h2>" in text, title
+    for number in (f"{last[0]['loss']:.4g}", f"{last[1]['tau']:.3f}", *(f"{share:.2f}" for share in last[1]["acceptance_per_depth"])):
+        assert number in read.words and number in said
+    assert not re.search(r"<script|<link|@import|src=", text)
 
 
 def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
     last = next(line for line in reversed(read_log(ran)) if "tau" in line)
-    read = Reader((ran / "report.html").read_text())
     assert len(last["examples"]) == 2
     for example in last["examples"]:
         assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) == 24
-        assert "".join(example["tokens"]) in read.words and example["prompt"] in read.words
         assert re.sub(r"[][]", "", marked(example)) == re.sub(r"[][]", "", "".join(example["tokens"]))
     lengths = [length for example in last["examples"] for length in example["accept_lengths"]]
     assert last["tau"] == pytest.approx(sum(lengths) / len(lengths))   # there are two prompts, and both are shown
@@ -123,56 +93,15 @@ def lines_of(head: str, depth: int, steps: int, **changes: Any) -> Iterator[dict
     yield {"step": steps, "head": head, "tau": 1.5, "acceptance_per_depth": shares}
 
 
-def test_several_heads_are_lines_of_one_plot() -> None:
+def test_several_heads_are_lines_of_one_chart() -> None:
     recipe = {"backbone": {"path": "a<b>&c"}, "heads": {"x": {"kind": "eagle3"}, "y": {"kind": "medusa"}}}
-    log = [{"step": 0, "recipe": recipe, "steps": 9}, *lines_of("x", 3, 3), *lines_of("y", 1, 3, loss=None, grad_norm=None, skipped=2)]
-    text = page(log)
-    points, read = titles(text), Reader(text)
-    assert "a<b>&c" in read.words and "step 3 of 9" in read.words and "0:00:00 in steps" in read.words
-    assert {said(3000, "x", 1 / 3), said(3, "x", 1.5), said(3, "y", 1.5), said(3, "y", 6), said(3, "x", 0)} <= set(points)
-    assert not any(said(1000 * step, "y", 0) in points for step in (1, 2, 3))   # no loss, so no point
-    panels = [value for _, name, value in read.attributes if name == "data-name"]
-    assert panels == ["x", "y"] * 2 and "Skipped steps" in read.words
-
-
-def test_a_long_log_is_thinned_and_what_is_no_number_is_left_out() -> None:
-    log = [*lines_of("", 2, 10 * MOST), {**next(lines_of("", 2, 1, loss=math.nan, grad_norm=math.inf)), "step": 10 * MOST + 1}]
-    points = titles(page(log))
-    losses = [point for point in points if "at 10,000" in point or "at 1,999,000" in point or "at 2,000,000" in point]
-    assert said(10_000, "heads", sum(1 / step for step in range(1, 11)) / 10) in losses
-    assert len(points) < 8 * MOST + 10 and "mean of 11 lines of the log" in page(log)
-
-
-def test_losses_below_zero_and_nothing_but_zero() -> None:
-    """KL over a draft vocabulary may be below 0."""
-    for loss in (-0.5, 0.0):
-        points = titles(page(lines_of("", 2, 4, loss=loss)))
-        assert said(4000, "heads", loss) in points
-    assert around([-0.38, -0.25]) == pytest.approx((-0.4, 0)) and around([3.0]) == (0, 4) and around([0.0]) == (0, 1)
-    low, high = around([-3.0, 97.0])
-    marks = ticks(high, low)
-    assert low < -3 and 97 < high < 150 and low <= marks[0] <= 0 < marks[-1] <= high and 0 in marks
-
-
-def test_nothing_yet_is_a_page_too() -> None:
-    assert "Nothing has been logged yet." in Reader(page([])).words
-
-
-def test_rebuilt_from_the_log_alone(ran: Path, tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
-    assert write_report(tmp_path).read_text() == (ran / "report.html").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "report.html"]
-
-
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, train={"steps": 2})
-    (tmp_path / "out" / "report.html").mkdir(parents=True)
-    assert main([str(recipe), "eval.every=1"]) == 0
-    assert capsys.readouterr().err.count("report.html could not be written: ") == 2   # at the first evaluation and at the end
-    assert not list((tmp_path / "out").glob("*.tmp"))
-    (tmp_path / "out" / "report.html").rmdir()
-    assert main([str(recipe), "eval.every=1"]) == 0   # already at its last step
-    assert "step 2 of 2" in (tmp_path / "out" / "report.html").read_text()
+    nothing = {"loss": None, "grad_norm": math.nan, "skipped": 2}
+    log = [{"step": 0, "recipe": recipe, "steps": 9}, *lines_of("x", 3, 3, loss=-0.5), *lines_of("y", 1, 300, **nothing)]
+    text = runs_page({"out": log})
+    read, sections = Reader(text), dict(re.findall(r"<h2>([^<]*)</h2>(.*?)</section>", text, re.DOTALL))
+    assert "a<b>&c" in read.words and "out, x" in sections["Loss"] and "out, y" not in sections["Loss"]   # y has no loss, so no line
+    assert all("out, x" in sections[title] and "out, y" in sections[title] for title in ("Speed", "Mean acceptance length"))
+    assert "out, y" not in sections["Gradient norm"] and "600</td>" in sections["Latest values"]
 
 
 def events(folder: Path) -> Iterator[Any]:
