@@ -214,7 +214,8 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     """
     file = _checked(path, folder / card["weights"]["file"], card["weights"]["sha256"])
     if card["kind"] not in methods() and card["kind"] not in sys.modules:
-        raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
+        kind = card["kind"]
+        raise UserError(f"{path} was made by code of your own, {kind}; import that module before loading it (--head-module {kind})")
     drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))

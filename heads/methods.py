@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +42,8 @@ def find_drafter(kind: str) -> type[Drafter]:
     if not KIND.fullmatch(kind):
         raise UserError(f"{kind!r} names no drafter; known: {', '.join(methods())}, or the dotted name of a module of your own")
     name = kind if "." in kind else f"headstart.heads.{kind}"
+    if "." in kind and not {"", os.getcwd()} & {*sys.path}:   # behind what is installed
+        sys.path.append(os.getcwd())
     try:
         drafters = drafters_of(name)
     except ModuleNotFoundError as error:

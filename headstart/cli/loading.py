@@ -15,6 +15,7 @@ from headstart.heads.backbone.end_tokens import end_tokens, read_end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter
 from headstart.heads.draft_model import load_draft_model
+from headstart.heads.methods import find_drafter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
@@ -90,6 +91,8 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
     """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
+    if args.head_module is not None:
+        find_drafter(args.head_module)
     if args.draft_sink is not None and args.draft_window is None:
         raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
     proposers: list[str | Proposer | Drafter] = list(args.propose or [])

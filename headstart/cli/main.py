@@ -60,6 +60,8 @@ class Command:
 COMMANDS = (
     Command("train", "train", "Train heads by a recipe"),
     Command("new-recipe", "new_recipe", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
+    Command("new-head", "own_head", "Write a head of your own, with its recipe and its test, from a working minimum", "new_head"),
+    Command("check-head", "own_head", "Hold a head to the contract: what is trained is what decodes", "check_head"),
     Command("generate", "generate", "Continue one prompt, printing tokens as they are accepted"),
     Command("chat", "chat", "Chat with the backbone"),
     Command("bench", "bench", "Measure heads against autoregressive decoding and transformers' generate"),
