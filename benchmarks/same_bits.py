@@ -25,8 +25,8 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.chat.prompts import Prompter, read_prompts
 
 HEADS, N_GRAMS = "heads", "n-grams"

@@ -20,9 +20,9 @@ from headstart.heads.anchors import Anchors, at_all_positions
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.early_exit import EarlyExit
 from headstart.support.errors import UserError
 
 

@@ -26,9 +26,9 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.serving.export.export import Request, export
 from headstart.inference.serving.verification.verification import Check, verify
-from headstart.inference.sources.suffix import SuffixProposer
 
 LENGTH, LENGTHS, SEEDS = 12, (9, 1, 14, 4), [5, 77, -3, 0]
 HEADS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"depth": 3}), ("medusa", {"depth": 2})]

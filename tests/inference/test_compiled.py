@@ -20,7 +20,7 @@ from headstart.inference.compiled.traced import traced
 from headstart.inference.engine import compiled_read
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.by_name import made
+from headstart.inference.proposers import made
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.support.errors import UserError
 

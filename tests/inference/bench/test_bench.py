@@ -22,7 +22,7 @@ from headstart.inference.capture.stopwatch import Stopwatch, void_running
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.errors import UserError
 

@@ -1,20 +1,17 @@
-"""Proposers by the names that commands and `headstart.load` know them by."""
+"""Drafts that need no training, a file each, which is its name for commands and for `headstart.load`."""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TypeVar
 
-from headstart.inference.sources.history import HistoryProposer
-from headstart.inference.sources.lookahead import LookaheadProposer
 from headstart.inference.sources.proposer import Proposer
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
-NAMES: dict[str, type[Proposer]] = {
-    "suffix": SuffixProposer, "recycling": RecyclingProposer, "history": HistoryProposer, "lookahead": LookaheadProposer,
-}  # fmt: skip
+NAMES = tuple(sorted((module.name for module in pkgutil.iter_modules(__path__)), reverse=True))
 Other = TypeVar("Other")
 
 
@@ -24,4 +21,12 @@ def made(proposers: str | Sequence[str | Proposer | Other]) -> list[Proposer | O
     unknown = [one for one in listed if isinstance(one, str) and one not in NAMES]
     if unknown:
         raise UserError(f"no proposer {unknown[0]!r}; choose any of {', '.join(NAMES)}, or give draft_model or early_exit")
-    return [NAMES[one]() if isinstance(one, str) else one for one in listed]
+    return [_of(one)() if isinstance(one, str) else one for one in listed]
+
+
+def _of(name: str) -> type[Proposer]:
+    """The one proposer that a file defines."""
+    module = f"{__name__}.{name}"
+    classes = [value for value in vars(import_module(module)).values() if inspect.isclass(value)]
+    (found,) = (one for one in classes if issubclass(one, Proposer) and one.__module__ == module)
+    return found
