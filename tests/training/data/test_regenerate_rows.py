@@ -15,7 +15,7 @@ from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F40
 from headstart.inference.decode import Decoder
 from headstart.inference.sources import proposer_source
 from headstart.inference.sources.proposer_source import ProposerSource
-from headstart.training.regenerate import progress
+from headstart.training.regenerate import regenerate as progress
 from headstart.training.regenerate.partial import PartialFile
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
