@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -35,6 +35,11 @@ def methods() -> list[str]:
     """List the built-in drafter kinds: the modules of this package that define one."""
     names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg]
     return sorted(name for name in names if drafters_of(f"headstart.heads.{name}"))
+
+
+def built_in(kind: str) -> bool:
+    """True if this package has a module of that name; none is imported."""
+    return KIND.fullmatch(kind) is not None and "." not in kind and importlib.util.find_spec(f"headstart.heads.{kind}") is not None
 
 
 def find_drafter(kind: str) -> type[Drafter]:
