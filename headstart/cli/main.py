@@ -31,9 +31,11 @@ class Command:
     function: str = ""
     """NAME where it is not the command's."""
 
-    def __call__(self, args: argparse.Namespace) -> int:
-        run: Callable[[argparse.Namespace], int] = self._of("{}")
-        return run(args)
+    @property
+    def run(self) -> Callable[[argparse.Namespace], int]:
+        """What takes the parsed arguments and returns the exit status."""
+        function: Callable[[argparse.Namespace], int] = self._of("{}")
+        return function
 
     def add_to(self, subparsers: Any, arguments: bool) -> None:
         """Add the subcommand's parser, with ``arguments`` that its module defines or without."""
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     require_arguments_text(words)
     args = _parser(words).parse_args(words)
-    status: int = args.command(args)
+    status: int = args.command.run(args)
     return status
 
 
