@@ -21,10 +21,9 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.inference.generate import load
-from headstart.inference.serving.imports.importer import Wishes, import_heads
-from headstart.inference.serving.transcript import Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
-from headstart.inference.serving.verification import headstart, reference
-from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.importing import Wishes, import_heads
+from headstart.inference.serving.verify import decode
+from headstart.inference.serving.verify.drafts import EngineSettings, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
 from headstart.support.jsonl import read_jsonl
 
 
@@ -46,8 +45,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "imported"
         report = import_heads(args.heads, args.backbone, out, lambda: backbone, Wishes(new_tokens=16))
-        ours = headstart.headstart_drafts(load(out, backbone), prompts, settings)
-    theirs = reference.draft(Path(args.heads), args.backbone, prompts, settings)
+        ours = decode.headstart_drafts(load(out, backbone), prompts, settings)
+    theirs = decode.reference(Path(args.heads), args.backbone, prompts, settings)
     for who, transcripts in (("imported", ours), (report["layout"], theirs)):
         print(f"{who}: {_figures(transcripts)}")
     same = sum(one == other for one, other in zip(ours, theirs, strict=True))

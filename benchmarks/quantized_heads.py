@@ -21,8 +21,8 @@ from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.quantize import QUANTIZED, dequantized
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.quantize import QUANTIZED, dequantized
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import argparse
 def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
-    from headstart.inference.serving.export import export as exporting
+    from headstart.inference.serving import export as exporting
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)

@@ -10,7 +10,7 @@ import sys
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
-    from headstart.inference.serving.imports import importer
+    from headstart.inference.serving import importing as importer
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)

@@ -12,11 +12,10 @@ from trained import HEADS, trained
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.quantize import How, dequantized
-from headstart.inference.serving.transcript import mean_acceptance_length
-from headstart.inference.serving.verification import headstart, vllm
-from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.quantize import How, dequantized
+from headstart.inference.serving.verify import decode, vllm
+from headstart.inference.serving.verify.drafts import EngineSettings, mean_acceptance_length
 
 
 @pytest.mark.parametrize("how", ["int8", "fp8"])
@@ -31,6 +30,6 @@ def test_vllm_drafts_with_the_quantised_weights(
 
     drafter = load_drafter(heads, load_backbone("embedded", dtype="fp32", device="cpu"))
     drafter.load_tensors(dequantized(json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")))
-    assert served.transcripts == headstart.headstart_drafts(SpeculativeModel(drafter.backbone, drafter), prompts, settings)
+    assert served.transcripts == decode.headstart_drafts(SpeculativeModel(drafter.backbone, drafter), prompts, settings)
     print(f"{name} {how}: mean acceptance length {mean_acceptance_length(served.transcripts):.3f}, "
-          f"as trained {mean_acceptance_length(headstart.draft(heads, 'embedded', prompts, settings)):.3f}")  # fmt: skip
+          f"as trained {mean_acceptance_length(decode.headstart(heads, 'embedded', prompts, settings)):.3f}")  # fmt: skip

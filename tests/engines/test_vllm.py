@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from trained import HEADS, trained
 
-from headstart.inference.serving.transcript import acceptance_rate_per_position, mean_acceptance_length
-from headstart.inference.serving.verification import headstart, vllm
-from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.verify import decode, vllm
+from headstart.inference.serving.verify.drafts import EngineSettings, acceptance_rate_per_position, mean_acceptance_length
 from headstart.support.errors import UserError
 
 NEW_TOKENS = 24
@@ -31,7 +30,7 @@ def test_vllm_drafts_what_headstart_drafts(name: str, prompts: list[list[int]], 
     served = vllm.serve(folder, "embedded", prompts, settings)
     assert served.version.startswith("0.32.0")
     assert [one.written for one in served.transcripts] == plain
-    assert served.transcripts == headstart.draft(folder, "embedded", prompts, settings)
+    assert served.transcripts == decode.headstart(folder, "embedded", prompts, settings)
     kept = [round(rate * served.counters["num_drafts"]) for rate in acceptance_rate_per_position(served.transcripts)]
     rounds = sum(len(one.rounds) for one in served.transcripts)
     assert served.counters["num_drafts"] == rounds and served.counters["num_accepted_tokens_per_pos"] == kept

@@ -26,8 +26,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.verification.verification import Check, verify
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.verify.verify import Check, verify
 from headstart.inference.sources.suffix import SuffixProposer
 
 LENGTH, LENGTHS, SEEDS = 12, (9, 1, 14, 4), [5, 77, -3, 0]

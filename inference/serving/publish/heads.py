@@ -1,7 +1,8 @@
-"""The folder that is published: heads as Headstart saved or exported them, complete and unchanged since."""
+"""The folder that is published: heads as Headstart saved or exported them, complete and unchanged since, without paths of this machine."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
+from headstart.inference.serving.checkpoint import Checkpoint
 from headstart.inference.serving.engines import method_of, readers
-from headstart.inference.serving.export.export import PROVENANCE as EXPORTED
-from headstart.inference.serving.formats.format import find_format, layouts_of
-from headstart.inference.serving.publish.scrub import last_part
-from headstart.inference.serving.trained import Trained
+from headstart.inference.serving.export import PROVENANCE as EXPORTED
+from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.hub import is_hub_id
@@ -31,6 +31,13 @@ SAVED = (
     "custom_generate/*.txt",
 )  # fmt: skip
 """Files of a checkpoint; what else stands in a run's folder (state, log, reports) is not published."""
+PATH = re.compile(r"""(?<![\w.:/~-])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\'",:=]+[/\\])*([^\s/\\'",:=]+)[/\\]?""")
+"""An absolute path in a command; the group is its last part."""
+START = re.compile(r"[/~]|[A-Za-z]:[/\\]")
+HOSTS = ("endpoint", "_name_or_path")
+"""Keys whose values may name a host or folder and say nothing about the heads."""
+TEXTS = ("template", "chat_template", "template_kwargs")
+"""Keys of chat templates, in which ``</think>`` and ``/no_think`` are no paths."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def _checkpoint(path: Path, base_model: str | None) -> Heads:
     names = {file.relative_to(path) for pattern in SAVED for file in path.glob(pattern) if file.is_file()}
     arguments, backbone, config = card["arguments"], card["backbone"], _json(path / "config.json")
     tensors = load_file(path / card["weights"]["file"])
-    trained = Trained(str(path), path, card, method_of(card["kind"], arguments), config, tensors, backbone, backbone)
+    trained = Checkpoint(str(path), path, card, method_of(card["kind"], arguments), config, tensors, backbone, backbone)
     return Heads(
         folder=path,
         method=trained.method,
@@ -162,11 +169,11 @@ def _exported(path: Path, base_model: str | None) -> Heads:
     )
 
 
-def _engines(trained: Trained) -> tuple[str, ...]:
+def _engines(trained: Checkpoint) -> tuple[str, ...]:
     """Return the engines that read a checkpoint in some layout."""
-    layouts = [find_format(name) for name in layouts_of(trained.method)]
+    held = layouts_of(trained.method)
     return tuple(
-        engine for engine in readers(trained.method) if any(engine in one.engines and engine not in one.unread(trained) for one in layouts)
+        engine for engine in readers(trained.method) if any(engine in one.engines and engine not in one.unread(trained) for one in held)
     )
 
 
@@ -192,3 +199,22 @@ def _require_file(file: Path, sha256: str) -> None:
 
 def _json(file: Path) -> dict[str, Any]:
     return read_json(file, "train, export or fetch the heads again")
+
+
+def last_part(name: str) -> str:
+    """Return a path's last part; anything that is no absolute path is left as it is."""
+    if START.match(name):   # the whole is a path, with spaces perhaps
+        return re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return PATH.sub(lambda match: match[1], name)
+
+
+def scrubbed(value: Any, known: dict[str, str]) -> Any:
+    """Return JSON with absolute paths replaced by their last parts, or as ``known`` says, and hosts by null; chat templates stay."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key in TEXTS}
+        return {key: None if key in HOSTS else scrubbed(item, known) for key, item in value.items()} | kept
+    if isinstance(value, list):
+        return [scrubbed(item, known) for item in value]
+    if isinstance(value, str):
+        return known.get(value, last_part(value))
+    return value

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.heads.backbone.embedded import resolve
-from headstart.inference.serving.layout import new_folder
+from headstart.inference.serving.layouts.files import new_folder
 from headstart.inference.serving.publish.card import model_card
-from headstart.inference.serving.publish.heads import Heads, read_heads, require_repo_id
-from headstart.inference.serving.publish.license import license_of
-from headstart.inference.serving.publish.measured import bench_figures, training_figures
-from headstart.inference.serving.publish.scrub import scrubbed
+from headstart.inference.serving.publish.figures import bench_figures, training_figures
+from headstart.inference.serving.publish.heads import Heads, read_heads, require_repo_id, scrubbed
 from headstart.support.hub import upload
 from headstart.support.inside import inside
 from headstart.support.json_text import read_json
@@ -43,7 +41,7 @@ def publish(request: Request) -> str:
     heads = read_heads(request.heads, request.base_model)
     measured = [bench_figures(file, heads) for file in request.bench]
     trained = training_figures(heads)
-    card = model_card(heads, request.repo, [*measured, *([trained] if trained else [])], license_of(heads.base_model or heads.backbone))
+    card = model_card(heads, request.repo, [*measured, *([trained] if trained else [])])
     if request.dry_run is not None:
         with new_folder(request.dry_run) as folder:
             _place(heads, card, folder, copy=True)

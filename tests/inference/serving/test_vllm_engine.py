@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.inference.serving.transcript import Round
-from headstart.inference.serving.verification import vllm
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.widening import write_widened
+from headstart.inference.serving.verify import vllm
+from headstart.inference.serving.verify.drafts import EngineSettings, Round
 from headstart.support.errors import UserError
 
 
@@ -107,21 +104,3 @@ def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], metho
     found = vllm.speculative_config(tmp_path, 3)
     assert found.pop("parallel_drafting", False) == ("pard_token" in config)
     assert found == {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
-
-
-def test_wider_attention_heads_compute_the_same(tmp_path: Path) -> None:
-    narrow = write_model(tmp_path / "narrow", head_dim=8)
-    wide = write_widened(narrow, tmp_path / "wide", 32)
-    ids = torch.arange(1, 40)[None]
-    with torch.no_grad():
-        one, other = (LlamaForCausalLM.from_pretrained(folder)(ids).logits for folder in (narrow, wide))
-    assert json.loads((wide / "config.json").read_text())["head_dim"] == 32
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_what_cannot_be_widened(tmp_path: Path) -> None:
-    biased = write_model(tmp_path / "biased", head_dim=8, attention_bias=True)
-    with pytest.raises(UserError, match=re.escape("self_attn.k_proj.bias is not handled")):
-        write_widened(biased, tmp_path / "a", 32)
-    with pytest.raises(UserError, match="has 8 and the rotary embedding"):
-        write_widened(biased, tmp_path / "b", 36)
