@@ -16,18 +16,19 @@ from headstart.heads.backbone.adapter import FOLDER as ADAPTER
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.checkpoint import recipe_section
-from headstart.inference.serving.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.inference.serving.engines import (
     ENGINES,
     METHODS,
     QUANTIZED,
+    Served,
+    launch_line,
     nearest,
     quantize_notes,
     readers,
     require_engine,
     require_quantizable,
 )
-from headstart.inference.serving.launch import Served, launch_line
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.inference.serving.layouts.files import new_folder, require_new
 from headstart.inference.serving.layouts.layout import Layout, layouts_of
 from headstart.inference.serving.layouts.quantize import How
@@ -117,11 +118,16 @@ def _rank(heads: Checkpoint, how: str, engine: str | None) -> int:
         return 0
     if heads.adapter is None:
         raise UserError(f"{heads.path} was trained without an adapter on the backbone; leave out --adapter keep")
-    config = read_json(heads.adapter / ADAPTER_CONFIG, "train again, or restore the file")
     if engine not in (None, "vllm"):
         raise UserError(f"--adapter keep is for vLLM; whether {ENGINES[engine]} drafts for an adapter is not known: use --adapter merge")
-    if config.get("use_dora"):
+    if read_json(heads.adapter / ADAPTER_CONFIG, "train again, or restore the file").get("use_dora"):
         raise UserError("--adapter keep does not go with DoRA, which vLLM does not read: use --adapter merge")
+    return adapter_rank(heads.adapter)
+
+
+def adapter_rank(folder: Path) -> int:
+    """Return the largest rank of an adapter of PEFT."""
+    config = read_json(folder / ADAPTER_CONFIG, "train again, or restore the file")
     return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
 
 

@@ -9,30 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from headstart.inference.serving.layouts.decoder_layer import layer_arguments
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
-from headstart.inference.serving.layouts.layout import (
-    IDS,
-    Counting,
-    Imported,
-    Layout,
-    Sizes,
-    layer_ids_disagree,
-    unscaled_embedding,
-    whole_number,
-    without_copies,
-)
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding, whole_number, without_copies
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.block import BlockReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
 from headstart.inference.serving.layouts.vocabulary import vocabulary_shapes
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 UNUSED = ("confidence_head.", "verifier_")
 """Tensors that do not change the drafts of a chain of fixed length."""
@@ -71,7 +59,7 @@ class Block(Layout):
     def sizes(self, files: Files) -> Sizes:
         return Sizes(files.config.get("hidden_size"), files.config.get("vocab_size"), files.config.get("num_target_layers"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         config, nested = files.config, files.config.get("dflash_config") or {}
         ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):

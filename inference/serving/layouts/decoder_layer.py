@@ -1,4 +1,4 @@
-"""The decoder layer that a foreign ``config.json`` states, as arguments of Headstart's heads."""
+"""What a foreign ``config.json`` states of a decoder layer, as arguments of Headstart's heads, and of the layers that are read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headstart.heads.backbone.smaller import FAULTS
 from headstart.heads.layers.layer_config import LayerShape, llama_like
 from headstart.support.errors import UserError
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 DECODERS = ("llama", "qwen2", "qwen3", "mistral")
 """Model types whose layers are a Llama's, but for defaults, biases and norms of queries and keys; others are read as Llama."""
 NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "quantization_config", "model_type")
@@ -61,3 +62,13 @@ def sliding_window(stated: Mapping[str, Any], positions: int, path: str) -> int 
     if "full_attention" in kinds:
         raise UserError(f"{path}: some layers attend to {window} positions and some to all; heads here have one window for all layers")
     return window
+
+
+def layer_ids_disagree(top: list[int] | None, named: list[int] | None, key: str) -> list[str]:
+    """Return a remark if layer ids in both countings contradict each other."""
+    if not top or not named or sorted(top) == sorted(tap + 1 for tap in named):
+        return []
+    return [
+        f"layer ids disagree: {IDS} {top} counts layers passed, {key} {named} names layers from 0, so it should be "
+        f"{[tap - 1 for tap in top]}; vLLM reads the former, SGLang the latter"
+    ]

@@ -6,7 +6,7 @@ Checkpoints are ordinary folders of transformers, written as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,18 +14,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.heads.backbone import smaller
-from headstart.heads.backbone.backbone import load_backbone
+from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import METADATA
 from headstart.heads.draft_model import DraftModel as Drafter
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, require_shapes
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.inference.serving.layouts.reader.draft_model import DraftModelReader
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 TEXT = {".json", ".txt", ".model", ".jinja"}
 """Suffixes of the files of a tokenizer."""
@@ -65,7 +62,7 @@ class DraftModel(Layout):
         named = any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in architectures)
         return named and len(files.shapes) > 0 and "fc.weight" not in files.shapes
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         safe = all(file.suffix == ".safetensors" for file in files.homes.values())
         try:
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -6,9 +6,10 @@ The checkpoint as it is has a zero ``fc.bias`` for SGLang.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle import BIAS
+from headstart.inference.serving.layouts.checkpoint import Checkpoint
 from headstart.inference.serving.layouts.decoder_layer import layer_arguments
 from headstart.inference.serving.layouts.files import Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding, without_copies
@@ -16,10 +17,6 @@ from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.eagle import EagleReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint
 
 FURTHER_NORMS = (
     "layers.0.input_layernorm.weight", "norm.weight", "embed_layernorm.weight", "hidden_layernorm.weight", "lm_head_layernorm.weight",
@@ -45,7 +42,7 @@ class Eagle(Layout):
     def sizes(self, files: Files) -> Sizes:
         return Sizes(files.shapes["fc.weight"][0], files.config.get("vocab_size"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         tensors = files.read()
         biased = BIAS in tensors and bool(tensors[BIAS].any())
         notes = (f"{BIAS} is not zero: SGLang adds it, vLLM drops it",) if biased else ()

@@ -10,31 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from torch import Tensor
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
-from headstart.inference.serving.layouts.decoder_layer import layer_arguments, sliding_window
+from headstart.inference.serving.layouts.checkpoint import Checkpoint
+from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree, sliding_window
 from headstart.inference.serving.layouts.files import DamagedError, Files
-from headstart.inference.serving.layouts.layout import (
-    IDS,
-    Counting,
-    Imported,
-    Layout,
-    Sizes,
-    layer_ids_disagree,
-    without_copies,
-)
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, without_copies
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.eagle import Eagle3Reader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
 from headstart.inference.serving.layouts.vocabulary import vocabulary_shapes, with_vocabulary
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 Taps = list[tuple[tuple[int, ...], str]]
@@ -68,7 +58,7 @@ class Eagle3(Layout):
         marks = files.shapes.get("t2d") or (files.config.get("vocab_size"),)
         return Sizes(files.config.get("target_hidden_size") or files.config.get("hidden_size"), marks[0])
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         found = self.readings(files, files.config, tap_choices(files.config, on.layers, counting, files.path))
         ignored = "norm_before_residual is true, which SGLang and TensorRT-LLM ignore"
         return [replace(one, notes=(*one.notes, ignored)) if one.options["norm_before_residual"] else one for one in found]
@@ -164,7 +154,7 @@ def _later_norms(tensors: dict[str, Tensor], remarks: list[str], notes: list[str
     return [({}, f"{first} {said}"), (others, f"{first.replace('input_layernorm', 'hidden_norm')} {said}")]
 
 
-def tap_choices(config: Mapping[str, Any], layers: int, counting: Counting | Literal["stated"] | None, path: str) -> Taps:
+def tap_choices(config: Mapping[str, Any], layers: int, counting: Counting | None, path: str) -> Taps:
     """Return the possible taps of an EAGLE-3 configuration, the likeliest first; ``stated``: only as its keys say.
 
     The key at the top counts states (vLLM), the one in ``eagle_config`` outputs of layers (SGLang); files with one of them exist in both

@@ -6,15 +6,12 @@ No engine loads Hydra heads, so they are read to be imported, and nothing is wri
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.files import Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
 from headstart.inference.serving.layouts.vocabulary import with_vocabulary
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
 
 ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
 """Head architectures, and whether they have a prefix layer."""

@@ -7,24 +7,22 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 import headstart.inference.serving.layouts as package
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.decoder_layer import IDS
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.quantize import How, quantized
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.support.errors import UserError
 
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
-
-Counting = Literal["hs", "layer"]
-"""What a layer id j means: the residual stream after j layers, or the output of layer j, counted from 0."""
-IDS = "eagle_aux_hidden_state_layer_ids"
+Counting = Literal["hs", "layer", "stated"]
+"""What a layer id j means: the residual stream after j layers, or the output of layer j, counted from 0; or what its key says."""
 SCALED = ("gemma3", "gemma4")
 """Beginnings of model types whose embedding multiplies by the square root of the width, here but not where engines embed for heads."""
 DAMAGED = "it is damaged; train or fetch it again"
@@ -129,8 +127,8 @@ class Layout:
         """Return the sizes of the backbone that the heads are for."""
         return Sizes()
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
-        """Return the ways to read the folder for a backbone of these sizes, the likeliest first; ``stated``: as engines do.
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+        """Return the ways to read the folder for a backbone of these sizes, the likeliest first; ``counting`` None: all.
 
         Raises UserError for what is not read, DamagedError for files that contradict each other or the backbone.
         """
@@ -236,16 +234,6 @@ def unscaled_embedding(heads: Checkpoint, engines: tuple[str, ...]) -> dict[str,
     kind = str(heads.card["contract"]["model_type"])
     reason = f"it gives heads the embedding of a {kind} backbone without its factor (read in the source of vLLM 0.32.0)"
     return dict.fromkeys(engines, reason) if kind.startswith(SCALED) else {}
-
-
-def layer_ids_disagree(top: list[int] | None, named: list[int] | None, key: str) -> list[str]:
-    """Return a remark if layer ids in both countings contradict each other."""
-    if not top or not named or sorted(top) == sorted(tap + 1 for tap in named):
-        return []
-    return [
-        f"layer ids disagree: {IDS} {top} counts layers passed, {key} {named} names layers from 0, so it should be "
-        f"{[tap - 1 for tap in top]}; vLLM reads the former, SGLang the latter"
-    ]
 
 
 def without_copies(tensors: Mapping[str, Tensor], backbone: Backbone, path: str, head: bool = True) -> tuple[dict[str, Tensor], list[str]]:

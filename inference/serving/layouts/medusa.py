@@ -10,21 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.medusa import MedusaReader
 from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
 HEADS, LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
@@ -55,7 +53,7 @@ class Medusa(Layout):
         block = next((shape for name, shape in files.shapes.items() if BLOCK.fullmatch(_bare(name)) and len(shape) == 2), None)
         return Sizes(block[0] if block else None, files.config.get("vocab_size"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         path, config = files.path, files.config
         if "token_map" in files.shapes:
             fault = f"token_map {list(files.shapes['token_map'])} in {path}"

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.mlp import PREFIX
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, whole_number
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.mlp import MlpReader
 from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
@@ -48,7 +45,7 @@ class MlpSpeculator(Layout):
         emb = files.shapes.get(f"{PREFIX}emb.0.weight") or files.shapes.get("emb.0.weight")
         return Sizes(files.config.get("emb_dim"), emb[0] if emb else files.config.get("vocab_size"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         path, config = files.path, files.config
         if config.get("n_predict") is None:
             raise UserError(f"{path}: config.json does not say n_predict, the number of tokens that it drafts; add it")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, weight_files
+from headstart.heads.backbone.native_mtp import Layout as Names
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.heads.native_mtp import write_back
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
 from headstart.inference.serving.layouts.quantize import How
@@ -20,11 +23,6 @@ from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
 from headstart.inference.serving.layouts.reader.mtp import MtpReader
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.heads.backbone.native_mtp import Layout as Names
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 """Names of the modules and type of the backbone for which engines have a class of dense MTP modules."""
@@ -64,7 +62,7 @@ class MtpStitch(Layout):
         text = _text(files)
         return Sizes(text.get("hidden_size"), text.get("vocab_size"), text.get("num_hidden_layers"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         names, wanted, modules = _names(files, on.layers), dict[str, str](), 0
         if names is None:
             raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {on.layers} layers of this backbone")

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.block import Block
-from headstart.inference.serving.layouts.decoder_layer import sliding_window
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.decoder_layer import IDS, sliding_window
 from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import IDS, Counting, Imported, Layout, Sizes, unscaled_embedding
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding
 from headstart.inference.serving.layouts.mtp import MtpStitch
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.inference.serving.layouts.reader.mtp import MtpReader
 from headstart.support.errors import UserError
-
-if TYPE_CHECKING:
-    from headstart.heads.backbone.backbone import Backbone
-    from headstart.inference.serving.checkpoint import Checkpoint, Dtype
 
 VERSION = "0.9.0"
 LAYER_KEYS = (
@@ -95,7 +93,7 @@ class Speculators(Layout):
         layer = files.config.get("transformer_layer_config") or {}
         return Sizes(files.config.get("target_hidden_size") or layer.get("hidden_size"), layer.get("vocab_size"))
 
-    def read(self, files: Files, on: Sizes, counting: Counting | Literal["stated"] | None = None) -> list[Reading]:
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         config, path = files.config, files.path
         kind = config.get(KIND) or (config.get("speculators_config") or {}).get("algorithm")
         layer = config.get("transformer_layer_config")

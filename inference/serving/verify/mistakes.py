@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.serving.layouts.reader.base import VOCABULARY, Reading, Target
-from headstart.inference.serving.layouts.reader.rope import Rope, read_rope, stated_thetas
+from headstart.inference.serving.layouts.reader.layer import Rope, read_rope, stated_thetas
 from headstart.support.errors import UserError
 
 ROUNDING = 2.0**-7

@@ -20,9 +20,9 @@ from headstart.cli.serving_arguments import add_export
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.serving.checkpoint import read_checkpoint
-from headstart.inference.serving.engines import ENGINES, METHODS, TABLE, method_of
+from headstart.inference.serving.engines import ENGINES, TABLE
 from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.checkpoint import METHODS, method_of, read_checkpoint
 from headstart.inference.serving.layouts.files import Contents, new_folder
 from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError

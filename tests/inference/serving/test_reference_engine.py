@@ -16,7 +16,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.layouts.files import read_files
 from headstart.inference.serving.layouts.reader.base import Target
-from headstart.inference.serving.layouts.reader.rope import read_rope, rotate
+from headstart.inference.serving.layouts.reader.layer import read_rope, rotate
 from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits, read_heads, reference_drafts
 from headstart.inference.serving.verify.drafts import EngineSettings, mean_acceptance_length, tau
 

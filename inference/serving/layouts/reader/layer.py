@@ -1,24 +1,103 @@
 """A Llama-like decoder layer over one sequence, from tensors by name, and the one with gated attention of Qwen3-Next and Qwen3.5.
 
-Shape suffixes: T new positions, S all positions, D width, X width of the attention's input, H heads, C head width.
+Rotary embeddings are as configuration files state them: default, linear, llama3 and yarn (2309.00071), by transformers' frequencies.
+
+Shape suffixes: T new positions, S all positions, D width, X width of the attention's input, H heads, C head width,
+R rotated width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.inference.serving.layouts.reader.rope import Rope, read_rope, rotate
 from headstart.support.errors import UserError
 
 Tensors = Mapping[str, Tensor]
 KeysValues = tuple[Tensor, Tensor]
 """``[S, H, C]`` each."""
+WANTED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Kind of scaling -> the fields it must state."""
+BASIC = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base and scaling of the frequencies."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    numbers: tuple[tuple[str, float], ...] = ()
+    """The scaling's own, such as ``factor``."""
+    share: float = 1.0
+    """The share of a head that is rotated."""
+
+    def __str__(self) -> str:
+        scaling = "".join(f", {name} {value:g}" for name, value in self.numbers)
+        return f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}{scaling}")
+
+
+def read_rope(config: Mapping[str, Any]) -> Rope:
+    """Read a configuration's rotary embedding, under transformers 5's key or the older ones. Raises UserError for another kind."""
+    stated = _stated(config)
+    scaling = stated or config.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in WANTED:
+        raise UserError(f"rope of type {kind!r} is not read by the reference engine, which reads {', '.join(WANTED)}; use --engine vllm")
+    if lacking := [name for name in WANTED[kind] if name not in scaling]:
+        raise UserError(f"rope of type {kind} lacks {lacking[0]} in config.json; copy the backbone's rope_parameters")
+    theta = stated.get("rope_theta") or config.get("rope_theta") or 10000.0
+    share = stated.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    own = sorted((name, value) for name, value in scaling.items() if name not in BASIC and value is not None)
+    return Rope(float(theta), kind, tuple(own) if kind != "default" else (), float(share))
+
+
+def stated_thetas(config: Mapping[str, Any]) -> list[float]:
+    """Return the rotary bases that a configuration states under the old and the new key; engines read either."""
+    found = (_stated(config).get("rope_theta"), config.get("rope_theta"))
+    return [float(theta) for theta in found if theta is not None]
+
+
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    stated = config.get("rope_parameters") or {}
+    return stated.get("full_attention") or {} if "full_attention" in stated else stated
+
+
+def rotate(x_THC: Tensor, positions_T: Tensor, rope: Rope) -> Tensor:
+    """Rotate the first R entries of each head; entry i is paired with entry i + R / 2."""
+    width = int(x_THC.shape[-1] * rope.share)
+    frequencies, scale = _frequencies(width, rope)
+    angles_TR = positions_T[:, None].float() * frequencies.repeat(2)
+    part_THR, rest = x_THC[..., :width], x_THC[..., width:]
+    low, high = part_THR.chunk(2, -1)
+    turned = part_THR * angles_TR.cos()[:, None] + torch.cat([-high, low], -1) * angles_TR.sin()[:, None]
+    return torch.cat([turned * scale, rest], -1)
+
+
+@cache
+def _frequencies(width: int, rope: Rope) -> tuple[Tensor, float]:
+    """Return ``[width / 2]`` radians per position, and the factor on cosines and sines."""
+    if rope.kind == "default":
+        return 1.0 / rope.theta ** (torch.arange(0, width, 2).float() / width), 1.0
+    numbers = dict(rope.numbers)
+    length = int(numbers.get("original_max_position_embeddings", 2048) * numbers["factor"])
+    parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **numbers}
+    config = LlamaConfig(head_dim=width, max_position_embeddings=length, rope_parameters=parameters)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return frequencies, float(scale)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
 from headstart.heads.backbone.native_mtp import weight_files
 from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
 from headstart.heads.draft_model import DRAFT_DEPTH
-from headstart.inference.serving.engines import METHODS, method_of
 from headstart.support.dtypes import NAMES, torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
@@ -28,6 +27,20 @@ from headstart.support.json_text import read_json
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 EMBEDDING = "embed_tokens.weight"
+METHODS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE-1",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "mtp": "MTP (in the backbone)",
+    "draft_model": "draft model",
+    "pard": "parallel draft model (PARD)",
+    "medusa": "Medusa",
+    "mlp": "MLP speculator",
+    "hydra": "Hydra",
+}
+"""Methods as engines tell them apart -> their names; `method_of` gives that of heads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Checkpoint:
     card: dict[str, Any]
     """``headstart.json``."""
     method: str
-    """See `engines.METHODS`."""
+    """See `METHODS`."""
     config: dict[str, Any]
     """``config.json``."""
     tensors: dict[str, Tensor]
@@ -100,6 +113,13 @@ class Checkpoint:
             return dict(self.config), dict(self.tensors)
         stated = {key: NAMES[dtype] for key in ("dtype", "torch_dtype") if key in self.config}
         return self.config | stated, {name: x.to(wanted) if x.is_floating_point() else x for name, x in self.tensors.items()}
+
+
+def method_of(kind: str, arguments: dict[str, object]) -> str:
+    """Return the method of heads of a kind, with the arguments that their checkpoint states, as engines tell methods apart."""
+    if kind == "block":
+        return {"none": "dflash", "markov": "dspark", "recurrent": "domino"}[str(arguments.get("correction", "markov"))]
+    return "pard" if kind == "draft_model" and arguments.get("parallel") else kind
 
 
 def read_checkpoint(path: str, backbone: str | None) -> Checkpoint:
