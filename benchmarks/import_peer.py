@@ -22,6 +22,8 @@ import torch
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.inference.generate import load
 from headstart.inference.serving.importing import Wishes, import_heads
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.reader.base import Target
 from headstart.inference.serving.verify import decode
 from headstart.inference.serving.verify.drafts import EngineSettings, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
 from headstart.support.jsonl import read_jsonl
@@ -46,7 +48,7 @@ def main() -> int:
         out = Path(name) / "imported"
         report = import_heads(args.heads, args.backbone, out, lambda: backbone, Wishes(new_tokens=16))
         ours = decode.headstart_drafts(load(out, backbone), prompts, settings)
-    theirs = decode.reference(Path(args.heads), args.backbone, prompts, settings)
+    theirs = decode.reference_drafts(decode.read_heads(read_files(args.heads), backbone), Target(backbone.model), prompts, settings)
     for who, transcripts in (("imported", ours), (report["layout"], theirs)):
         print(f"{who}: {_figures(transcripts)}")
     same = sum(one == other for one, other in zip(ours, theirs, strict=True))

@@ -56,9 +56,6 @@ class Block(Layout):
     def states(self, config: Mapping[str, Any]) -> bool:
         return "block_size" in config and any(key in config for key in ("dflash_config", "target_layer_ids", "mask_token_id"))
 
-    def sizes(self, files: Files) -> Sizes:
-        return Sizes(files.config.get("hidden_size"), files.config.get("vocab_size"), files.config.get("num_target_layers"))
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         config, nested = files.config, files.config.get("dflash_config") or {}
         ids, top = nested.get("target_layer_ids", config.get("target_layer_ids")), config.get(IDS)

@@ -39,9 +39,6 @@ class Eagle(Layout):
     def recognises(self, files: Files) -> bool:
         return "fc.weight" in files.shapes and "layers.0.self_attn.q_proj.weight" in files.shapes
 
-    def sizes(self, files: Files) -> Sizes:
-        return Sizes(files.shapes["fc.weight"][0], files.config.get("vocab_size"))
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         tensors = files.read()
         biased = BIAS in tensors and bool(tensors[BIAS].any())

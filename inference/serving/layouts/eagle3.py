@@ -54,10 +54,6 @@ class Eagle3(Layout):
     def states(self, config: Mapping[str, Any]) -> bool:
         return "Eagle3" in " ".join(config.get("architectures") or [])
 
-    def sizes(self, files: Files) -> Sizes:
-        marks = files.shapes.get("t2d") or (files.config.get("vocab_size"),)
-        return Sizes(files.config.get("target_hidden_size") or files.config.get("hidden_size"), marks[0])
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         found = self.readings(files, files.config, tap_choices(files.config, on.layers, counting, files.path))
         ignored = "norm_before_residual is true, which SGLang and TensorRT-LLM ignore"

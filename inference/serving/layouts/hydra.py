@@ -9,7 +9,7 @@ import re
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.files import Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout
 from headstart.inference.serving.layouts.vocabulary import with_vocabulary
 from headstart.support.errors import UserError
 
@@ -29,10 +29,6 @@ class Hydra(Layout):
 
     def recognises(self, files: Files) -> bool:
         return "hydra_head_arch" in files.config or bool(files.names("hydra_mlp."))
-
-    def sizes(self, files: Files) -> Sizes:
-        block = files.shapes.get("hydra_mlp.0.0.linear.weight") or files.shapes.get("hydra_mlp.0.1.linear.weight")
-        return Sizes(block[0] if block else None, files.config.get("vocab_size"))
 
     def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
         path, config = files.path, files.config

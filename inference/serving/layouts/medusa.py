@@ -49,10 +49,6 @@ class Medusa(Layout):
     def recognises(self, files: Files) -> bool:
         return any(key in files.config for key in (HEADS[0], LAYERS[0])) or files.config.get("model_type") == "medusa"
 
-    def sizes(self, files: Files) -> Sizes:
-        block = next((shape for name, shape in files.shapes.items() if BLOCK.fullmatch(_bare(name)) and len(shape) == 2), None)
-        return Sizes(block[0] if block else None, files.config.get("vocab_size"))
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         path, config = files.path, files.config
         if "token_map" in files.shapes:

@@ -41,10 +41,6 @@ class MlpSpeculator(Layout):
     def recognises(self, files: Files) -> bool:
         return files.config.get("model_type") == "mlp_speculator" or bool(files.names(f"{PREFIX}proj."))
 
-    def sizes(self, files: Files) -> Sizes:
-        emb = files.shapes.get(f"{PREFIX}emb.0.weight") or files.shapes.get("emb.0.weight")
-        return Sizes(files.config.get("emb_dim"), emb[0] if emb else files.config.get("vocab_size"))
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         path, config = files.path, files.config
         if config.get("n_predict") is None:

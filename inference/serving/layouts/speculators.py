@@ -89,10 +89,6 @@ class Speculators(Layout):
     def states(self, config: Mapping[str, Any]) -> bool:
         return KIND in config or "speculators_config" in config
 
-    def sizes(self, files: Files) -> Sizes:
-        layer = files.config.get("transformer_layer_config") or {}
-        return Sizes(files.config.get("target_hidden_size") or layer.get("hidden_size"), layer.get("vocab_size"))
-
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         config, path = files.config, files.path
         kind = config.get(KIND) or (config.get("speculators_config") or {}).get("algorithm")

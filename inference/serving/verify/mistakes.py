@@ -20,6 +20,7 @@ THETAS = (10000.0, 500000.0, 1000000.0)
 PROJECTIONS = ("fc.weight", "eh_proj.weight")
 """Layers that fuse several streams, in an order that exporters get wrong."""
 PAIRS = (("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+NOT_AS = "is not as in the original heads: missing, damaged, of another training or another vocabulary"
 Other = tuple[str, Reading]
 """A likely cause, and the reading under which the files would be right."""
 
@@ -66,26 +67,27 @@ def _vocabulary_faults(reading: Reading, vocab: int) -> list[str]:
     return [] if torch.equal(marked, tokens) else ["d2t and t2d disagree about which tokens are drafted: one is of another vocabulary"]
 
 
-def changes(reading: Reading, original: Reading, quantised: bool = False) -> list[str]:
-    """Return what differs from the original heads, in one line each.
+def differences(reading: Reading, original: Reading, quantised: bool = False) -> Iterator[Other]:
+    """Yield the parts of both that are not as in the original heads, each with the reading that takes it from there.
 
     ``quantised``: the weights of linear layers are rounded, and only the others are compared.
     """
-    if reading.method != original.method:
-        return [f"the folder holds {reading.method} heads, the original ones are {original.method}"]
-    pairs: dict[str, tuple[Any, Any]] = {"layers read": (list(reading.taps), list(original.taps))}
-    if reading.layer is not None and original.layer is not None:
-        pairs |= {one.name: (getattr(reading.layer, one.name), getattr(original.layer, one.name)) for one in fields(reading.layer)}
-    shared = (set(reading.options) & set(original.options)) - {"model", "family", "rest"}
-    pairs |= {name: (reading.options[name], original.options[name]) for name in sorted(shared)}
-    found = [f"config: {name} is {mine}, of the original heads {theirs}" for name, (mine, theirs) in pairs.items() if mine != theirs]
-    tensors = {name: tensor for name, tensor in reading.tensors.items() if not (quantised and name.endswith("_proj.weight"))}
+    if reading.taps != original.taps:
+        yield f"the layers read are not those of the original heads: {list(reading.taps)}", replace(reading, taps=original.taps)
+    if reading.layer is not None and original.layer is not None and reading.layer != original.layer:
+        odd = [one.name for one in fields(reading.layer) if getattr(reading.layer, one.name) != getattr(original.layer, one.name)]
+        yield f"config: {', '.join(odd)} of the layers {NOT_AS}", replace(reading, layer=original.layer)
+    for name in sorted((set(reading.options) & set(original.options)) - {"model", "rest"}):
+        if reading.options[name] != original.options[name]:
+            cause = f"config: {name} is {reading.options[name]}, of the original heads {original.options[name]}"
+            yield cause, replace(reading, options={**reading.options, name: original.options[name]})
     drafted = original.vocabulary
-    if drafted is not None and "d2t" not in tensors:   # output layers that were written over the whole vocabulary
-        outputs = {name for name, tensor in original.tensors.items() if tensor.dim() == 2 and len(tensor) == len(drafted)}
-        tensors |= {name: tensor[drafted] for name, tensor in tensors.items() if name in outputs and len(tensor) > int(drafted.max())}
-    odd = [name for name in sorted(set(tensors) & set(original.tensors)) if not same(tensors[name], original.tensors[name])]
-    return found + [f"{name} is not that of the original heads: damaged, or of another training or vocabulary" for name in odd]
+    for name in sorted(set(reading.tensors) & set(original.tensors)):
+        mine, theirs = reading.tensors[name], original.tensors[name]
+        if drafted is not None and "d2t" not in reading.tensors and len(theirs) == len(drafted) < len(mine):
+            mine = mine[drafted]   # an output layer that was written over the whole vocabulary
+        if not (quantised and name.endswith("_proj.weight")) and not same(mine, theirs):
+            yield f"tensor {name} {NOT_AS}", _with(reading, {name: theirs})
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -233,16 +235,9 @@ def _interleaved(reading: Reading, target: Target) -> Iterator[Other]:
 
 def _of_original(reading: Reading, original: Reading) -> Iterator[Other]:
     """Take one part from the original heads: a field of the configuration, a tensor, or all that differ."""
-    not_as = "not as in the original heads: missing, damaged, of another training or another vocabulary"
-    if reading.taps != original.taps:
-        yield f"the layers read are {not_as}", replace(reading, taps=original.taps)
-    if reading.layer != original.layer:
-        yield f"the configuration of the layers is {not_as}", replace(reading, layer=original.layer)
-    theirs = original.tensors
-    odd = {name: theirs[name] for name in theirs if name not in reading.tensors or not same(reading.tensors[name], theirs[name])}
-    for name, tensor in odd.items():
-        yield f"tensor {name} is {not_as}", _with(reading, {name: tensor})
+    odd = list(differences(reading, original))
+    missing = {name: tensor for name, tensor in original.tensors.items() if name not in reading.tensors}
+    odd += [(f"tensor {name} {NOT_AS}", _with(reading, {name: tensor})) for name, tensor in missing.items()]
+    yield from odd
     if len(odd) > 1:
-        listed = ", ".join(sorted(odd)[:3]) + (" and others" if len(odd) > 3 else "")
-        yield f"the tensors {listed} are {not_as}", _with(reading, odd)
-    yield "several parts differ from the original heads", original
+        yield f"several parts differ from the original heads: {'; '.join(cause for cause, _ in odd[:3])}", original

@@ -23,17 +23,16 @@ from headstart.inference.serving.export import PROVENANCE
 from headstart.inference.serving.layouts.files import DamagedError, Files, read_files
 from headstart.inference.serving.layouts.quantize import dequantized, quantized
 from headstart.inference.serving.layouts.reader.base import Reading, Target
-from headstart.inference.serving.verify.decode import headstart_drafts, read_heads, reference_drafts
+from headstart.inference.serving.verify import decode
+from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
 from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Transcript, compare
-from headstart.inference.serving.verify.fit import Expected, Fit, expected_drafts, expected_texts, fit_of, near_tie
-from headstart.inference.serving.verify.mistakes import changes, faults_of, other_readings
+from headstart.inference.serving.verify.mistakes import differences, faults_of, other_readings
 from headstart.inference.serving.verify.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.json_text import read_json
 from headstart.support.progress import watched
 
-ENGINES = ("reference", "vllm", "transformers")
 BETTER = 1.25
 """Without original heads, a reading that drafts so many times as much of the backbone's text is taken for the right one."""
 LEAST = 0.05
@@ -63,9 +62,7 @@ class Check:
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of that name. Raises UserError if there is none."""
-    if name not in ENGINES:
-        raise UserError(f"no engine {name!r}; known: {', '.join(ENGINES)}")
+    """Return the engine of that name, other than the reference."""
     engine: Engine = importlib.import_module(f"headstart.inference.serving.verify.{name}").draft
     return engine
 
@@ -88,7 +85,10 @@ def verify(check: Check) -> Verdict:
     theirs = None
     if original is not None and (folder := read_metadata(original)[0]).resolve() != check.folder.resolve():
         theirs = read_heads(read_files(folder), check.backbone)
-        verdict.changes += changes(reading, theirs, files.quantised is not None)
+        if reading.method != theirs.method:
+            verdict.changes.append(f"the folder holds {reading.method} heads, the original ones are {theirs.method}")
+        else:
+            verdict.changes += [cause for cause, _ in differences(reading, theirs, files.quantised is not None)]
     if heads is not None and heads.drafter is not None:
         _round_as_stored(heads.drafter, files)
         if files.quantised:
@@ -149,12 +149,13 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
         ours = reference_drafts(reading, target, check.prompts, settings)
     if ours is None and theirs is None:
         return
-    texts = expected_texts(target, theirs or [], settings.depth) if ours is None else expected_drafts(target, ours, drafter)
-    fit = fit_of(reading, target, texts) if whole else None
+    texts = decode.expected_texts(target, theirs or [], settings.depth) if ours is None else decode.expected_drafts(target, ours, drafter)
+    fit = decode.fit_of(reading, target, texts) if whole else None
     right = fit is not None and fit.whole
     if theirs is not None:
         names = ("headstart" if heads else "reference", check.engine)
-        verdict.comparison = compare(ours or theirs, theirs, names, partial(near_tie, reading, target) if right else lambda *_: False)
+        near_tie = partial(decode.near_tie, reading, target) if right else lambda *_: False
+        verdict.comparison = compare(ours or theirs, theirs, names, near_tie)
     if drafter is not None and fit is not None:
         verdict.distance, verdict.logits_agree = fit.distance, fit.whole
     if heads is None and check.engine == "reference":
@@ -163,7 +164,7 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
         verdict.found = _look_for_cause(verdict, texts, target, reading, original)
     elif theirs is not None and check.engine != "reference" and not verdict.equal:
         verdict.notes.append(AGREES)
-        if cause := _look_for_cause(verdict, expected_drafts(target, theirs), target, reading, None):
+        if cause := _look_for_cause(verdict, decode.expected_drafts(target, theirs), target, reading, None):
             verdict.notes.append(f"the engine drafts as if: {cause}")
 
 
@@ -195,7 +196,7 @@ def _look_for_cause(verdict: Verdict, texts: list[Expected], target: Target, rea
     """Try other readings until one gives what is expected, and return the mistake that it corrects."""
     for cause, other in watched(other_readings(reading, target, original), "trying other readings", "reading"):
         verdict.tried += 1
-        fit = fit_of(other, target, texts, first_only=True)
+        fit = decode.fit_of(other, target, texts, first_only=True)
         if fit is not None and fit.whole:
             return cause
     return None
@@ -207,7 +208,7 @@ def _look_for_better(verdict: Verdict, texts: list[Expected], target: Target, re
     best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)   # beyond what chance makes of so many drafts
     for cause, other in watched(other_readings(reading, target, None), "trying other readings", "reading"):
         verdict.tried += 1
-        found = fit_of(other, target, texts)
+        found = decode.fit_of(other, target, texts)
         if found is not None and found.share > share:
             best, share = cause, found.share
     if best is not None:

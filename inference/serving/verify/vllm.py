@@ -10,7 +10,6 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,29 +40,24 @@ METHODS = {
 name their own."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """What vLLM did: its version, one transcript for each prompt, and its own counters by name."""
-
-    version: str
-    transcripts: list[Transcript]
-    counters: dict[str, Any]
-
-
 def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
     """Decode the prompts in vLLM with the heads in ``folder``. Raises UserError if vLLM is not installed or refuses the heads."""
-    return serve(folder, backbone, prompts, settings).transcripts
+    return serve(folder, backbone, prompts, settings)[0]
 
 
-def serve(folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> Served:
+def serve(
+    folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], settings: EngineSettings
+) -> tuple[list[Transcript], dict[str, Any]]:
     """Decode the prompts in vLLM, in fp32, greedily and one at a time, with the heads in ``folder`` or, for None, without speculation.
+
+    Returns a transcript per prompt, and all that the driver returns, such as vLLM's version and counters.
 
     Raises UserError if vLLM is not installed, cannot serve the heads, or the prompts leave no room in the backbone's context.
     """
     if find_gguf(backbone) is not None:
         raise UserError(f"vLLM is verified with a backbone of safetensors, and {backbone} is a GGUF file: give --backbone FOLDER")
     python, base = find_python(), find_folder(resolve(backbone), "backbone")
-    config = _read_config(base)
+    config = read_json(base / "config.json", "name the folder of a model")
     speculative = None if folder is None else speculative_config(folder, settings.depth)
     room = max(map(len, prompts)) + settings.new_tokens + 2 * settings.depth + 2
     limit = config.get("max_position_embeddings")
@@ -79,7 +73,7 @@ def serve(folder: Path | None, backbone: str, prompts: Sequence[Sequence[int]], 
     }
     result = run_driver(python, DRIVER, job)
     pairs = zip(prompts, result["texts"], result["passes"], strict=True)
-    return Served(result["version"], [_transcript(*pair) for pair in pairs], result["counters"])
+    return [_transcript(*pair) for pair in pairs], result
 
 
 def find_python() -> Path:
@@ -96,7 +90,7 @@ def find_python() -> Path:
 
 def speculative_config(folder: Path, depth: int) -> dict[str, Any]:
     """Return vLLM's ``--speculative-config`` for the heads in ``folder``. Raises UserError for heads that vLLM has no method for."""
-    config = _read_config(folder)
+    config = read_json(folder / "config.json", "name the folder of heads")
     architecture = (config.get("architectures") or ["Medusa" if "medusa_num_heads" in config else "none"])[0]
     method = METHODS.get(architecture, "medusa" if architecture == "Medusa" else "draft_model")
     projector = config.get("dflash_config", {}).get("projector_type", "dflash")
@@ -142,7 +136,3 @@ def _transcript(prompt: Sequence[int], text: list[int], passes: list[dict[str, l
         for position, (before, after) in zip(ends[1:-1], pairwise(passes), strict=True)
     ]
     return Transcript(tuple(prompt), tuple(text), tuple(rounds))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "config.json", "name the folder of a model or of heads")

@@ -46,8 +46,7 @@ def test_rounds_of_what_the_driver_recorded(tmp_path: Path, heads: Path, monkeyp
     (tmp_path / "canned.json").write_text(json.dumps(result))
     write_python(tmp_path, f'[ "$1" = -I ] && cp "$3" {tmp_path}/job.json && cp {tmp_path}/canned.json "$4"', monkeypatch)
     model = write_model(tmp_path / "model")
-    served = vllm.serve(heads, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4, (0,)))
-    first, second = served.transcripts
+    (first, second), _ = vllm.serve(heads, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4, (0,)))
     assert first.rounds == (Round(4, (6, 7), 1), Round(6, (9, 1), 0)) and first.text == (1, 2, 3, 5, 6, 8, 2)
     assert second.rounds == () and second.written == (5,)
     job = json.loads((tmp_path / "job.json").read_text())
