@@ -127,7 +127,7 @@ class Layout:
         """Return the sizes of the backbone that the heads are for, as far as the configuration says."""
         config = {**files.config, **(files.config.get("transformer_layer_config") or {})}
         width = files.config.get("target_hidden_size") or config.get("hidden_size", config.get("emb_dim"))
-        return Sizes(width, files.shapes.get("t2d", (config.get("vocab_size"),))[0], config.get("num_target_layers"))
+        return Sizes(width, (files.shapes.get("t2d") or (config.get("vocab_size"),))[0], config.get("num_target_layers"))
 
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         """Return the ways to read the folder for a backbone of these sizes, the likeliest first; ``counting`` None: all.

@@ -61,7 +61,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         raise UserError(f"rope of type {kind} lacks {lacking[0]} in config.json; copy the backbone's rope_parameters")
     theta = stated.get("rope_theta") or config.get("rope_theta") or 10000.0
     share = stated.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    own = sorted((name, value) for name, value in scaling.items() if name not in BASIC and value is not None)
+    own = sorted((name, value) for name, value in scaling.items() if name not in BASIC and isinstance(value, int | float))
     return Rope(float(theta), kind, tuple(own) if kind != "default" else (), float(share))
 
 
