@@ -38,15 +38,11 @@ from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
 from headstart.heads.methods import construct_drafter, methods, require_weights
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings, template_hash
-from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, file_hash
-from headstart.support.form import fault
-from headstart.support.hub import find_folder, upload
-from headstart.support.inside import inside
-from headstart.support.json_text import read_json
-from headstart.support.notice import notice
-from headstart.support.transaction import flush, settle, transaction
+from headstart.support.chat.template import ChatSettings, template_hash
+from headstart.support.errors import UserError, notice
+from headstart.support.files import atomic, discard, file_hash, flush, settle, transaction
+from headstart.support.hub import find_folder, inside, upload
+from headstart.support.json_text import fault, read_json
 
 METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"

@@ -37,20 +37,22 @@ def methods() -> list[str]:
 
 def find_drafter(kind: str) -> type[Drafter]:
     """Return the drafter class: ``medusa`` is in heads/medusa.py, a dotted name is a user's module. Raises UserError."""
-    known = methods()
     if not KIND.fullmatch(kind):
-        raise UserError(f"{kind!r} names no drafter; known: {', '.join(known)}, or the dotted name of a module of your own")
-    if "." not in kind and kind not in known:
-        near = difflib.get_close_matches(kind, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(known)}, or the dotted name of a module of your own")
+        raise UserError(f"{kind!r} names no drafter; known: {', '.join(methods())}, or the dotted name of a module of your own")
     name = kind if "." in kind else f"headstart.heads.{kind}"
     try:
         drafters = drafters_of(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or a dotted name that can be imported") from None
+        drafters = []
+        if "." in kind:
+            known = ", ".join(methods())
+            raise UserError(f"no module {name!r} for the drafter; known: {known}, or a dotted name that can be imported") from None
+    if not drafters and "." not in kind:   # no file of that name, or one of another purpose
+        near = difflib.get_close_matches(kind, methods(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(methods())}, or the dotted name of a module of your own")
     if len(drafters) != 1:
         raise UserError(f"{name} must define exactly one Drafter; it defines {len(drafters)}")
     return drafters[0]

@@ -17,19 +17,19 @@ from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
 from headstart.heads.methods import construct_drafter, require_weights
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.inference.serving.export import PROVENANCE
 from headstart.inference.serving.layouts.files import Files, read_files
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, layouts, recognise
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.prompts import Prompter, read_prompts
+from headstart.support.chat.template import ChatSettings
+from headstart.support.devices import spread
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 from headstart.support.json_text import read_json
-from headstart.support.progress import progress, watched
-from headstart.support.spread import spread
+from headstart.support.terminal import progress, watched
 
 DERIVED = "rotary_emb.inv_freq"
 """Ending of buffers that follow from the configuration."""

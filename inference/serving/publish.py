@@ -27,11 +27,9 @@ from headstart.inference.serving.layouts.files import new_folder
 from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.inference.serving.model_card import Measured, bench_figures, last_part, model_card, scrubbed, training_figures
 from headstart.support.errors import UserError
-from headstart.support.files import file_hash
-from headstart.support.hub import is_hub_id, upload
-from headstart.support.inside import inside
+from headstart.support.files import file_hash, settle
+from headstart.support.hub import inside, is_hub_id, upload
 from headstart.support.json_text import read_json
-from headstart.support.transaction import settle
 
 SAVED = (
     METADATA, "config.json", "generation_config.json", "*.safetensors", "*.pt", "tokenizer*", "special_tokens_map.json",

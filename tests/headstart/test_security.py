@@ -22,7 +22,7 @@ from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
 from headstart.heads.methods import methods
 from headstart.inference.serving.layouts.files import read_files
 from headstart.support.errors import UserError
-from headstart.support.inside import inside
+from headstart.support.hub import inside
 from headstart.training.features.manifest import Manifest, open_shard
 
 SECRETS = {"SERVER_KEY": "sk-0123456789", "HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "77777777", "OPENAI_API_KEY": "sk-zzzzzz"}

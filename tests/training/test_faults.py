@@ -24,7 +24,7 @@ from headstart.cli.train import main
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
-from headstart.support.transaction import PENDING, settle
+from headstart.support.files import PENDING, settle
 from headstart.training.run import lock
 from headstart.training.run.checkpoint import find_state, read_state, write_state
 from headstart.training.run.processes import lost_process

@@ -10,8 +10,7 @@ from typing import Any
 
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
-from headstart.support.json_text import parse_json
-from headstart.support.jsonl import COMPRESSED, LINES, Row, open_file, read_jsonl
+from headstart.support.json_text import COMPRESSED, LINES, Row, open_file, parse_json, read_jsonl
 from headstart.support.text import decode
 from headstart.training.data.tables import read_table
 

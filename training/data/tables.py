@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headstart.support.errors import UserError
-from headstart.support.jsonl import MAX_LINE, Row, open_file
+from headstart.support.json_text import MAX_LINE, Row, open_file
 from headstart.support.text import require_characters
 
 

@@ -7,8 +7,7 @@ from datetime import datetime
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import Template
+from headstart.support.chat.template import ChatSettings, Template
 from headstart.training.recipe.recipe import Recipe
 
 

@@ -13,10 +13,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.support.jsonl import Row
+from headstart.support.json_text import Row
 from headstart.training.data.columns import Column, find_column
 from headstart.training.data.parts import in_parts
 from headstart.training.data.sample import IDS, Joined, Sample, read_tokens, whole

@@ -16,7 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.features.backbone import open_backbone

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.end_tokens import read_end_tokens
-from headstart.support.chat.settings import template_hash
-from headstart.support.console import labelled
+from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
+from headstart.support.terminal import labelled
 from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.data.tokenise import chat_settings

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.support.progress import progress
+from headstart.support.terminal import progress
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import LiveFeatures

@@ -19,7 +19,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.stream import Prompt, Queue, stream
-from headstart.support.token_text import token_texts
+from headstart.support.text import token_texts
 from headstart.training.recipe.recipe import Eval
 
 ROWS = 8

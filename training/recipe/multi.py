@@ -25,7 +25,7 @@ SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
 """Keys of ``train`` that are the same for all drafters."""
 OWN_SECTIONS = ("objective", "train")
 """Sections that an entry may override."""
-RESERVED_NAMES = ("state", "log.jsonl", "report.html", "wandb", "tensorboard")
+RESERVED_NAMES = ("state", "log.jsonl", "wandb", "tensorboard")
 """Other entries of ``save.dir``."""
 
 

@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from headstart.support.config import RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
-from headstart.support.shipped import local_or_shipped
+from headstart.support.hub import local_or_shipped
 from headstart.training.recipe import multi
 from headstart.training.recipe.drafter import require_arguments
 from headstart.training.recipe.extends import read_extended

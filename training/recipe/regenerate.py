@@ -11,7 +11,7 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt,
 
 from headstart.support.config import RuleError, StrictModel, Temperature
 from headstart.support.errors import UserError
-from headstart.support.limits import MAX_BATCH
+from headstart.support.numeric_limits import MAX_BATCH
 
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from headstart.support.progress import FILE_SECONDS
+from headstart.support.terminal import FILE_SECONDS
 from headstart.training.regenerate.items import Item
 
 TERMINAL_SECONDS = 0.5

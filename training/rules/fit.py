@@ -13,7 +13,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import find_drafter
 from headstart.support.config import parse
 from headstart.support.errors import UserError
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 from headstart.training.plan.compute import estimated_hours, step_operations
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import MemoryPlan, MicroBatch, StepMemory

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, discard_unfinished, file_hash, value_hash
+from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
 from headstart.support.json_text import parse_json
-from headstart.support.transaction import flush
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 

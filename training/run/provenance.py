@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from headstart import __version__
-from headstart.support.chat.settings import template_hash
+from headstart.support.chat.template import template_hash
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from headstart.inference.serving.layouts.quantize import dequantized, stated_format
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, file_hash
-from headstart.support.hub import find_folder
-from headstart.support.inside import inside
+from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.model", "*.txt", "*.jinja")

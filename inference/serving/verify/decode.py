@@ -23,7 +23,7 @@ from headstart.inference.serving.layouts.layout import Sizes, layouts, recognise
 from headstart.inference.serving.layouts.reader.base import Reading, Target, Text
 from headstart.inference.serving.verify.drafts import EngineSettings, Round, Transcript, judged
 from headstart.support.errors import UserError
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 TEXTS, ROUNDS = 2, 4
 """How much of the transcripts is enough to tell readings apart by Headstart's drafts."""

@@ -22,7 +22,7 @@ from headstart.heads.backbone.backbone import load_backbone
 from headstart.inference.serving.verify.drafts import EngineSettings, Transcript, judged
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 DFLASH = "muse_glimmer_assistant"
 """The ``model_type`` of DFlash heads in transformers, whose class of them is named after the first such checkpoint."""

@@ -31,7 +31,7 @@ from headstart.inference.serving.verify.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.json_text import read_json
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 BETTER = 1.25
 """Without original heads, a reading that drafts so many times as much of the backbone's text is taken for the right one."""

@@ -16,7 +16,7 @@ from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.cli.serving_arguments import add_export
+from headstart.cli.serving import add_export
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
