@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,12 @@ def test_heads_state_the_rotation_they_trained_with() -> None:
     on = Backbone(shrunk("pythia-1b"))
     assert on.config.to_dict()["rope_parameters"]["partial_rotary_factor"] == 0.25
     assert read_rope(random_drafter("eagle3", on).engine_config()).share == 1.0
+
+
+def test_the_readers_share_nothing_with_the_heads() -> None:
+    own = "headstart.inference.serving.layouts.reader."
+    files = list((Path(__file__).parents[3] / "inference" / "serving" / "layouts" / "reader").glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    modules = {node.module or "" for node in nodes if (node.module or "").startswith("headstart") or node.level}
+    assert len(files) > 7 and len(modules) > 2
+    assert {module for module in modules if not module.startswith(own)} == {"headstart.support.errors"}
