@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headstart.inference.bench.verdict import name, sentence
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
@@ -38,8 +39,8 @@ from headstart.inference.bench.judging import FAULT, name, sentence
 from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import rows_at, settings_of
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.verification import vllm
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.verify import vllm
 from headstart.support.dtypes import NAMES, dtype_name
 from headstart.support.errors import UserError, cause
 from headstart.support.files import require_writable, write_json, write_text
@@ -114,7 +115,7 @@ def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
         if exported["adapter"] is not None:
             raise UserError(f"{path} come with an adapter on the backbone, and vLLM is measured without; leave them or --vllm out")
         config = vllm.speculative_config(folder / f"heads-{number}", args.depth or exported["depth"])
-        config["model"] = str(vllm.fitting(Path(config["model"]), folder / f"wide-{number}"))
+        config["model"] = str(Path(config["model"]).resolve())
         found[f"vLLM with {path}, chain of {config['num_speculative_tokens']}"] = config
     return found
 
@@ -122,9 +123,9 @@ def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
 def safetensors(subject: Subject, folder: Path) -> Path:
     """A folder with the backbone for vLLM: its own, or its weights written there if it is a GGUF file."""
     if find_gguf(subject.name) is None:
-        return vllm.fitting(find_folder(resolve(subject.name), "backbone"), folder / "wide")
+        return find_folder(resolve(subject.name), "backbone").resolve()
     subject.heads[0][1].backbone.model.save_pretrained(folder / "model")
-    return vllm.fitting(folder / "model", folder / "wide")
+    return folder / "model"
 
 
 def require_engines(args: argparse.Namespace) -> None:

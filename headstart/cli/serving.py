@@ -45,7 +45,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
-    from headstart.inference.serving.export import export as exporting
+    from headstart.inference.serving import export as exporting
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)
@@ -70,7 +70,7 @@ def add_push(parser: argparse.ArgumentParser) -> None:
 
 def push(args: argparse.Namespace) -> int:
     """Upload heads with a model card, or write the folder that would be uploaded."""
-    from headstart.inference.serving.publish.publish import Request, publish
+    from headstart.inference.serving.publish import Request, publish
 
     where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model))
     print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
@@ -101,7 +101,7 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
 def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
-    from headstart.inference.serving.imports import importer
+    from headstart.inference.serving import importing as importer
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)

@@ -58,9 +58,8 @@ def verify(args: argparse.Namespace) -> int:
 
     from headstart.cli.loading import backbone_name, quiet
     from headstart.heads.backbone.backbone import load_backbone
-    from headstart.inference.serving.verification.recorded import recorded
-    from headstart.inference.serving.verification.verification import Check
-    from headstart.inference.serving.verification.verification import verify as examine
+    from headstart.inference.serving.verify.verify import Check, recorded
+    from headstart.inference.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
     from headstart.support.files import require_writable, write_json
     from headstart.support.hub import find_folder
