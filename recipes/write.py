@@ -33,7 +33,7 @@ from headstart.training.rules.text import recipe_text
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures.json"
-CONFIGURATIONS = HERE.parent / "tests" / "configurations"
+CONFIGURATIONS = HERE.parent / "tests" / "helpers" / "configurations"
 MEMORY, TFLOPS = 80, 989
 """Of one GPU, in GB and TFLOP/s: an H100."""
 Tree = dict[str, Any]
