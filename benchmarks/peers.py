@@ -26,7 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headstart.inference.bench.verdict import name, sentence
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
 from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
