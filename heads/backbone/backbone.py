@@ -23,11 +23,10 @@ from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
 from headstart.heads.backbone.load_error import load_error
-from headstart.heads.backbone.masks import additive_mask, attention_windows
+from headstart.heads.backbone.masks import additive_mask, attention_windows, rope_switch
 from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import find_recurrent
-from headstart.heads.backbone.rope import rope_switch
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 

@@ -1,7 +1,4 @@
-"""Which positions the backbone's attention layers may attend to: their windows, and masks in the form that models take.
-
-Shape suffixes: B batch, T positions, S slots (keys).
-"""
+"""Which positions the backbone's attention layers may attend to: their windows, masks in the form that models take, and rotary ranges."""
 
 from __future__ import annotations
 
@@ -40,3 +37,18 @@ def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a mask of allowed positions, ``[B, T, S]``, into what is added to the scores, ``[B, 1, T, S]``."""
     mask_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
     return mask_BTS.masked_fill_(~allowed_BTS, torch.finfo(dtype).min)[:, None]
+
+
+def rope_switch(config: Any) -> tuple[int | None, bool]:
+    """Return the sequence length beyond which the rotary frequencies change (None: never), and whether they change only once.
+
+    LongRoPE (2402.13753) has one set of frequencies for short and one for long sequences; dynamic NTK scaling has one per length.
+    """
+    stated = config.to_dict()
+    rope = stated.get("rope_parameters") or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # one for the model, or one per kind of layer
+    names = [str(one.get("rope_type")) for one in kinds]
+    if not any(name == "longrope" or "dynamic" in name for name in names):
+        return None, True
+    first = [one["original_max_position_embeddings"] for one in kinds if one.get("original_max_position_embeddings")]
+    return min([*first, stated.get("original_max_position_embeddings") or stated["max_position_embeddings"]]), "longrope" in names

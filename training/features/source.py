@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.layers.document_mask import document_masks, document_positions
+from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.recipe.recipe import Recipe

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import Drafter
-from headstart.heads.layers.chunking import chunk_policy
+from headstart.heads.layers.causal_attention import chunk_policy
 from headstart.training.features.source import Teacher
 from headstart.training.objective.loss_rows import LossRows
 from headstart.training.objective.terms import FEATURES, SoftTarget, compare_and_mix, compiled, regression, soft_target

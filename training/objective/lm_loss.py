@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recompute import recomputed
-from headstart.heads.layers.chunking import chunk_policy
+from headstart.heads.layers.causal_attention import chunk_policy
 from headstart.training.objective.loss_rows import counted
 
 

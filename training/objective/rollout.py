@@ -19,7 +19,7 @@ from headstart.heads.anchors import Anchors, anchors_by_row
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.layers.document_mask import draft_masks
+from headstart.heads.layers.causal_attention import draft_masks
 from headstart.inference.engine.noise import gumbel
 from headstart.support.pytree import map_tensors
 from headstart.training.features.on_policy import FeaturesWithCache

@@ -32,7 +32,7 @@ from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recompute import recompute_within
 from headstart.heads.base import Drafter
-from headstart.heads.layers.chunking import ChunkPolicy, use_chunk_policy
+from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_policy
 from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors

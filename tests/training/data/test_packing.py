@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.cli.train import main
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
-from headstart.heads.layers.document_mask import document_masks, document_positions
+from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler, samples_hash
 from headstart.training.data.data import Sample
