@@ -34,11 +34,10 @@ from headstart.cli.loading import backbone_name
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
-from headstart.inference.bench.judging import FAULT
+from headstart.inference.bench.judging import FAULT, name, sentence
 from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import rows_at, settings_of
-from headstart.inference.bench.verdict import name, sentence
 from headstart.inference.serving.export import Request, export
 from headstart.inference.serving.verify import vllm
 from headstart.support.dtypes import NAMES, dtype_name

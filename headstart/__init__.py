@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headstart.inference.show import show
     from headstart.training.recipe.recipe import load_recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Backbone",

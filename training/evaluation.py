@@ -15,10 +15,8 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
-from headstart.training.log.backbone_loss import backbone_losses
-from headstart.training.log.evaluate import evaluate
-from headstart.training.run.processes import any_of
-from headstart.training.run.signals import StopSignal
+from headstart.training.log.evaluate import backbone_losses, evaluate
+from headstart.training.run.processes import StopSignal, any_of
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import save_results
 from headstart.training.setup import Run

@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headstart.heads.backbone.embedded import HEADS
 from headstart.support.numeric_limits import (
@@ -128,6 +129,13 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-offload", action="store_true", help="keep the heads' KV cache in host memory between drafts")
 
 
+class _DebugHead(argparse.Action):
+    """Sets ``--nodes`` and ``--capture``: an adaptive tree may leave the heads out, and what is captured no longer runs their Python."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        namespace.nodes, namespace.capture = 12, "off"
+
+
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """Arguments of every command that decodes."""
     add_proposers(parser)
@@ -137,11 +145,14 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=NODES, metavar="N", help="size of the candidate tree, root included (default: adaptive)")
     parser.add_argument("--width", type=WIDTH, metavar="W", help="beam width: nodes expanded per draft level (8)")
     parser.add_argument("--depth", type=DEPTH, metavar="K", help="draft length, past the trained depth too (default: the heads' own)")
+    about = "for breakpoints and prints in a head: trees of 12 nodes in every step, and nothing captured (--nodes 12 --capture off)"
+    parser.add_argument("--debug-head", action=_DebugHead, nargs=0, help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The backbone and how its passes run."""
+    parser.add_argument("--head-module", metavar="MODULE", help="import this module first: it has the code of heads of your own")
     parser.add_argument("--backbone", metavar="PATH", help="folder, GGUF file, hub id or 'embedded' (default: that of the heads)")
     about = "PEFT adapter to put on the backbone: folder or hub id (default: the one that the heads were trained with, if any)"
     parser.add_argument("--adapter", metavar="DIR", help=about)

@@ -13,10 +13,7 @@ from headstart.support.errors import UserError
 from headstart.support.text import read_input, read_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
-    from headstart.inference.generate import SpeculativeModel
+    from headstart.inference.output import GenerateOutput
 
 GENERATE_EXAMPLE = """examples:
   headstart generate --heads out/eagle3 "def fibonacci(n):"
@@ -37,8 +34,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     """Stream the generated text to standard output; write statistics to standard error and ``--json``."""
-    from headstart.cli.loading import backbone_of, drafting_heads, heads_of, model_of, quiet
+    from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
     from headstart.inference.engine.memory import require_room
+    from headstart.inference.measure import continue_texts
     from headstart.support.files import require_writable, write_json
 
     require_writable("--json", args.json)
@@ -51,7 +49,16 @@ def generate(args: argparse.Namespace) -> int:
     backbone = backbone_of(name, args)
     require_room("the prompt", len(prompt_T), args.max_new_tokens, backbone)
     heads = heads_of(drafting_heads(args, backbone), backbone, tokenizer, args)
-    report = {"backbone": name, "heads": None if args.no_draft else args.heads, **_write(heads, prompt_T, tokenizer, args)}
+    settings, seed = settings_of(args, tuple(args.stop or ())), secrets.randbelow(1 << 31) if args.seed is None else args.seed
+    streamer = SafeStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
+    own = {"streamer": streamer, "tokenizer": tokenizer, "logits_processor": grammar_of(args, backbone, tokenizer)}
+    start = time.perf_counter()
+    output = continue_texts(heads, [prompt_T], settings, [seed], **own)
+    seconds = time.perf_counter() - start
+    report: dict[str, Any] = {"backbone": name, "heads": None if args.no_draft else args.heads, "temperature": args.temperature}
+    report["seed"] = seed if args.temperature > 0 else None
+    report["text"] = tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True)
+    report |= {"prompt_tokens": len(prompt_T), **_statistics(output, seconds)}
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
     print(
@@ -62,25 +69,13 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(heads: SpeculativeModel, prompt_T: Tensor, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> dict[str, Any]:
-    """Stream the generated text; returns its statistics."""
-    from headstart.cli.loading import SafeStreamer, grammar_of, settings_of
-    from headstart.inference.measure import Tally, continue_text
+def _statistics(output: GenerateOutput, seconds: float) -> dict[str, Any]:
+    """Acceptance and speed of a text that took so many seconds."""
+    from headstart.inference.measure import Tally
 
-    settings = settings_of(args, tuple(args.stop or ()))
-    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    streamer = SafeStreamer(tokenizer, skip_prompt=not args.echo, skip_special_tokens=True)
-    start = time.perf_counter()
-    processors = grammar_of(args, heads.backbone, tokenizer)
-    output = continue_text(heads, prompt_T, settings, seed, streamer=streamer, tokenizer=tokenizer, logits_processor=processors)
-    seconds = time.perf_counter() - start
     tally = Tally()
     tally.add(output)
     return {
-        "temperature": args.temperature,
-        "seed": seed if args.temperature > 0 else None,
-        "text": tokenizer.decode(output.sequences[0, len(prompt_T) :], skip_special_tokens=True),
-        "prompt_tokens": len(prompt_T),
         "tokens": tally.tokens,
         "passes": tally.passes,
         "tau": tally.tau,

@@ -14,7 +14,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.backbone.end_tokens import end_tokens, read_end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter
-from headstart.heads.draft_model import load_draft_model
+from headstart.heads.methods import find_drafter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
@@ -90,10 +90,14 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
     """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
+    if args.head_module is not None:
+        find_drafter(args.head_module)
     if args.draft_sink is not None and args.draft_window is None:
         raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
     proposers: list[str | Proposer | Drafter] = list(args.propose or [])
     if args.draft_model:
+        from headstart.heads.draft_model import load_draft_model  # here, since few need it
+
         how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
         proposers.append(load_draft_model(args.draft_model, backbone, **how))
     how = {"tokenizer": tokenizer, "allow_finetuned": args.allow_finetuned, "capture": args.capture}

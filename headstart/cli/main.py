@@ -31,9 +31,11 @@ class Command:
     function: str = ""
     """NAME where it is not the command's."""
 
-    def __call__(self, args: argparse.Namespace) -> int:
-        run: Callable[[argparse.Namespace], int] = self._of("{}")
-        return run(args)
+    @property
+    def run(self) -> Callable[[argparse.Namespace], int]:
+        """What takes the parsed arguments and returns the exit status."""
+        function: Callable[[argparse.Namespace], int] = self._of("{}")
+        return function
 
     def add_to(self, subparsers: Any, arguments: bool) -> None:
         """Add the subcommand's parser, with ``arguments`` that its module defines or without."""
@@ -60,6 +62,8 @@ class Command:
 COMMANDS = (
     Command("train", "train", "Train heads by a recipe"),
     Command("new-recipe", "new_recipe", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
+    Command("new-head", "own_head", "Write a head of your own, with its recipe and its test, from a working minimum", "new_head"),
+    Command("check-head", "own_head", "Hold a head to the contract: what is trained is what decodes", "check_head"),
     Command("generate", "generate", "Continue one prompt, printing tokens as they are accepted"),
     Command("chat", "chat", "Chat with the backbone"),
     Command("bench", "bench", "Measure heads against autoregressive decoding and transformers' generate"),
@@ -87,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     require_arguments_text(words)
     args = _parser(words).parse_args(words)
-    status: int = args.command(args)
+    status: int = args.command.run(args)
     return status
 
 

@@ -103,7 +103,7 @@ def inspect(args: argparse.Namespace) -> int:
     from headstart.support.files import require_writable, write_json, write_text
     from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
-    from headstart.training.inspect.sample import sample_page
+    from headstart.training.inspect.recipe import sample_page
 
     require_writable("--json", args.json)
     require_writable("--html", args.html)

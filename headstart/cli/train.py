@@ -54,8 +54,7 @@ def _train(recipe: Recipe) -> int:
 
     from headstart.support.devices import plain_arithmetic
     from headstart.training.loop import train
-    from headstart.training.run.lock import sole_run
-    from headstart.training.run.processes import keep_group, lost_process
+    from headstart.training.run.processes import keep_group, lost_process, sole_run
     from headstart.training.setup import prepare
 
     try:

@@ -20,12 +20,11 @@ from tqdm import tqdm
 
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
 from headstart.inference.bench.race import Race
 from headstart.inference.bench.recorded import record, samples
-from headstart.inference.bench.results import References, Sizes, baseline, result
+from headstart.inference.bench.results import References, Sizes, baseline, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
 from headstart.inference.engine.memory import require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize

@@ -9,8 +9,7 @@ from typing import Any, Literal, TextIO
 from markupsafe import Markup
 from pydantic import FiniteFloat
 
-from headstart.inference.bench.judging import FAULT, IDENTICAL
-from headstart.inference.bench.verdict import TITLES, name
+from headstart.inference.bench.judging import FAULT, IDENTICAL, TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
 from headstart.support.json_text import Form, fault, read_json

@@ -6,9 +6,9 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from headstart.inference.bench.judging import name, sentence
 from headstart.inference.bench.systems import AR_TRANSFORMERS
 from headstart.inference.bench.table import STYLES, header, notes, rows_at, settings_of, systems_table, tasks_table
-from headstart.inference.bench.verdict import name, sentence
 from headstart.support.page import Section, Series, charts, page
 
 Row = dict[str, Any]

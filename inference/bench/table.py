@@ -8,9 +8,8 @@ from typing import Any, TextIO
 from rich.console import RenderableType
 from rich.text import Text
 
-from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE
+from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
-from headstart.inference.bench.verdict import TITLES, name, sentence, setting
 from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]

@@ -1,7 +1,6 @@
 """MTP modules against a plain reference, their layers against the models' own, and MTP weights in a backbone's checkpoint.
 
-Shape suffixes: B batch, T positions, D width, H heads, C head width.
-"""
+Shape suffixes: B batch, T positions, D width, H heads, C head width."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from headstart.heads.methods import build_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import gigabytes
-from headstart.training.data.data import Splits, load_data, require_vocabulary
-from headstart.training.data.template_time import begun_at, now, prints_date
+from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.kept import Splits
+from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_backbone
 from headstart.training.features.cached import require_taps_only
 from headstart.training.features.codec import CacheFormat

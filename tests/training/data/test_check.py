@@ -17,7 +17,8 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.chat import conversation
 from headstart.support.errors import UserError
 from headstart.training.data.check import ROWS
-from headstart.training.data.data import Splits, load_data
+from headstart.training.data.data import load_data
+from headstart.training.data.kept import Splits
 from headstart.training.recipe.recipe import Data
 
 ENDS = (3,)
