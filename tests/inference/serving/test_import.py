@@ -78,7 +78,9 @@ def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp
     assert heads.drafter is not None
     target, settings = Target(on.model), EngineSettings(min(3, heads.drafter.max_depth or 3), 10)
     prompts = [texts(1, 7, seed)[0].tolist() for seed in range(3)]
-    theirs = reference_drafts(read_heads(read_files(folder), on), target, prompts, settings)
+    reading = read_heads(read_files(folder), on)
+    assert name == "eagle1" or not reading.faults   # its qkv_bias is a key of SafeAILab's alone
+    theirs = reference_drafts(reading, target, prompts, settings)
     assert headstart_drafts(heads, prompts, settings) == theirs and sum(len(one.rounds) for one in theirs) > 10
 
 
