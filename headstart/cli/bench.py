@@ -30,7 +30,7 @@ BENCH_EXAMPLE = """examples:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench``."""
     add_measured(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
 
 
 def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True) -> None:
@@ -111,7 +111,7 @@ def bench_subject(args: argparse.Namespace) -> Subject:
         others = "--propose, --draft-model or --early-exit"
         raise UserError(f"--also-alone measures heads without what {others} adds; give --heads and one of these, or leave it out")
     if not trained and not drafts_untrained(args):
-        raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
+        raise UserError("no heads and no drafts to measure; give --heads DIR, or --propose, --draft-model or --early-exit, which need no training")
     quiet()
     name = backbone_name(args.backbone, trained)
     if sys.stderr.isatty():
