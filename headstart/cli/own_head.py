@@ -22,7 +22,7 @@ FILES = {"head.py": "head.py", "recipe.yaml": "recipe.yaml", "test_head.py": "te
 
 def add_new_head(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart new-head``."""
-    parser.add_argument("name", metavar="NAME", help="of a new folder here: a name in Python, such as my_head")
+    parser.add_argument("name", metavar="NAME", help="name of the new folder, valid in Python, such as my_head")
 
 
 def new_head(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ TUNE_EXAMPLE = """examples:
 
 def add_tune(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart tune``."""
-    parser.add_argument("--heads", metavar="DIR", help="the heads to tune for (default: proposers that need none)")
+    parser.add_argument("--heads", metavar="DIR", help="heads to tune for (default: proposers alone)")
     sets = "prompts to measure acceptance rates on, as for bench (default: measure latency only)"
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help=sets)
     parser.add_argument("--limit", type=count(1), default=16, metavar="N", help="the first N prompts of each file only (16)")
