@@ -74,7 +74,7 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     last = run.done == run.feed.steps
     run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
     for trainer in run.trainers if run.pending else []:
-        trainer.tau = trainer.acceptance = None   # those before were of other weights
+        trainer.tau = trainer.acceptance = trainer.teacher_forced = None   # those before were of other weights
     try:
         _log(run, last)
     finally:   # a log that cannot be written costs no training either

@@ -13,7 +13,7 @@ import torch
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
-from headstart.heads.methods import build_drafter
+from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.units import gigabytes
@@ -32,7 +32,7 @@ from headstart.training.features.manifest import (
     read_manifest,
     record_size,
 )  # fmt: skip
-from headstart.training.features.source import taps_of
+from headstart.training.features.source import LiveFeatures, taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -46,6 +46,8 @@ class PlannedCache:
     form: CacheFormat
     splits: Splits
     backbone: Backbone
+    positions: int
+    """Positions of texts that start values of heads are fitted to."""
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
@@ -55,7 +57,8 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     if estimate:
         return report
     start = time.perf_counter()
-    written = write_missing(planned.manifest, planned.form, planned.splits.train, planned.backbone)
+    source = LiveFeatures(planned.backbone, planned.form.taps)
+    written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
     missing = len(planned.manifest.missing())
     report |= {"shards_written": written, "seconds": time.perf_counter() - start, "shards_missing": missing}
     if missing:
@@ -92,12 +95,13 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
+    positions = max(drafter.start_positions for drafter in drafters)
+    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone, positions)
 
 
 def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
     options, arguments = split_drafter(recipe.drafter)
-    return build_drafter(options.kind, backbone, arguments)
+    return construct_drafter(options.kind, backbone, arguments)
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 from headstart.training.data.packing import Batch
+from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
 from headstart.training.objective.anchors import SampledAnchors
@@ -107,10 +108,10 @@ class MemoryPlan:
     def persistent(self) -> Parts:
         """Return the bytes by part that are allocated throughout training."""
         recipes = self.recipe.per_drafter()
-        drafters, model = self.models.drafters, self.models.backbone.model
+        drafters = self.models.drafters
         return {
             "torch runtime": RUNTIME[self.accelerator],
-            "backbone weights": size_of([*model.parameters(), *model.buffers()]) - self._on_other_processes(),
+            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimizer state": sum(self._optimizer_state(name) for name in drafters),
             "weight average": sum(trained(drafter) for name, drafter in drafters.items() if recipes[name].train.ema_decay is not None),
@@ -118,7 +119,7 @@ class MemoryPlan:
 
     def _sharded_layers(self) -> list[int]:
         """Return the bytes of each backbone layer if they are sharded, else nothing."""
-        sharded = self.recipe.backbone.shard and self.processes > 1
+        sharded = self.recipe.backbone.shard and self.processes > 1 and not opens_head_only(self.recipe)
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
 
     def _on_other_processes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headstart.heads.backbone.native_mtp import weight_files
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.heads.native_mtp import write_back

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.backbone.backbone import Backbone, load_config
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.model_config import load_config
 from headstart.heads.checkpoint import save_drafter
 from headstart.inference.serving.export.export import PROVENANCE
 from headstart.inference.serving.imports import (
