@@ -40,6 +40,9 @@ NEW_RECIPE_EXAMPLE = """examples:
   headstart new-recipe meta-llama/Llama-3.3-70B-Instruct --gpus 8 --memory 80 --data my_chats.jsonl --out recipe.yaml
   headstart new-recipe lmsys/vicuna-7b-v1.5 --method medusa --gpus 1 --memory 40 --data sharegpt"""
 CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
+SERVE_FEATURES_EXAMPLE = """examples:
+  headstart serve-features recipes/llama-3.3-70b-instruct/eagle3.yaml --gpus 4
+  headstart serve-features recipes/quickstart/eagle3.yaml --run --port 8001"""
 REGENERATE_EXAMPLE = """examples:
   headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
   headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1"""
@@ -157,6 +160,15 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser, "training recipe")
     parser.add_argument("--estimate", action="store_true", help="print the size of the cache and write nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
+
+
+def add_serve_features(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart serve-features``."""
+    _add_recipe(parser, "training recipe, whose features.folder the server writes to")
+    parser.add_argument("--run", action="store_true", help="start the server, from this environment, instead of printing the line alone")
+    parser.add_argument("--port", type=count(1), default=8000, metavar="N", help="port that it listens on (8000)")
+    parser.add_argument("--gpus", type=count(1), metavar="N", help="GPUs of a server, by tensor parallelism (1)")
+    parser.add_argument("--cpu", action="store_true", help="for vLLM's CPU build (default where there is no accelerator)")
 
 
 def add_regenerate(parser: argparse.ArgumentParser) -> None:

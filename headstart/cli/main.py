@@ -52,6 +52,8 @@ COMMANDS = (
     Command("tune", "decoding", "Measure step latency on this machine, so that tree sizes fit it from the first token on",
             arguments.add_tune, arguments.TUNE_EXAMPLE),
     Command("cache", "preparing", "Cache target hidden states for training", arguments.add_cache, arguments.CACHE_EXAMPLE),
+    Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from",
+            arguments.add_serve_features, arguments.SERVE_FEATURES_EXAMPLE, "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own", arguments.add_regenerate,
             arguments.REGENERATE_EXAMPLE),
     Command("plan", "preparing", "Estimate memory, disk and time of a training run, and what fits", arguments.add_plan,

@@ -31,6 +31,25 @@ def regenerate(args: argparse.Namespace) -> int:
     return 0
 
 
+def serve_features(args: argparse.Namespace) -> int:
+    """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
+    from headstart.cli.loading import quiet
+    from headstart.training.features.serve import on_cpu, run_server, server_line
+    from headstart.training.plan.fake_model import make_fake_models
+    from headstart.training.recipe.recipe import load_recipe
+
+    quiet()
+    recipe = load_recipe(args.recipe, args.overrides)
+    served = recipe.features.model_copy(update={"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]})
+    models = make_fake_models(recipe.model_copy(update={"features": served}), accelerator=not args.cpu)
+    cpu = args.cpu or (args.gpus is None and on_cpu())
+    line = server_line(recipe, models.taps, models.backbone.num_layers, port=args.port, gpus=args.gpus, cpu=cpu)
+    print(line, flush=True)
+    if args.run:
+        run_server(line, recipe.features.folder)
+    return 0
+
+
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet

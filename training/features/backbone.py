@@ -13,7 +13,7 @@ from headstart.heads.backbone.head_only import load_head_only
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.quantization import loaded_dtype, quantizing
 from headstart.training.recipe import sections
-from headstart.training.recipe.recipe import Recipe
+from headstart.training.recipe.recipe import Cache, Recipe
 
 
 def open_backbone(
@@ -32,23 +32,29 @@ def open_backbone(
 
 
 def opens_head_only(recipe: Recipe) -> bool:
-    """Return True if a run needs no layers of the backbone: its features come from a cache, and no drafter is made of its layers.
+    """Return True if a run needs no layers of the backbone: its features come from a cache or a server, and no drafter is made of them.
 
     An adapter lies on the layers, and a GGUF file is read whole.
     """
     section, drafters = recipe.backbone, [one.drafter for one in recipe.per_drafter().values()]
     pruned = any(one.get("kind") == "draft_model" and not (one.get("path") or one.get("architecture")) for one in drafters)
-    return recipe.cache.dir is not None and section.adapter is None and find_gguf(section.path) is None and not pruned
+    cached = recipe.cache.dir is not None and section.adapter is None and find_gguf(section.path) is None
+    return not pruned and (cached or recipe.features.endpoint is not None)
 
 
 def open_for_training(
-    recipe: Recipe, device: torch.device, place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None
+    recipe: Recipe, device: torch.device | None, place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None
 ) -> Backbone:
     """Load what a recipe's run needs of the backbone; see `open_backbone`. Raises UserError."""
     section = recipe.backbone
     if not opens_head_only(recipe):
         return open_backbone(section, device, place)
     return load_head_only(section.path, dtype=section.dtype, trust_remote_code=section.trust_remote_code, device=device)
+
+
+def open_to_cache(recipe: Recipe, device: torch.device | None) -> Backbone:
+    """Load what writing a recipe's cache needs of the backbone: all of it, unless servers run it. Raises UserError."""
+    return open_for_training(recipe.model_copy(update={"cache": Cache()}), device)
 
 
 def read_config(section: sections.Backbone) -> PretrainedConfig:

@@ -32,6 +32,7 @@ from headstart.training.features.manifest import (
     format_on_disk,
     read_manifest,
 )  # fmt: skip
+from headstart.training.features.served import ServedFeatures
 from headstart.training.features.source import FeatureSource, LiveFeatures, taps_of
 from headstart.training.features.supplement import Supplement, nearest_taps, read_supplement
 from headstart.training.features.writer import open_teacher
@@ -99,16 +100,27 @@ def open_source(
     """
     backbone, cache, taps = drafters[0].backbone, recipe.cache, taps_of(drafters)
     if cache.dir is None:
-        return LiveFeatures(backbone, taps), None
+        source = computed(recipe, backbone, taps)
+        _read_by(backbone, source)
+        return source, None if recipe.features.endpoint is None else f"from {', '.join(recipe.features.endpoint)}"
     form, folder = format_of(cache, backbone, taps), Path(cache.dir)
     require_taps_only(recipe, drafters, form)
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"no features in {folder}: found no {MANIFEST}; run headstart cache with this recipe, or set cache.dir=null")
     manifest.require(contents_of(samples, form, backbone, tokenizer, recipe.data))
-    source = CachedFeatures(manifest, format_on_disk(form, manifest), taps, backbone)
-    _read_by(backbone, source)
-    return source, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
+    cached = CachedFeatures(manifest, format_on_disk(form, manifest), taps, backbone)
+    _read_by(backbone, cached)
+    return cached, f"{folder}: {len(manifest.shards)} shards, {cache.dtype}"
+
+
+def computed(recipe: Recipe, backbone: Backbone, taps: tuple[int, ...]) -> FeatureSource:
+    """Return the source that computes features, here or on servers. Raises UserError."""
+    if recipe.features.endpoint is None:
+        return LiveFeatures(backbone, taps)
+    if not isinstance(backbone, HeadOnlyBackbone):
+        raise UserError("drafter.layers prunes the backbone, whose layers are not here with features.endpoint; give drafter.path instead")
+    return ServedFeatures(recipe.features, backbone, taps)
 
 
 def _read_by(backbone: Backbone, source: FeatureSource) -> None:

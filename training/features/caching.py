@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from headstart.support.files import require_folder
 from headstart.support.units import gigabytes
 from headstart.training.data.data import Splits, load_data, require_vocabulary
 from headstart.training.data.template_time import begun_at, now, prints_date
-from headstart.training.features.backbone import open_backbone
-from headstart.training.features.cached import require_taps_only
+from headstart.training.features.backbone import open_to_cache
+from headstart.training.features.cached import computed, require_taps_only
 from headstart.training.features.codec import CacheFormat
 from headstart.training.features.manifest import (
     Manifest,
@@ -32,7 +33,7 @@ from headstart.training.features.manifest import (
     read_manifest,
     record_size,
 )  # fmt: skip
-from headstart.training.features.source import LiveFeatures, taps_of
+from headstart.training.features.source import taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -57,8 +58,8 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     if estimate:
         return report
     start = time.perf_counter()
-    source = LiveFeatures(planned.backbone, planned.form.taps)
-    written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
+    with closing(computed(recipe, planned.backbone, planned.form.taps)) as source:
+        written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
     missing = len(planned.manifest.missing())
     report |= {"shards_written": written, "seconds": time.perf_counter() - start, "shards_missing": missing}
     if missing:
@@ -80,7 +81,7 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
-    backbone = open_backbone(where, _device())
+    backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)

@@ -172,17 +172,17 @@ class MemoryPlan:
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
     def _features(self, size: MicroBatch, counter: MemoryCounter) -> tuple[Features, Teacher]:
-        """Return a micro-batch's features, live or as read from a cache, and the teacher."""
+        """Return a micro-batch's features, live or as read from a cache or a server, and the teacher."""
         backbone, taps, cache = self.models.backbone, self.models.taps, self.recipe.cache
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
         members = ((0, 1) if self.recipe.data.packing else (0,),) * size.rows
         batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT), members)
-        if cache.dir is None:
+        if cache.dir is None and self.recipe.features.endpoint is None:
             counter.part = "backbone activations"
             return LiveFeatures(backbone, taps).read(batch), backbone
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
-        if cache.teacher == "hidden":
+        if cache.teacher == "hidden" or cache.dir is None:
             hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
             return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT), backbone
         top_k = torch.zeros(*tokens_BT.shape, 2 * min(cache.top_k, backbone.vocab) + 1)

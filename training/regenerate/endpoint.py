@@ -27,10 +27,10 @@ from headstart.support.chat.settings import template_hash
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
+from headstart.support.post import post
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
-from headstart.training.regenerate.post import post
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the first retry, doubled for each further one up to the maximum, which also bounds the server's Retry-After."""
