@@ -45,7 +45,8 @@ SERVE_FEATURES_EXAMPLE = """examples:
   headstart serve-features recipes/quickstart/eagle3.yaml --run --port 8001"""
 REGENERATE_EXAMPLE = """examples:
   headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
-  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1"""
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=answers.jsonl cache.dir=out/states features.endpoint=http://localhost:8000"""
 PLAN_EXAMPLE = """examples:
   headstart plan recipes/quickstart/eagle3.yaml
   headstart plan recipes/qwen3-8b/eagle3.yaml train.micro_batch=4 --gpus 8 --memory 80 --no-calibration"""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from server import in_thread
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(hidden states [T, L, D], tokens [T]) as they are -> as the file has them."""
@@ -34,7 +34,11 @@ class StatesServer:
         self.before: Callable[[int], str] = lambda number: ""
         """By the number of a request, what happens to it: "" is answered, "die", "busy", "no file", "slow", "torn", "other user"."""
         self.readout: Callable[[Tensor], Tensor] = backbone.readout
+        self.choose: Callable[[Tensor], int] = lambda log_probs: int(log_probs.argmax())
         self.lock = threading.Lock()
+        tokenizer = load_tokenizer(backbone.name)
+        self.encode: Callable[[str], list[int]] = lambda text: list(tokenizer(text)["input_ids"])
+        self.decode: Callable[[list[int]], str] = tokenizer.decode
         folder.mkdir(parents=True, exist_ok=True)
 
     def states(self, tokens: list[int]) -> Tensor:
@@ -60,18 +64,21 @@ class StatesServer:
             return 200, self._answered(body, fate)
 
     def _answered(self, body: dict[str, Any], fate: str) -> dict[str, Any]:
-        tokens, written, values = list(body["prompt"]), [], []
+        prompt = body["prompt"]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        written: list[int] = []
+        values: list[float] = []
         for _ in range(body["max_tokens"]):
             log_probs = self.log_probs([*tokens, *written])[-1]
-            written.append(int(log_probs.argmax()))
-            values.append(float(log_probs.max()))
+            written.append(self.choose(log_probs))
+            values.append(float(log_probs[written[-1]]))
         whole = tokens + written[:-1] if body["kv_transfer_params"]["include_output_tokens"] else tokens
         hidden, ids = self.change(self.states(whole), torch.tensor(whole))
         file = self.folder / f"cmpl-{body['request_id']}-0.safetensors"
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self._write, args=(file, lock, {"hidden_states": hidden, "token_ids": ids}, fate)).start()
-        choice: dict[str, Any] = {"text": "", "token_ids": written, "finish_reason": "length"}
+        choice: dict[str, Any] = {"text": self.decode(written), "token_ids": written, "prompt_token_ids": tokens, "finish_reason": "length"}
         if "logprobs" in body:
             choice["logprobs"] = {"token_logprobs": values}
         if "prompt_logprobs" in body:

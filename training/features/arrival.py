@@ -21,12 +21,14 @@ from headstart.training.features.server import START, Answer
 
 STATED_BYTES = 2**30
 """Size of the logits of a sample up to which all its log-probabilities are asked for."""
-CHUNK = 256
+CHUNK = 64
 """Positions read out at a time."""
 ULPS, LEAST = 12.0, 0.02
 """A log-probability may be off by so many units in the last place of the largest logit, and by so many nats."""
 WRONG = 0.03
 """Share of positions beyond that from which on the hidden states are wrong: ties of rounding are rarer."""
+SURPRISE = 1.5
+"""Nats by which generated tokens may be less probable than samples are on average: more than temperatures up to 1.5 make of it."""
 Readout = Callable[[Tensor], Tensor]
 """Final hidden states ``[..., D]`` -> logits ``[..., V]``."""
 
@@ -77,21 +79,29 @@ def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) ->
         _wrong(answer, "the answer states no log-probabilities to check hidden states by: give vLLM 0.32 or newer")
     rows_ND, precision = hidden_TD[stated.at_N], max(torch.finfo(one.dtype).eps for one in (hidden_TD, answer.hidden_TLD))
     parts = [slice(start, start + CHUNK) for start in range(0, len(rows_ND), CHUNK)]
-    wrong_N = torch.cat([_off(readout(norm(rows_ND[part])), _part(stated, part), precision) for part in parts])
-    if wrong_N.float().mean() <= WRONG:
-        return
+    compared = [_compare(readout(norm(rows_ND[part])), _part(stated, part), precision) for part in parts]
+    wrong_N, surprise_N = (torch.cat(values) for values in zip(*compared, strict=True))
+    if wrong_N.float().mean() > WRONG:
+        _explain(answer, stated, wrong_N, (rows_ND[:CHUNK], norm, readout), precision)
+    surprise_G = surprise_N[-len(answer.generated) :]
+    if len(surprise_G) > 8 and surprise_G.mean() > SURPRISE + 4 * surprise_G.std() / len(surprise_G) ** 0.5:
+        found = f"its tokens are {surprise_G.mean():.1f} nats less probable than samples of its own distribution"
+        _wrong(answer, f"{found}: it samples wrongly while it extracts (as vLLM 0.32's CPU build does); set regenerate.temperature=0")
+
+
+def _explain(answer: Answer, stated: Stated, wrong_N: Tensor, read: tuple[Tensor, Readout, Readout], precision: float) -> NoReturn:
+    """Raise the UserError with the likely cause. ``read``: the first rows, the norm and the readout."""
     if not wrong_N.all() and (block := _block(wrong_N)) is not None:
         first, last = (int(stated.at_N[i]) for i in block)
         cut = "prefill in chunks, or a cached prefix, has cut them"
         _wrong(answer, f"rows {first} to {last} are wrong and the others right: {cut}; {START}")
-    sample = _part(stated, slice(0, CHUNK))
-    rows_ND = rows_ND[:CHUNK]
-    if _off(readout(rows_ND), sample, precision).float().mean() <= WRONG:
+    (rows_ND, norm, readout), stated = read, _part(stated, slice(0, CHUNK))
+    if _compare(readout(rows_ND), stated, precision)[0].float().mean() <= WRONG:
         twice = "the last layer's rows are normed already, and would be twice: a wrong final norm"
         _wrong(answer, f"{twice}; {START}, whose last layer comes before it")
     log_p_NV = readout(norm(rows_ND)).float().log_softmax(-1)
-    own, others = (float(log_p_NV.gather(1, sample.token_N.roll(by)[:, None]).mean()) for by in (0, max(1, len(rows_ND) // 2)))
-    if len(rows_ND) > 8 and own < others + 0.25 * abs(others - float(sample.log_prob_N.mean())):
+    own, others = (float(log_p_NV.gather(1, stated.token_N.roll(by)[:, None]).mean()) for by in (0, max(1, len(rows_ND) // 2)))
+    if len(rows_ND) > 8 and own < others + 0.25 * abs(others - float(stated.log_prob_N.mean())):
         _wrong(answer, "the rows have nothing to do with the tokens: rows of another request; serve without other users and newest vLLM")
     near = "the last layer's rows nearly give the server's own tokens: a layer off by one, or the final norm of another checkpoint"
     _wrong(answer, f"{near}; {START}, with this backbone")
@@ -104,7 +114,8 @@ def _stated(answer: Answer, device: torch.device) -> Stated | None:
         if i and isinstance(one, Mapping) and one:
             token, entry = max(one.items(), key=lambda item: item[1]["logprob"])
             found.append((i - 1, int(token), float(entry["logprob"])))
-    log_probs = (answer.choice.get("logprobs") or {}).get("token_logprobs") or []
+    stated = answer.choice.get("logprobs") or {}
+    log_probs = stated.get("token_logprobs") or [one["logprob"] for one in stated.get("content") or []]   # completions, chat completions
     if answer.generated and log_probs:
         first = len(answer.tokens) - len(answer.generated)   # all but the last token generated have rows
         pairs = zip(answer.generated, log_probs, strict=False)
@@ -116,12 +127,14 @@ def _stated(answer: Answer, device: torch.device) -> Stated | None:
     return Stated(torch.tensor(at, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device))
 
 
-def _off(logits_NV: Tensor, stated: Stated, precision: float) -> Tensor:
-    """Return for each statement whether the logits give another log-probability than rounding explains."""
-    logits_NV = logits_NV.float()
-    found_N = logits_NV.gather(1, stated.token_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
-    allowed_N = LEAST + ULPS * precision * logits_NV.abs().amax(-1)
-    return (found_N - stated.log_prob_N).abs() > allowed_N
+def _compare(logits_NV: Tensor, stated: Stated, precision: float) -> tuple[Tensor, Tensor]:
+    """Return for each statement whether the logits give another log-probability than rounding explains, and by how many nats the token is
+    less probable than a sample is on average.
+    """
+    log_p_NV = logits_NV.float().log_softmax(-1)
+    found_N, entropy_N = log_p_NV.gather(1, stated.token_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(-1)
+    allowed_N = LEAST + ULPS * precision * logits_NV.float().abs().amax(-1)
+    return (found_N - stated.log_prob_N).abs() > allowed_N, -found_N - entropy_N
 
 
 def _part(stated: Stated, part: slice) -> Stated:

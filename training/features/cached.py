@@ -66,24 +66,29 @@ class CachedFeatures(FeatureSource):
         return features
 
     def for_starts(self, taps: tuple[int, ...]) -> FeatureSource | None:
-        if not self.form.top_k:
-            return self
-        return None if self.supplement is None else _WithHidden(self, self.supplement)
+        if self.supplement is None:
+            return None if self.form.top_k else self
+        return _ForStarts(self, self.supplement)
 
     def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
         if self.supplement is not None:
             yield from self.supplement.read_held_out(samples, self.backbone.device)
 
 
-class _WithHidden(FeatureSource):
-    """A cache of the most likely tokens with the final hidden states of some texts."""
+class _ForStarts(FeatureSource):
+    """A cache with the final hidden states of some texts, if its own are of the most likely tokens, and without features that are none."""
 
     def __init__(self, cached: CachedFeatures, supplement: Supplement) -> None:
         self.cached, self.supplement, self.backbone = cached, supplement, cached.backbone
-        self.teacher, self.samples = cached.backbone, supplement.fitted
+        self.teacher, self.samples = cached.backbone, supplement.fitted if cached.form.top_k else None
 
     def read(self, batch: Batch) -> Features:
         features = self.cached.read(batch)
+        if self.supplement.lacks_last and (document_BT := features.document_BT) is not None:
+            last_BT = document_BT != torch.nn.functional.pad(document_BT[:, 1:], (0, 1), value=-1)
+            features = replace(features, document_BT=document_BT.masked_fill(last_BT, -1))
+        if not self.cached.form.top_k:
+            return features
         hidden_BTD = pad_sequence([self.supplement.hidden(index) for [index] in batch.members], batch_first=True)
         return replace(features, hidden_BTD=hidden_BTD.to(self.backbone.device, self.backbone.dtype))
 

@@ -13,6 +13,7 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
@@ -23,6 +24,7 @@ from headstart.training.data.template_time import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache
 from headstart.training.features.cached import computed, require_taps_only
 from headstart.training.features.codec import CacheFormat
+from headstart.training.features.kept import FOLDER, KeptFeatures
 from headstart.training.features.manifest import (
     Manifest,
     cached_time,
@@ -33,7 +35,7 @@ from headstart.training.features.manifest import (
     read_manifest,
     record_size,
 )  # fmt: skip
-from headstart.training.features.source import taps_of
+from headstart.training.features.source import FeatureSource, taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -58,9 +60,11 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     if estimate:
         return report
     start = time.perf_counter()
-    with closing(computed(recipe, planned.backbone, planned.form.taps)) as source:
+    with closing(_source(recipe, planned)) as source:
         written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
-    missing = len(planned.manifest.missing())
+        missing = len(planned.manifest.missing())
+        if isinstance(source, KeptFeatures) and not missing:
+            source.discard()
     report |= {"shards_written": written, "seconds": time.perf_counter() - start, "shards_missing": missing}
     if missing:
         print(f"wrote {written} shards; {missing} are being written by another process", file=sys.stderr)
@@ -73,6 +77,14 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
         file=sys.stderr,
     )
     return report | {"errors": errors}
+
+
+def _source(recipe: Recipe, planned: PlannedCache) -> FeatureSource:
+    """Return what computes the features: the backbone, servers, or what was kept while a server answered."""
+    kept = planned.manifest.folder / FOLDER
+    if recipe.features.endpoint is not None and kept.is_dir() and isinstance(planned.backbone, HeadOnlyBackbone):
+        return KeptFeatures(recipe, planned.backbone, planned.form.taps)
+    return computed(recipe, planned.backbone, planned.form.taps)
 
 
 def _plan(recipe: Recipe) -> PlannedCache:
@@ -98,6 +110,15 @@ def _plan(recipe: Recipe) -> PlannedCache:
     manifest.require(contents)
     positions = max(drafter.start_positions for drafter in drafters)
     return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone, positions)
+
+
+def open_kept(recipe: Recipe) -> KeptFeatures:
+    """Return what keeps the hidden states of answers for a recipe's cache. Raises UserError."""
+    backbone = open_to_cache(recipe, _device())
+    taps = taps_of([_build(one, backbone) for one in recipe.per_drafter().values()])
+    assert recipe.cache.dir is not None and isinstance(backbone, HeadOnlyBackbone)
+    require_folder("cache.dir", recipe.cache.dir)
+    return KeptFeatures(recipe, backbone, taps)
 
 
 def _build(recipe: Recipe, backbone: Backbone) -> Drafter:

@@ -40,22 +40,24 @@ class ServedFeatures(FeatureSource):
         self.norm = backbone.norm
         self.layers = extracted(taps, backbone.num_layers)
         self.servers = Servers(settings, self.layers, served_name(backbone.name, self.layers))
-        self.form = CacheFormat(self.layers, backbone.dim, backbone.vocab, backbone.dtype, "exact")
+        self.form = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, "exact")
         self.pool = ThreadPoolExecutor(settings.concurrency, "features")
         self.waiting: dict[bytes, Future[Answer]] = {}
         """Hidden states asked for and not used yet, by the bytes of their tokens."""
         self.lock, self.count = threading.Lock(), 0
+        self.checking = threading.Lock()
+        """Held by a check, since logits are large."""
 
     def read(self, batch: Batch) -> Features:
         documents = [tokens_T for row in documents_of(batch) for tokens_T in row]
         for tokens_T in documents:
             self._begin(tokens_T)
         records = [self._record(tokens_T) for tokens_T in documents]
-        lengths = iter(documents_of(batch))
-        members = tuple(tuple(range(len(row))) for row in lengths)
+        members = tuple(tuple(range(len(row))) for row in documents_of(batch))
         if not records:   # padding alone
             return self._empty(batch)
-        return self.form.decode(concatenate(records), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
+        needed = [{name: record[name] for name in (*self.form.states, "tokens", "labels")} for record in records]
+        return self.form.decode(concatenate(needed), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
 
     def _empty(self, batch: Batch) -> Features:
         zeros_BTD = torch.zeros(*batch.tokens_BT.shape, self.backbone.dim, dtype=self.backbone.dtype, device=batch.tokens_BT.device)
@@ -79,7 +81,7 @@ class ServedFeatures(FeatureSource):
         answer = self.servers.ask(tokens, **(asked(len(tokens), self.backbone.vocab) if checked else {}))
         require_whole(answer, tokens, self.layers, self.backbone.dim)
         if checked:
-            with torch.no_grad():
+            with torch.no_grad(), self.checking:
                 hidden_TD = answer.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
                 check(answer, hidden_TD, self.norm, self.backbone.readout)
         return answer

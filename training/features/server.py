@@ -127,7 +127,7 @@ class Servers:
             self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
 
     def _ask(self, url: str, body: dict[str, Any]) -> Answer:
-        body = body | {"request_id": f"{self.run}-{next(self.numbers)}"}   # part of the file's name, by which abandoned ones are found
+        body = body | {"request_id": self.new_id()}
         try:
             response = post(self.client, f"{url}/v1/completions", body, self.settings.timeout)
         except httpx2.RequestError as error:
@@ -135,12 +135,26 @@ class Servers:
         if response.status_code != 200:
             self._refused(url, response)
         try:
-            answer = parse_json(response.text, url, whole_characters=False)
-            choice = answer["choices"][0]
-            params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
-            generated, path = choice.get("token_ids") or [], params.get("hidden_states_path")
-        except (UserError, KeyError, IndexError, TypeError, AttributeError):
+            body = parse_json(response.text, url, whole_characters=False)
+        except UserError:
+            body = {}
+        try:
+            return self.taken(body, url)
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise Away(f"does not answer as OpenAI's protocol has it: {self._shown(response.text)}") from None
+
+    def new_id(self) -> str:
+        """Return an id for a request, which the server makes part of the file's name: by it abandoned ones are found."""
+        return f"{self.run}-{next(self.numbers)}"
+
+    def taken(self, answer: dict[str, Any], url: str) -> Answer:
+        """Return what the server at ``url`` has answered, with the hidden states from its file, which is deleted.
+
+        Raises Away if there is none this time, UserError if there will be none.
+        """
+        choice = answer["choices"][0]
+        params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
+        generated, path = choice.get("token_ids") or [], params.get("hidden_states_path")
         if not isinstance(path, str):
             raise UserError(f"{url} gives no hidden states; {START}, or one that does")
         tensors = self._take(Path(path).name, url)

@@ -43,6 +43,8 @@ class FeatureSource(ABC):
     teacher: Teacher
     samples: Sequence[int] | None = None
     """The samples that it has; None: all."""
+    lacks_last = False
+    """The features of a sample's last token, which no loss reads, are not its own."""
     ahead = 0
     """Optimiser steps whose batches `prefetch` wants."""
 

@@ -44,6 +44,8 @@ class Supplement:
     """The samples whose final hidden states are here, for caches of the most likely tokens."""
     held_out: str
     """Hash of the held-out rows."""
+    lacks_last: bool
+    """See `FeatureSource.lacks_last`."""
 
     def probe(self) -> Features:
         """Return the features of `probe_tokens`, with all taps that are here."""
@@ -75,7 +77,7 @@ def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
         header = file.metadata() or {}
     if header.get("cache") != manifest.id:
         return None
-    return Supplement(form, load_file(path), tuple(json.loads(header["fitted"])), header["held_out"])
+    return Supplement(form, load_file(path), tuple(json.loads(header["fitted"])), header["held_out"], header["lacks_last"] == "True")
 
 
 def write_supplement(
@@ -98,6 +100,7 @@ def write_supplement(
             hidden_TD = source.read(collate(train, [[i]]).to(source.backbone.device)).hidden_BTD[0]
             tensors[f"fit.{i}"] = hidden_TD if form.dtype == "exact" else hidden_TD.to(torch.bfloat16)
         header = {"cache": manifest.id, "fitted": json.dumps(fitted), "held_out": samples_hash(held_out)}
+        header["lacks_last"] = str(source.lacks_last)
         save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, header)
 
 
