@@ -188,12 +188,12 @@ def test_faults_that_begin_later_are_found_by_samples(run: Any, served: StatesSe
     folder, backbone, _ = run
     sound = served.change
     served.before = lambda number: setattr(
-        served, "change", sound if number < 20 else lambda hidden, tokens: (served_layers(backbone, tokens, (1, 3, 4, 5)), tokens)
+        served, "change", sound if number < 40 else lambda hidden, tokens: (served_layers(backbone, tokens, (1, 3, 4, 5)), tokens)
     ) or ""  # fmt: skip
     assert train([*command(folder, served, check_every=25), f"save.dir={tmp_path}/out"]) == 2
     assert "a layer off by one" in said(capsys)
     checked = [i for i, body in enumerate(served.asked) if "logprobs" in body]
-    assert 8 <= sum(number < 20 for number in checked) and 8 < len(checked) < len(served.asked) / 2
+    assert 8 < len(checked) < len(served.asked) / 4
 
 
 @pytest.mark.parametrize(

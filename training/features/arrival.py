@@ -27,8 +27,8 @@ ULPS, LEAST = 12.0, 0.02
 """A log-probability may be off by so many units in the last place of the largest logit, and by so many nats."""
 WRONG = 0.03
 """Share of positions beyond that from which on the hidden states are wrong: ties of rounding are rarer."""
-SURPRISE = 1.5
-"""Nats by which generated tokens may be less probable than samples are on average: more than temperatures up to 1.5 make of it."""
+RARE = 1e-3
+"""A generated token is rare if tokens as probable as it or less have this probability in all: of samples at most as many are."""
 Readout = Callable[[Tensor], Tensor]
 """Final hidden states ``[..., D]`` -> logits ``[..., V]``."""
 
@@ -69,10 +69,10 @@ def require_whole(answer: Answer, tokens: Sequence[int], layers: tuple[int, ...]
         _wrong(answer, f"zeros in {_where(zero_TL, layers)}: prefill in chunks, or a cached prefix, has left rows out; {START}")
 
 
-def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) -> None:
+def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) -> Tensor:
     """Raise UserError unless the last layer's states ``[T, D]``, normed and read out, give what the server states.
 
-    ``hidden_TD``: in the backbone's dtype, on its device.
+    Returns which of the generated tokens are rare. ``hidden_TD``: in the backbone's dtype, on its device.
     """
     stated = _stated(answer, hidden_TD.device)
     if stated is None:
@@ -80,13 +80,18 @@ def check(answer: Answer, hidden_TD: Tensor, norm: Readout, readout: Readout) ->
     rows_ND, precision = hidden_TD[stated.at_N], max(torch.finfo(one.dtype).eps for one in (hidden_TD, answer.hidden_TLD))
     parts = [slice(start, start + CHUNK) for start in range(0, len(rows_ND), CHUNK)]
     compared = [_compare(readout(norm(rows_ND[part])), _part(stated, part), precision) for part in parts]
-    wrong_N, surprise_N = (torch.cat(values) for values in zip(*compared, strict=True))
+    wrong_N, rare_N = (torch.cat(values) for values in zip(*compared, strict=True))
     if wrong_N.float().mean() > WRONG:
         _explain(answer, stated, wrong_N, (rows_ND[:CHUNK], norm, readout), precision)
-    surprise_G = surprise_N[-len(answer.generated) :]
-    if len(surprise_G) > 8 and surprise_G.mean() > SURPRISE + 4 * surprise_G.std() / len(surprise_G) ** 0.5:
-        found = f"its tokens are {surprise_G.mean():.1f} nats less probable than samples of its own distribution"
-        _wrong(answer, f"{found}: it samples wrongly while it extracts (as vLLM 0.32's CPU build does); set regenerate.temperature=0")
+    return rare_N[-len(answer.generated) :]
+
+
+def require_samples(answer: Answer, rare: Sequence[Tensor]) -> None:
+    """Raise UserError unless what was generated may be samples at a temperature of 1 or less. ``rare``: of each answer, by `check`."""
+    rare_G = torch.cat(list(rare))
+    if (found := int(rare_G.sum())) > 4 + 5 * RARE * len(rare_G):
+        what = f"{found} of {len(rare_G)} generated tokens are so improbable as samples are once in {1 / RARE:,.0f}"
+        _wrong(answer, f"{what}: it samples wrongly while it extracts (as vLLM 0.32's CPU build does); set regenerate.temperature=0")
 
 
 def _explain(answer: Answer, stated: Stated, wrong_N: Tensor, read: tuple[Tensor, Readout, Readout], precision: float) -> NoReturn:
@@ -128,13 +133,12 @@ def _stated(answer: Answer, device: torch.device) -> Stated | None:
 
 
 def _compare(logits_NV: Tensor, stated: Stated, precision: float) -> tuple[Tensor, Tensor]:
-    """Return for each statement whether the logits give another log-probability than rounding explains, and by how many nats the token is
-    less probable than a sample is on average.
-    """
-    log_p_NV = logits_NV.float().log_softmax(-1)
-    found_N, entropy_N = log_p_NV.gather(1, stated.token_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(-1)
+    """Return for each statement whether the logits give another log-probability than rounding explains, and whether its token is rare."""
+    p_NV = logits_NV.float().softmax(-1)
+    p_N1 = p_NV.gather(1, stated.token_N[:, None])
     allowed_N = LEAST + ULPS * precision * logits_NV.float().abs().amax(-1)
-    return (found_N - stated.log_prob_N).abs() > allowed_N, -found_N - entropy_N
+    rare_N = p_NV.where(p_NV <= p_N1, 0).sum(-1) < RARE
+    return (p_N1[:, 0].clamp(min=1e-38).log() - stated.log_prob_N).abs() > allowed_N, rare_N
 
 
 def _part(stated: Stated, part: slice) -> Stated:

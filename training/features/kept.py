@@ -22,7 +22,7 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.support.errors import UserError
-from headstart.training.features.arrival import check, require_whole
+from headstart.training.features.arrival import check, require_samples, require_whole
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.features.manifest import save_tensors
 from headstart.training.features.served import CHECKED_FIRST, ServedFeatures
@@ -42,7 +42,8 @@ class KeptFeatures(ServedFeatures):
         assert recipe.cache.dir is not None
         self.folder, self.longest = Path(recipe.cache.dir) / FOLDER, recipe.data.max_length
         self.stored = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, recipe.cache.dtype)
-        self.kept = 0
+        self.sampled = max(recipe.regenerate.temperatures) <= 1
+        self.kept, self.rare = 0, list[Tensor]()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -63,7 +64,10 @@ class KeptFeatures(ServedFeatures):
         record = self.record(taken.hidden_TLD)
         if checked:
             with torch.no_grad(), self.checking:
-                check(taken, taken.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype), self.norm, self.backbone.readout)
+                hidden_TD = taken.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
+                self.rare.append(check(taken, hidden_TD, self.norm, self.backbone.readout))
+                if self.sampled:
+                    require_samples(taken, self.rare)
         tokens_1T = torch.tensor([tokens])
         taps = {layer: record[f"tap.{layer}"][None] for layer in self.stored.taps}
         features = Features(tokens_1T, record["hidden"][None], taps, torch.zeros_like(tokens_1T, dtype=torch.bool))

@@ -76,7 +76,7 @@ def test_a_run_from_it_learns_what_it_learns_live(served: StatesServer, tmp_path
 def test_tokens_that_are_no_samples_end_it(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     served.choose = lambda log_probs: int(log_probs.argmin())
     assert main(["regenerate", *command(served, tmp_path, "regenerate.max_new_tokens=16")]) == 2
-    assert "nats less probable than samples of its own distribution: it samples wrongly while it extracts" in capsys.readouterr().err
+    assert "so improbable as samples are once in 1,000: it samples wrongly while it extracts" in capsys.readouterr().err
 
 
 def test_wrong_states_end_it_and_it_goes_on(served: StatesServer, tmp_path: Path, capsys: Any) -> None:
