@@ -117,6 +117,7 @@ def load_head_only(
     model = empty_model(config, path, trust_remote_code=trust_remote_code)
     settings = config.to_dict().get("quantization_config") or config.get_text_config().to_dict().get("quantization_config")
     files = WeightFiles(path, settings if isinstance(settings, dict) else None)
+    files.rename = _renaming(model)
     chosen, stored = loaded_dtype(dtype, config, on), config.get_text_config().dtype
     _fill(model, files, next((one for one in (chosen, stored) if isinstance(one, torch.dtype)), None), on)
     model.config.name_or_path = resolve(path)
@@ -124,6 +125,17 @@ def load_head_only(
         model.config.quantization_config = quantizing(dtype, gguf=False)
     model.generation_config = _generation_config(path, config)
     return HeadOnlyBackbone(model.eval().requires_grad_(False), files)
+
+
+def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's; without such a function, nothing."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:
+        return str
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    return lambda name: str(rename_source_key(name, renamings, [])[0])
 
 
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:

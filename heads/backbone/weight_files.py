@@ -9,7 +9,7 @@ first in the low bits, and an FP8 factor for each 16 of them, and one for all: `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class WeightFiles:
     def __init__(self, path: str, quantization: Mapping[str, Any] | None = None) -> None:
         """``quantization``: the ``quantization_config`` of the model's configuration. Raises UserError if there is no checkpoint."""
         self.path, self.quantization = path, quantization or {}
+        self.rename: Callable[[str], str] = str
+        """What transformers makes of a name in the files."""
         self.read_names: list[str] = []
         """The tensors read so far, by their names in the files."""
 
@@ -53,18 +55,24 @@ class WeightFiles:
             return listed
         return {name: path.name for name, path in weight_files(self._folder(["*.json", SINGLE])).items()}
 
+    @cached_property
+    def _renamed(self) -> dict[str, str]:
+        """The names in the files of weights outside the layers, by transformers' names."""
+        return {self.rename(key): key for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)}
+
     def _folder(self, files: Sequence[str]) -> Path:
         return find_folder(resolve(self.path), "backbone", files)
 
     def find(self, name: str) -> str | None:
         """Return the name in the files of a weight that transformers calls ``name``; None if there is none.
 
-        A checkpoint may have it under another prefix, as those of models with images do, or packed.
+        A checkpoint may have it under a name that transformers changes, under another prefix, as those of models with images do, or packed.
         """
-        packed = f"{name.removesuffix('.weight')}.weight_packed"
-        for wanted in (name, packed, name.replace("lm_head.", "embed_out.")):   # the last is GPT-NeoX's
+        for wanted in (name, f"{name.removesuffix('.weight')}.weight_packed"):
             if wanted in self._file_of:
                 return wanted
+            if wanted in self._renamed:
+                return self._renamed[wanted]
             tail = ".".join(wanted.split(".")[-2:]) if "layers." not in wanted else wanted[wanted.index("layers.") :]
             found = [key for key in self._file_of if f".{key}".endswith(f".{tail}")]
             found = [key for key in found if not OTHER_PARTS.search(key.removesuffix(tail))]

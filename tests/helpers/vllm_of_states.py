@@ -100,9 +100,11 @@ class StatesServer:
 
 
 @contextmanager
-def states_server(backbone: Backbone, folder: Path, layers: tuple[int, ...], name: str) -> Iterator[StatesServer]:
+def states_server(
+    backbone: Backbone, folder: Path, layers: tuple[int, ...], name: str, kind: type[StatesServer] = StatesServer
+) -> Iterator[StatesServer]:
     """Serve in the block; ``url`` is a value for ``features.endpoint``."""
-    server = StatesServer(backbone, folder, layers, name)
+    server = kind(backbone, folder, layers, name)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -47,9 +47,12 @@ def asked(length: int, vocab: int) -> dict[str, Any]:
     return {"logprobs": 1, **({"prompt_logprobs": 1} if length * vocab * 4 <= STATED_BYTES else {})}
 
 
-def require_whole(answer: Answer, tokens: Sequence[int], layers: tuple[int, ...], dim: int) -> None:
-    """Raise UserError unless the hidden states are those of the tokens in every position and layer, finite and not zero."""
-    hidden_TLD, count = answer.hidden_TLD, len(tokens)
+def require_whole(answer: Answer, tokens: Sequence[int], layers: tuple[int, ...], table_VD: Tensor) -> None:
+    """Raise UserError unless the hidden states are those of the tokens in every position and layer, finite and not zero.
+
+    ``table_VD``: the embedding; a token that has zeros there may have them in every layer.
+    """
+    hidden_TLD, count, dim = answer.hidden_TLD, len(tokens), table_VD.shape[1]
     if answer.tokens[:count] != list(tokens)[: len(answer.tokens)]:
         _wrong(answer, "the file holds other tokens than were asked for: rows of another request; serve each run from a folder of its own")
     if len(answer.tokens) < count or len(hidden_TLD) < count:
@@ -62,6 +65,8 @@ def require_whole(answer: Answer, tokens: Sequence[int], layers: tuple[int, ...]
     if not finite_TL.all():
         kind = str(hidden_TLD.dtype).removeprefix("torch.")
         _wrong(answer, f"NaN or infinity in {_where(~finite_TL, layers)}: too large for {kind}; serve with --dtype bfloat16 or float32")
+    if zero_TL.any():
+        zero_TL = zero_TL & table_VD[torch.tensor(answer.tokens, device=table_VD.device)].any(-1).cpu()[:, None]
     if zero_TL.all(0).any():
         hybrid = "vLLM extracts nothing from some models with recurrent layers (its issue 46301)"
         _wrong(answer, f"zeros in {_where(zero_TL, layers)}: {hybrid}")

@@ -22,7 +22,7 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.support.errors import UserError
-from headstart.training.features.arrival import check, require_samples, require_whole
+from headstart.training.features.arrival import require_samples, require_whole
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.features.manifest import save_tensors
 from headstart.training.features.served import CHECKED_FIRST, ServedFeatures
@@ -57,17 +57,15 @@ class KeptFeatures(ServedFeatures):
             raise UserError(f"{url} returns no token ids, without which hidden states cannot be told apart; give vLLM 0.32 or newer")
         tokens = [*prompt, *answer[:-1]]
         taken = replace(self.servers.taken(body, url), generated=list(answer), choice=choice)
-        require_whole(taken, tokens, self.layers, self.backbone.dim)
+        require_whole(taken, tokens, self.layers, self.backbone.embed.weight)
         with self.lock:
             self.kept += 1
             checked = self.kept <= CHECKED_FIRST or self.kept % self.settings.check_every == 0
         record = self.record(taken.hidden_TLD)
         if checked:
-            with torch.no_grad(), self.checking:
-                hidden_TD = taken.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
-                self.rare.append(check(taken, hidden_TD, self.norm, self.backbone.readout))
-                if self.sampled:
-                    require_samples(taken, self.rare)
+            self.rare.append(self.check(taken))
+            if self.sampled:
+                require_samples(taken, self.rare)
         tokens_1T = torch.tensor([tokens])
         taps = {layer: record[f"tap.{layer}"][None] for layer in self.stored.taps}
         features = Features(tokens_1T, record["hidden"][None], taps, torch.zeros_like(tokens_1T, dtype=torch.bool))

@@ -42,7 +42,7 @@ class ServedFeatures(FeatureSource):
         self.servers = Servers(settings, self.layers, served_name(backbone.name, self.layers))
         self.form = CacheFormat(tuple(sorted(taps)), backbone.dim, backbone.vocab, backbone.dtype, "exact")
         self.pool = ThreadPoolExecutor(settings.concurrency, "features")
-        self.waiting: dict[bytes, Future[Answer]] = {}
+        self.waiting: dict[bytes, Future[tuple[Answer, bool]]] = {}
         """Hidden states asked for and not used yet, by the bytes of their tokens."""
         self.lock, self.count = threading.Lock(), 0
         self.checking = threading.Lock()
@@ -74,25 +74,31 @@ class ServedFeatures(FeatureSource):
         if key not in self.waiting:
             self.waiting[key] = self.pool.submit(self._ask, tokens_T.tolist())
 
-    def _ask(self, tokens: list[int]) -> Answer:
+    def _ask(self, tokens: list[int]) -> tuple[Answer, bool]:
+        """Return the answer, and whether it is to be checked: by whoever uses it, since memory for logits stays with a thread."""
         with self.lock:
             checked = self.count < CHECKED_FIRST or self.count % self.settings.check_every == 0
             self.count += 1
         answer = self.servers.ask(tokens, **(asked(len(tokens), self.backbone.vocab) if checked else {}))
-        require_whole(answer, tokens, self.layers, self.backbone.dim)
-        if checked:
-            with torch.no_grad(), self.checking:
-                hidden_TD = answer.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
-                check(answer, hidden_TD, self.norm, self.backbone.readout)
-        return answer
+        require_whole(answer, tokens, self.layers, self.backbone.embed.weight)
+        return answer, checked
 
     def _record(self, tokens_T: Tensor) -> Record:
         self._begin(tokens_T)   # two equal documents of a batch
         try:
-            answer = self.waiting.pop(_key(tokens_T)).result()
+            answer, checked = self.waiting.pop(_key(tokens_T)).result()
+            if checked:
+                self.check(answer)
         except UserError as error:
             raise FeaturesLost(str(error)) from None
         return self.record(answer.hidden_TLD)
+
+    @torch.no_grad()
+    def check(self, answer: Answer) -> Tensor:
+        """See `check`."""
+        with self.checking:
+            hidden_TD = answer.hidden_TLD[:, -1].to(self.backbone.device, self.backbone.dtype)
+            return check(answer, hidden_TD, self.norm, self.backbone.readout)
 
     @torch.no_grad()
     def record(self, hidden_TLD: Tensor) -> Record:
