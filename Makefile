@@ -5,6 +5,7 @@
 # make test    the tests that are fast     make lint    ruff, mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
+# make wheel   the wheel, in dist, and its test in an environment of its own
 # make docs    the documentation as a site, in out/site
 # make install only the environment, in .venv
 # make fuzz    more awkward input than `make test` tries: FUZZ_EXAMPLES of every kind (500), and RANDOM_CALLS of generate (2000)
@@ -14,15 +15,20 @@
 # make engines        only that environment, in .venv-engines (3.6 GB)
 #
 # PYTHON=python3.12 make test              another interpreter (3.11 or newer)
+# VERSIONS=oldest make test                with the oldest libraries that are supported (.github/oldest.txt), or with the `newest`
 
 PYTHON ?= python3
+VERSIONS ?= pinned
+PINS_pinned := -c constraints.txt torch==2.13.0
+PINS_oldest := -c .github/oldest.txt torch
+PINS_newest := torch
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # --multi_gpu is accelerate's word for several local processes; on a CPU they use gloo.
 LAUNCH := ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no
 
-.PHONY: install demo demo-smollm2 test test-all test-real fuzz soak lint docs engines test-engines
+.PHONY: install demo demo-smollm2 test test-all test-real fuzz soak lint wheel docs engines test-engines
 
 install: $(INSTALLED)
 
@@ -31,8 +37,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); headstart needs Python 3.11 or newer: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(PINS_$(VERSIONS))
+	$(BIN)/python -m pip install $(filter-out torch%,$(PINS_$(VERSIONS))) -e '.[dev]'
 	@touch $@
 
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
@@ -96,7 +102,13 @@ fuzz: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(SITE) --quiet
+
+wheel: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(BIN)/python -m pytest -q tests/project/test_wheel.py
 
 # NO_MKDOCS_2_WARNING: the theme's notice of its successor.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
-from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.race import Race
 from headstart.inference.bench.systems import AR, HeadstartSystem, SystemResult
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
+from headstart.support.chat.prompts import Prompt
 from headstart.training.recipe.recipe import Recipe
 
 TEMPERATURES = (0.0, 1.0)

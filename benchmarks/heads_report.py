@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
-from html import escape
 from typing import Any
-
-from headstart.support.report.charts import above, short, ticks
 
 Row = dict[str, Any]
 GROUP = ("backbone", "budget", "amount", "settings")
@@ -24,13 +22,6 @@ COLUMNS = {
     "T=1  ": "speedup_adaptive_1",
 }
 """Titles of the table -> fields of a run."""
-WIDTH, LINE, LEFT, RIGHT, TOP, BOTTOM = 720, 22, 170, 24, 34, 40
-STYLE = """
-svg { background: #fff; font: 12px system-ui, sans-serif; } text { fill: #5d6670; } .name { fill: #1d2126; } .title { font-weight: 600; }
-.grid { stroke: #eceef0; } .h0 { stroke: #2563c9; fill: #2563c9; } .h1 { stroke: #d06a00; fill: #d06a00; }
-@media (prefers-color-scheme: dark) { svg { background: #1b1f24; } text { fill: #9aa4af; } .name { fill: #e6e9ec; }
-.grid { stroke: #272c32; } .h0 { stroke: #6fa8ff; fill: #6fa8ff; } .h1 { stroke: #ffa94d; fill: #ffa94d; } }
-"""
 
 
 def summary(runs: list[Row], speeds: list[Row], timings: list[Row]) -> list[Row]:
@@ -102,35 +93,21 @@ def _cell(field: str, value: list[float | None] | None) -> str:
 
 def plot(entries: list[Row]) -> str:
     """An SVG of tau in a chain, at both temperatures, with standard errors: a panel for each group."""
-    panels, height = [], 0
-    for title, own in groups(entries).items():
-        panels.append(f'<g transform="translate(0 {height})">{_panel(title, own)}</g>')
-        height += TOP + LINE * len(own) + BOTTOM
-    box = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    return f'<svg {box} role="img"><style>{STYLE}</style>{"".join(panels)}</svg>\n'
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-
-def _panel(title: str, own: list[Row]) -> str:
-    series = (("T=0", "tau_chain_0", "h0"), ("T=1", "tau_chain_1", "h1"))
-    most = above([entry[field][0] + (entry[field][1] or 0) for entry in own for _, field, _ in series])
-    bottom = TOP + LINE * len(own)
-
-    def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (value - 1) / (most - 1)
-
-    parts = [f'<text class="title" x="12" y="18">{escape(title)}: tokens per forward pass (tau), chain</text>']
-    for mark in (mark for mark in ticks(most) if mark >= 1):
-        parts.append(f'<line class="grid" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="{TOP - 8}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x(mark):.1f}" y="{bottom + 16}" text-anchor="middle">{short(mark)}</text>')
-    for i, (label, _, css) in enumerate(series):
-        parts.append(f'<g class="{css}"><circle cx="{LEFT + 70 * i}" cy="{bottom + 28}" r="4"/></g>')
-        parts.append(f'<text x="{LEFT + 70 * i + 9}" y="{bottom + 32}">{label}</text>')
-    for i, entry in enumerate(own):
-        y = TOP + LINE * i + LINE / 2
-        parts.append(f'<text class="name" x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(entry["entry"])}</text>')
-        for _, field, css in series:
-            mean, error = entry[field]
-            whisker = "" if error is None else f'<line x1="{x(mean - error):.1f}" x2="{x(mean + error):.1f}" y1="{y}" y2="{y}"/>'
-            note = f"<title>{mean:.3f}{'' if error is None else f' ± {error:.3f}'}</title>"
-            parts.append(f'<g class="{css}" stroke-width="2">{whisker}<circle cx="{x(mean):.1f}" cy="{y}" r="4">{note}</circle></g>')
-    return "".join(parts)
+    found = groups(entries)
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False}):
+        figure = Figure(figsize=(7.2, 1.0 + sum(0.9 + 0.3 * len(own) for own in found.values())), layout="constrained")
+        panels = figure.subplots(len(found), 1, squeeze=False, height_ratios=[3 + len(own) for own in found.values()])[:, 0]
+        for panel, (title, own) in zip(panels, found.items(), strict=True):
+            names = [entry["entry"] for entry in own]
+            for label, field in (("T=0", "tau_chain_0"), ("T=1", "tau_chain_1")):
+                means, errors = zip(*((entry[field][0], entry[field][1] or 0.0) for entry in own), strict=True)
+                panel.errorbar(means, names, xerr=errors, fmt="o", label=label)
+            panel.set(title=f"{title}: tokens per forward pass (tau), chain", xlim=(1, None))
+            panel.invert_yaxis()
+            panel.legend()
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", bbox_inches="tight")
+    return drawn.getvalue()

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
+from headstart.inference.bench.results import memory_bandwidth, weight_bytes
 from headstart.inference.bench.tune import TunePlan, tune
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape

@@ -11,7 +11,7 @@ Conversations end after the first answer. Temperatures 0 and 1, batches of 1 and
 
 Prints Markdown: acceptance (tau), tokens per second after each text's first token and with prefill, in how many prompts the whole text is
 that of the same engine without drafts, and that of Headstart without drafts; then the speed by task. --json writes the report of `bench`,
-in which the other engines are further baselines; --html a page with heat maps of the tasks.
+in which the other engines are further baselines; --html a page of it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from typing import Any
 
 from peers_engines import DRIVERS, LLAMA, VLLM, Engine, job
 
-from headstart.cli import arguments
-from headstart.cli.decoding import Subject, bench_plan, bench_subject
+from headstart.cli.bench import Subject, add_measured, bench_plan, bench_subject
 from headstart.cli.failures import guarded
 from headstart.cli.loading import backbone_name
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.inference.bench.bench import Plan, compare, those_that_fit
-from headstart.inference.bench.judging import FAULT
-from headstart.inference.bench.report import page
+from headstart.inference.bench.judging import FAULT, name, sentence
+from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import rows_at, settings_of
-from headstart.inference.bench.verdict import name, sentence
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.verification import vllm
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.verify import vllm
 from headstart.support.dtypes import NAMES, dtype_name
 from headstart.support.errors import UserError, cause
 from headstart.support.files import require_writable, write_json, write_text
@@ -76,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     report |= {"backbone": subject.name, "prompts_files": args.prompts, "versions": report["versions"] | versions}
     write_json(args.json, report)
     if args.html is not None:
-        write_text(args.html, page(report))
+        write_text(args.html, report_page(report))
     print(markdown(report))
     print(sentence(report), file=sys.stderr)
     return 1 if report["verdict"] == FAULT else 0
@@ -116,7 +114,7 @@ def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
         if exported["adapter"] is not None:
             raise UserError(f"{path} come with an adapter on the backbone, and vLLM is measured without; leave them or --vllm out")
         config = vllm.speculative_config(folder / f"heads-{number}", args.depth or exported["depth"])
-        config["model"] = str(vllm.fitting(Path(config["model"]), folder / f"wide-{number}"))
+        config["model"] = str(Path(config["model"]).resolve())
         found[f"vLLM with {path}, chain of {config['num_speculative_tokens']}"] = config
     return found
 
@@ -124,9 +122,9 @@ def served_heads(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
 def safetensors(subject: Subject, folder: Path) -> Path:
     """A folder with the backbone for vLLM: its own, or its weights written there if it is a GGUF file."""
     if find_gguf(subject.name) is None:
-        return vllm.fitting(find_folder(resolve(subject.name), "backbone"), folder / "wide")
+        return find_folder(resolve(subject.name), "backbone").resolve()
     subject.heads[0][1].backbone.model.save_pretrained(folder / "model")
-    return vllm.fitting(folder / "model", folder / "wide")
+    return folder / "model"
 
 
 def require_engines(args: argparse.Namespace) -> None:
@@ -198,8 +196,8 @@ def cell(value: float | None, form: str = ".1f") -> str:
 def parser() -> argparse.ArgumentParser:
     """`bench`'s arguments, with other defaults, and those of the other engines."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    arguments.add_measured(options, prompts_required=False)
-    options.add_argument("--html", type=Path, metavar="FILE", help="write a page with heat maps of the tasks")
+    add_measured(options, prompts_required=False)
+    options.add_argument("--html", type=Path, metavar="FILE", help="write a page of it")
     options.add_argument("--vllm", type=Path, metavar="PYTHON", help="the Python of an environment with vLLM 0.32 (default: without vLLM)")
     options.add_argument("--vllm-eager", action="store_true", help="have vLLM compile nothing")
     options.add_argument("--llama", type=Path, metavar="FOLDER", help="where node-llama-cpp is installed (default: without llama.cpp)")

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.inference.bench.logits import LogitsComparison, continued
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.support.chat.prompts import Prompter, read_prompts
 
 HEADS, N_GRAMS = "heads", "n-grams"
 

@@ -33,12 +33,12 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.inference.capture import capture
+from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.early_exit import EarlyExit
-from headstart.inference.sources.history import HistoryProposer
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.history import HistoryProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 
 EVERY = 10
 """Calls between two counts."""

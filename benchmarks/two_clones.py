@@ -27,8 +27,8 @@ backbone = headstart.load_backbone("embedded")
 tokenizer = headstart.load_tokenizer("embedded")
 prompts = [torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"][:48]]) for line in open(prompts_file)][:12]
 try:
-    from headstart.inference.sources.recycling import RecyclingProposer
-    from headstart.inference.sources.suffix import SuffixProposer
+    from headstart.inference.proposers.recycling import RecyclingProposer
+    from headstart.inference.proposers.suffix import SuffixProposer
 except ImportError:
     from headstart.inference.proposers.recycling import RecyclingProposer
     from headstart.inference.proposers.suffix import SuffixProposer

@@ -19,11 +19,10 @@ from transformers import LlamaConfig
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter
-from headstart.heads.layers.cached_stack import CachedStack, Pass
+from headstart.heads.kv.cached_layers import CachedStack, Pass
+from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
+from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import Blocks, divide
-from headstart.heads.layers.draft_cache import DraftCache
-from headstart.heads.layers.node_slots import NodeSlots
-from headstart.heads.layers.row_state import RowState, drafted
 
 
 @dataclass(frozen=True)

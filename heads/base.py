@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from headstart.heads.anchors import Anchors, gather_anchors
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.row_state import RowState
+from headstart.heads.kv.rows import RowState
 from headstart.support.config import Depth, StrictModel
 from headstart.support.errors import UserError
-from headstart.support.limits import MAX_DEPTH
+from headstart.support.numeric_limits import MAX_DEPTH
 from headstart.support.pytree import list_tensors, map_tensors
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import FiniteFloat
 
-from headstart.support.form import Form
+from headstart.support.json_text import Form
 
 
 class Weights(Form):

@@ -36,17 +36,13 @@ from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.heads.lora import merge_saved
-from headstart.heads.methods import construct_drafter, methods, require_weights
+from headstart.heads.methods import built_in, construct_drafter, require_weights
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings, template_hash
-from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, file_hash
-from headstart.support.form import fault
-from headstart.support.hub import find_folder, upload
-from headstart.support.inside import inside
-from headstart.support.json_text import read_json
-from headstart.support.notice import notice
-from headstart.support.transaction import flush, settle, transaction
+from headstart.support.chat.template import ChatSettings, template_hash
+from headstart.support.errors import UserError, notice
+from headstart.support.files import atomic, discard, file_hash, flush, settle, transaction
+from headstart.support.hub import find_folder, inside, upload
+from headstart.support.json_text import fault, read_json
 
 METADATA = "headstart.json"
 AGAIN = "train or fetch the heads again"
@@ -217,8 +213,9 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     Raises UserError if files are missing or damaged.
     """
     file = _checked(path, folder / card["weights"]["file"], card["weights"]["sha256"])
-    if card["kind"] not in methods() and card["kind"] not in sys.modules:
-        raise UserError(f"{path} was made by code of your own, {card['kind']}; import that module before loading it")
+    if not built_in(card["kind"]) and card["kind"] not in sys.modules:
+        kind = card["kind"]
+        raise UserError(f"{path} was made by code of your own, {kind}; import that module before loading it (--head-module {kind})")
     drafter = construct_drafter(card["kind"], backbone, card["arguments"])
     try:
         drafter.load_tensors(load_file(file))

@@ -29,7 +29,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.recompute import contexts
 from headstart.heads.base import Drafter, DrafterConfig, require_count
-from headstart.heads.layers.cached_model import CachedModel, State
+from headstart.heads.kv.cached_model import CachedModel, State
 from headstart.heads.layers.document_mask import document_masks, document_positions, draft_masks
 from headstart.support.config import Depth, Layers, RuleError
 from headstart.support.errors import UserError

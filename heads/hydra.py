@@ -27,17 +27,17 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.backbone.recompute import recomputed
-from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.kv.cached_layers import CachedLayer
+from headstart.heads.kv.draft_cache import DraftCache
+from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
-from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import llama_like
 from headstart.heads.layers.res_block import ResBlock
-from headstart.heads.layers.row_state import RowState, drafted
 from headstart.heads.layers.start_values import probe
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers
-from headstart.support.spread import spread
+from headstart.support.devices import spread
 
 
 @dataclass(frozen=True)

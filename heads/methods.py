@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,22 +37,31 @@ def methods() -> list[str]:
     return sorted(name for name in names if drafters_of(f"headstart.heads.{name}"))
 
 
+def built_in(kind: str) -> bool:
+    """True if this package has a module of that name; none is imported."""
+    return KIND.fullmatch(kind) is not None and "." not in kind and importlib.util.find_spec(f"headstart.heads.{kind}") is not None
+
+
 def find_drafter(kind: str) -> type[Drafter]:
     """Return the drafter class: ``medusa`` is in heads/medusa.py, a dotted name is a user's module. Raises UserError."""
-    known = methods()
     if not KIND.fullmatch(kind):
-        raise UserError(f"{kind!r} names no drafter; known: {', '.join(known)}, or the dotted name of a module of your own")
-    if "." not in kind and kind not in known:
-        near = difflib.get_close_matches(kind, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(known)}, or the dotted name of a module of your own")
+        raise UserError(f"{kind!r} names no drafter; known: {', '.join(methods())}, or the dotted name of a module of your own")
     name = kind if "." in kind else f"headstart.heads.{kind}"
+    if "." in kind and not {"", os.getcwd()} & {*sys.path}:   # behind what is installed
+        sys.path.append(os.getcwd())
     try:
         drafters = drafters_of(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        raise UserError(f"no module {name!r} for the drafter; known: {', '.join(known)}, or a dotted name that can be imported") from None
+        drafters = []
+        if "." in kind:
+            known = ", ".join(methods())
+            raise UserError(f"no module {name!r} for the drafter; known: {known}, or a dotted name that can be imported") from None
+    if not drafters and "." not in kind:   # no file of that name, or one of another purpose
+        near = difflib.get_close_matches(kind, methods(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(methods())}, or the dotted name of a module of your own")
     if len(drafters) != 1:
         raise UserError(f"{name} must define exactly one Drafter; it defines {len(drafters)}")
     return drafters[0]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

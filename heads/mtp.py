@@ -27,12 +27,11 @@ from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
 from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
+from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
-from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import engine_fields, llama_like
-from headstart.heads.layers.mtp_module import MtpModule
-from headstart.heads.layers.node_slots import NodeSlots
-from headstart.heads.layers.row_state import RowState, drafted
+from headstart.heads.mtp_module import MtpModule
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
 

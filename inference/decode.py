@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.prompts import Prompts
@@ -22,7 +22,7 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Texts
 from headstart.inference.engine.timing import Clock, Pass
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree, root_only
+from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree
 from headstart.inference.engine.verify import accept, pick
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.source import Accepted
@@ -66,20 +66,28 @@ class Decoder:
         if self.noise is not None:
             self.noise.put(number, seed)
 
+    def sequences(self) -> Tensor:
+        """Prompts and what was written, ``[B, T]``."""
+        return self.texts.sequences()
+
+    def kept(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """The scores and the logits that the call asks for, by row and token."""
+        texts = self.texts.of.values()
+        return [text.scores for text in texts], [text.logits for text in texts]
+
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """Make decoding steps until every sequence has ended."""
-        while (step := self.advance(exact_times)) is not None:
-            yield step
+        while self.admit():
+            yield self.step(Clock(self.device, exact_times))
 
-    def advance(self, exact_times: bool = False) -> Pass | None:
-        """Start waiting sequences and make a decoding step; None: every sequence has ended."""
-        self._admit()
-        return self._step(Clock(self.device, exact_times)) if self.rows else None
-
-    def _step(self, clock: Clock) -> Pass:
+    def step(self, clock: Clock) -> Pass:
+        """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
         with Stopwatch() as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.made)
-            draft, tree, noise_BPV = self._draft()
+            draft = self._begun()
+            self.speculation.draft(draft)
+            tree = self.speculation.choose(draft)
+            noise_BPV = self._noise(0, tree.height + 1)
             self.tree, drafting = tree, clock.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
             scores_BNV = self._scores(logits_BNV, self.rows, tree)
@@ -106,13 +114,10 @@ class Decoder:
 
     # Drafting.
 
-    def _draft(self) -> tuple[Draft, CandidateTree, Tensor | None]:
-        """The draft, the tree to verify, and the noise for the picks at each of its levels."""
-        sources = self.speculation.active(self.shape, len(self.rows))
-        if not sources:
-            return Draft([], []), root_only(self.roots), self._noise(0, 1)
+    def _begun(self) -> Draft:
+        """A draft of the roots alone."""
         in_full = self.shape is not None and self.shape.chain
-        draft = Draft(
+        return Draft(
             pools=[Pool(root) for root in self.roots],
             remaining=[self.prompts.remaining(number, len(self.texts.of[number].written), in_full) for number in self.rows],
             sequences=self.rows,
@@ -121,9 +126,6 @@ class Decoder:
             scoring=lambda depths: DraftScoring.sampled(self._noise(0, 1 + depths), self.request.processing),
             queued=bool(self.waiting),
         )
-        self.speculation.draft(draft, sources)
-        tree = self.speculation.choose(draft)
-        return draft, tree, self._noise(0, tree.height + 1)
 
     def _noise(self, first: int, end: int) -> Any:
         """The noise ``[B, P, V]`` for the picks at levels ``first`` to ``end - 1``; None at temperature 0."""
@@ -162,10 +164,10 @@ class Decoder:
 
     # Admitting.
 
-    def _admit(self) -> None:
+    def admit(self) -> bool:
         """Start waiting sequences in the places of those that have ended, or some in free rows; remove the other rows that have ended.
 
-        After one prefill in free rows a step is made, so that a large batch begins to write at once.
+        After one prefill in free rows a step is made, so that a large batch begins to write at once. False: every sequence has ended.
         """
         while self.over or self.waiting:
             free = not self.over
@@ -174,11 +176,12 @@ class Decoder:
             if not self.request.in_order:   # else all rows begin together
                 numbers = self._of_similar_length(numbers)
             if not numbers:
-                return
+                break
             self.waiting = [number for number in self.waiting if number not in {*numbers}]
             self._start(numbers)
             if free and not self.over:
-                return
+                break
+        return bool(self.rows)
 
     def _of_similar_length(self, numbers: list[int]) -> list[int]:
         """As many of these sequences as are worth a prefill together: with little padding, the shortest prompts first."""

@@ -23,35 +23,28 @@ from headstart.heads.backbone.hooks import Evaluation, frozen
 from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter, require_count
 from headstart.heads.checkpoint import AGAIN, METADATA, chat_of, load_drafter, read_metadata
-from headstart.heads.draft_model import DraftModel, load_draft_model
 from headstart.inference.adaptive.acceptance import Acceptance
-from headstart.inference.beam.beam import BeamDecoder, Beams
-from headstart.inference.capture.capture import BackendName, Capturer
-from headstart.inference.capture.watch import HOOKED, dependencies, hooks, sample_of
+from headstart.inference.capture.capture import BackendName
+from headstart.inference.capture.watch import dependencies
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import read_request, require_all_rows, require_one_side
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.engine.turn import turn
 from headstart.inference.handover import entry, handed_streamer
-from headstart.inference.output import GenerateOutput, output_of, sequences_of
-from headstart.inference.self_check.check import self_check
-from headstart.inference.sources.by_name import made
+from headstart.inference.output import GenerateOutput, output_of
+from headstart.inference.proposers import made
+from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.early_exit import EarlyExit
 from headstart.inference.sources.forced import ForcedProposer
 from headstart.inference.sources.proposer import Proposer
 from headstart.inference.sources.proposer_source import ProposerSource
-from headstart.inference.sources.source import Source
-from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.speculation.tuned import Tuned, read_tuned
-from headstart.inference.spot_check import SpotCheck
 from headstart.support.chat.conversation import Chat
+from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError
-from headstart.support.numerics import plain_arithmetic, without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -180,24 +173,26 @@ class SpeculativeModel:
         with turn(model), self.running():
             engine = self.engine(speculate and not request.in_order and bool(self.drafters or self.proposers))
             if engine.capturer.unchecked:
+                from headstart.inference.self_check.check import self_check
+
                 engine.reader.start(request.limit)
                 self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
             with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
-                decoder: Decoder | BeamDecoder
+                decoder: Any
                 if request.beams is not None:
-                    decoder = BeamDecoder(engine.beams, request, request.beams, shape, batch_size or len(request.ids_BT))
+                    decoder = engine.beams.decoder(request, shape, batch_size or len(request.ids_BT))
                 else:
                     decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
                     self._forced.texts = decoder.texts
                 passes = list(decoder.run(timed))
             if request.processing.forked:
-                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
+                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])
             if isinstance(decoder, Decoder):
                 engine.spot_check.after(decoder)
                 decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)
         if streamer is not None:
             streamer.end()
-        return output_of(decoder, passes, request) if request.dictionary else sequences_of(decoder, request)
+        return output_of(decoder, passes, request) if request.dictionary else decoder.sequences()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -209,42 +204,6 @@ class SpeculativeModel:
             for drafter in self.drafters:
                 stack.enter_context(Evaluation(drafter)())
             yield
-
-
-class Engine:
-    """The reader and the draft sources, kept from call to call."""
-
-    def __init__(self, heads: SpeculativeModel, speculate: bool) -> None:
-        drafters, proposers = (heads.drafters, heads.proposers) if speculate else ([], [])
-        self.modules = (heads.backbone.model, *drafters)
-        hooked = bool(hooks(self.modules))
-        self.capturer = Capturer("off" if hooked else heads.capture, heads.backbone.device)
-        if hooked:
-            self.capturer.reason = HOOKED
-            logger.warning(f"passes are not captured, which makes small models slower: {HOOKED}")
-        copies = heads.backbone.device.type == "cpu"   # elsewhere captures read the weights themselves
-        self._sample = sample_of(self.modules) if copies else None
-        sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
-        sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
-        self.speculation = Speculation(sources, self.capturer.fixed)
-        for source in sources if heads.drafter is not None else []:
-            if isinstance(source, DrafterSource) and source.drafter is heads.drafter:
-                source.by_mode |= {sampled: Acceptance.from_json(stored) for sampled, stored in heads.measured.items()}
-        if heads.tuned is not None:
-            self.speculation.cost_model = heads.tuned.cost_model()
-            for source in sources:
-                for sampled, acceptance in source.by_mode.items():
-                    acceptance.calibration = heads.tuned.calibration_of(source.name, sampled)
-        self.spot_check = SpotCheck(heads.backbone, self.capturer)
-        self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
-        self.beams = Beams(self.reader, self.speculation)
-
-    @property
-    def outdated(self) -> bool:
-        """True if something was captured of weights that have other values now."""
-        if self._sample is None or not any(one.captures_made for one in self.capturer.functions):
-            return False
-        return not torch.equal(self._sample, sample_of(self.modules))
 
 
 def load(
@@ -272,11 +231,15 @@ def load(
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
         beside: list[Proposer | Drafter] = made(proposers)
         drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
+        if draft_model is not None:
+            from headstart.heads.draft_model import DraftModel, load_draft_model
         if isinstance(draft_model, str):
             beside.append(load_draft_model(draft_model, on, tokenizer=tokenizer))
         elif draft_model is not None:
             beside.append(DraftModel.of(on, draft_model))
         if early_exit is not None:
+            from headstart.inference.early_exit import EarlyExit
+
             beside.append(EarlyExit(on, layers=early_exit))
     if drafter is not None and depth is not None:
         drafter.set_depth(depth)

@@ -23,15 +23,8 @@ EXTRACT: CodeType = GenerationMixin._extract_generation_mode_kwargs.__code__
 """Where ``generate`` takes out of its arguments what is not the generation config's, and reads the callable's signature."""
 
 
-class Entry:
+class Entry(functools.partial):
     """A method as a callable for ``custom_generate``; transformers reads its signature in the middle of ``generate``."""
-
-    def __init__(self, method: MethodType) -> None:
-        self.method = method
-        functools.update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -40,7 +33,7 @@ class Entry:
             given = frame.f_locals
             taken = {name: given["generation_mode_kwargs"].get(name) for name in ("tokenizer", "assistant_tokenizer")}
             given["kwargs"].update({name: value for name, value in taken.items() if value is not None})
-        return inspect.signature(self.method)
+        return inspect.signature(self.func)
 
 
 class entry:   # noqa: N801  (used as a decorator)
@@ -50,7 +43,7 @@ class entry:   # noqa: N801  (used as a decorator)
         self.function = function
 
     def __get__(self, owner: object | None, kind: type | None = None) -> Any:
-        return self.function if owner is None else Entry(MethodType(self.function, owner))
+        return self.function if owner is None else functools.update_wrapper(Entry(MethodType(self.function, owner)), self.function)
 
 
 def handed_streamer(model: PreTrainedModel) -> BaseStreamer | None:

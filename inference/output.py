@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from headstart.inference.beam.beam import BeamDecoder
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.timing import Pass
 from headstart.inference.engine.tree import VerifiedTree
 from headstart.inference.sources.drafter_source import DrafterSource
+
+if TYPE_CHECKING:
+    from headstart.inference.beam.beam import BeamDecoder
 
 
 @dataclass
@@ -46,10 +49,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     """With ``num_beams``: the beam that each token continued, int32 ``[B * num_return_sequences, T]``; -1 after the end."""
 
 
-def sequences_of(decoder: Decoder | BeamDecoder, request: Request) -> Tensor:
-    return decoder.steps.sequences() if isinstance(decoder, BeamDecoder) else decoder.texts.sequences()
-
-
 def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Request) -> GenerateOutput:
     """``passes``: those of the call; what they wrote behind the end of a text is taken off."""
     if isinstance(decoder, Decoder):
@@ -60,10 +59,10 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
             own[number] += [(written, one)] if written else []
     lengths = [written for row in own for written, _ in row]
     depth = max([0, *(source.depth for source in decoder.speculation.of_kind(DrafterSource)), *(length - 1 for length in lengths)])
-    beams = decoder.steps if isinstance(decoder, BeamDecoder) else None
-    scores, logits = _kept(decoder)
+    beams = None if isinstance(decoder, Decoder) else decoder.steps
+    scores, logits = decoder.kept()
     return GenerateOutput(
-        sequences=sequences_of(decoder, request),
+        sequences=decoder.sequences(),
         scores=_by_step(scores) if request.scores else None,
         logits=_by_step(logits) if request.logits else None,
         past_key_values=decoder.prompts.continued.cache,
@@ -80,14 +79,6 @@ def output_of(decoder: Decoder | BeamDecoder, passes: list[Pass], request: Reque
         sequences_scores=beams.sequences_scores() if beams is not None and request.scores else None,
         beam_indices=beams.beam_indices() if beams is not None else None,
     )
-
-
-def _kept(decoder: Decoder | BeamDecoder) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Scores and logits by row or beam."""
-    if isinstance(decoder, BeamDecoder):
-        return decoder.steps.scores, decoder.steps.logits
-    texts = decoder.texts.of.values()
-    return [text.scores for text in texts], [text.logits for text in texts]
 
 
 def _cut(passes: list[Pass], lengths: dict[int, int]) -> None:

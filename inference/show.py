@@ -11,26 +11,20 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+from rich.text import Text
+from rich.tree import Tree
 from transformers import PreTrainedTokenizerBase
 
 from headstart.inference.engine.tree import VerifiedTree
 from headstart.inference.generate import GenerateOutput
 from headstart.support.errors import UserError
-from headstart.support.report.tree import STYLE, DrawnTree, tree_svg
-from headstart.support.token_text import token_texts
+from headstart.support.text import token_texts, visible
 
 COLOURS = ("37 99 201", "208 106 0", "19 135 106", "178 58 134")
 """Colours of the passes, in rotation, as red, green and blue."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An SVG that notebooks show."""
-
-    svg: str
-
-    def _repr_svg_(self) -> str:
-        return self.svg
+LONGEST = 14
+"""Characters of a token that a tree shows."""
+VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"})
 
 
 @dataclass(frozen=True)
@@ -56,17 +50,39 @@ class DecodedText:
         ]
         return f'<pre style="white-space: pre-wrap"><span style="opacity: .6">{escape(self.prompt)}</span>{"".join(spans)}</pre>'
 
-    def tree(self, number: int | None = None) -> Picture:
-        """The tree of pass ``number``, counted from 1; None: of the pass that wrote most. Raises UserError if there is no such pass."""
+    def tree(self, number: int | None = None) -> Tree:
+        """The tree of pass ``number``, counted from 1, for a notebook or ``rich.print``; None: of the pass that wrote most.
+
+        Raises UserError if there is no such pass.
+        """
         if not self.trees:
             raise UserError("no pass was made after the prefill; generate more tokens")
         if number is None:
             number = max(range(1, len(self.passes)), key=lambda one: len(self.passes[one]))
         if not 1 <= number < len(self.passes):
             raise UserError(f"there is no pass {number}; passes are numbered from 1 to {len(self.passes) - 1}")
-        tree, written = self.trees[number - 1], self.passes[number]
-        texts = [self.tokenizer.decode([token]) for token in tree.tokens]
-        return Picture(str(tree_svg(DrawnTree(texts, tree.parents, tree.path[: len(written)], written[-1]), STYLE)))
+        return drawn_tree(self.trees[number - 1], self.passes[number], self.tokenizer)
+
+
+def drawn_tree(tree: VerifiedTree, written: list[str], tokenizer: PreTrainedTokenizerBase) -> Tree:
+    """A candidate tree as text below its root; ``written``: the texts of the pass, of which the last is the backbone's own token.
+
+    Accepted drafts are marked with ✓. A path past the end of the text is cut, since its last token counts as the backbone's own.
+    """
+    path = tree.path[: len(written)]
+    branches = [Tree(Text(label(tokenizer.decode([tree.tokens[0]]))))]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        kept = len(branches) in path
+        text = label(tokenizer.decode([token]))
+        branches.append(branches[parent].add(Text(f"✓ {text}" if kept else text, "green" if kept else "dim")))
+    branches[path[-1]].add(Text(f"→ {label(written[-1])}", "bold green"))
+    return branches[0]
+
+
+def label(text: str) -> str:
+    """The token with spaces and line ends made visible, cut to `LONGEST` characters."""
+    shown = visible(text.translate(VISIBLE))
+    return (shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…") or "∅"
 
 
 def show(output: GenerateOutput, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> DecodedText:

@@ -26,15 +26,14 @@ from headstart.training.plan.plan import find_machine
 from headstart.training.recipe.extends import merged
 from headstart.training.recipe.yaml_text import dump_yaml, parse_yaml
 from headstart.training.rules.datasets import PRESETS
-from headstart.training.rules.fit import Figures, fit
 from headstart.training.rules.methods import EVERY_METHOD, METHODS
 from headstart.training.rules.model import ModelFacts, read_facts
-from headstart.training.rules.propose import Proposal, fits_one, ordered, propose
+from headstart.training.rules.propose import Figures, Proposal, fit, fits_one, ordered, propose
 from headstart.training.rules.text import recipe_text
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures.json"
-CONFIGURATIONS = HERE.parent / "tests" / "configurations"
+CONFIGURATIONS = HERE.parent / "tests" / "helpers" / "configurations"
 MEMORY, TFLOPS = 80, 989
 """Of one GPU, in GB and TFLOP/s: an H100."""
 Tree = dict[str, Any]

@@ -14,14 +14,12 @@ import torch
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.errors import cause
-from headstart.support.progress import progress
+from headstart.support.terminal import progress
 from headstart.training.features.supplement import evaluated
-from headstart.training.log.backbone_loss import backbone_losses
-from headstart.training.log.evaluate import evaluate
+from headstart.training.log.evaluate import backbone_losses, evaluate
 from headstart.training.objective.acceptance import acceptance
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.run.processes import any_of
-from headstart.training.run.signals import StopSignal
+from headstart.training.run.processes import StopSignal, any_of
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import save_results
 from headstart.training.setup import Run
@@ -38,10 +36,7 @@ def evaluate_all(run: Run, signal: StopSignal) -> bool:
     """
     run.pending = not all([_evaluate(run, trainer, signal) for trainer in run.trainers])
     _guarded(run, lambda: save_results(run))
-    stopped = any_of(run.accelerator, signal.received, run.control)
-    if not stopped and run.done < run.feed.steps:   # otherwise closing the log writes it
-        run.log.report()
-    return stopped
+    return any_of(run.accelerator, signal.received, run.control)
 
 
 def _evaluate(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:

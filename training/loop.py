@@ -20,8 +20,8 @@ from headstart.training.features.served import FeaturesLost
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import Sums
-from headstart.training.run.schedule import learning_rate
-from headstart.training.run.signals import StopSignal
+from headstart.training.run.optimizer import learning_rate
+from headstart.training.run.processes import StopSignal
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import diverged, of, save, save_missing_heads
 from headstart.training.setup import Run

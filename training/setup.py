@@ -24,9 +24,10 @@ from headstart.heads.checkpoint import require_savable
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, prompts, require_vocabulary
+from headstart.training.data.data import load_data, prompts, require_vocabulary
+from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
-from headstart.training.data.template_time import begun_at, now, prints_date
+from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import dtype_in_training, open_for_training, opens_head_only, read_config
 from headstart.training.features.cached import open_source
@@ -39,6 +40,7 @@ from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.checkpoint import (
     State,
     find_state,
+    provenance,
     read_state,
     require_same_recipe,
     unpack_adapter,
@@ -46,8 +48,7 @@ from headstart.training.run.checkpoint import (
     without_prefix,
 )
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
-from headstart.training.run.first import in_first_process
-from headstart.training.run.provenance import provenance
+from headstart.training.run.processes import in_first_process
 from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
@@ -103,14 +104,13 @@ def prepare(recipe: Recipe) -> Run:
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
-    if state is None and not backbone.whole:   # start values are computed from what the source has
-        drafters = _build_drafters(recipe, backbone, fresh=True)
+    if state is None and not backbone.whole:
+        drafters = _build_drafters(recipe, backbone, fresh=True)   # whose start values are computed from what the source has
     counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
-    fresh = [drafter for name, drafter in drafters.items() if state is None and name not in starts]
-    started += fit_starts(fresh, splits.train, source, accelerator)
+    started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
     source = with_cache(recipe, source)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from headstart.support.spread import spread
+from headstart.support.devices import spread
 
 VERSION = 2
 COUNT = 32

@@ -30,9 +30,8 @@ from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.gguf_header import GgufHeader, read_header
 from headstart.support.dtypes import dtype_name
-from headstart.support.errors import UserError, cause
-from headstart.support.notice import notice
-from headstart.support.units import gigabytes
+from headstart.support.errors import UserError, cause, notice
+from headstart.support.text import gigabytes
 
 SUFFIX = ".gguf"
 PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)

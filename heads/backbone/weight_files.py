@@ -20,8 +20,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.embedded import resolve
 from headstart.support.errors import UserError
-from headstart.support.hub import find_folder
-from headstart.support.inside import inside
+from headstart.support.hub import find_folder, inside
 from headstart.support.json_text import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

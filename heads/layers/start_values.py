@@ -14,7 +14,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
 from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
-from headstart.support.spread import spread
+from headstart.support.devices import spread
 
 
 def probe(backbone: Backbone, taps: tuple[int, ...] = ()) -> Features:

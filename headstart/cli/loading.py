@@ -1,26 +1,28 @@
-"""Load tokenizer, backbone and heads as a command's arguments say."""
+"""What the commands that decode share: tokenizer, backbone, heads and settings as a command's arguments say."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import sys
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.end_tokens import end_tokens, read_end_tokens
 from headstart.heads.base import Drafter
-from headstart.heads.checkpoint import chat_settings, read_metadata
-from headstart.heads.draft_model import load_draft_model
-from headstart.inference.bench.prompts import Prompter
+from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter
+from headstart.heads.methods import find_drafter
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel, load
+from headstart.inference.measure import Settings
 from headstart.inference.sources.proposer import Proposer
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.prompts import Prompter
+from headstart.support.chat.template import ChatSettings
 from headstart.support.errors import UserError
-from headstart.training.recipe.yaml_text import parse_yaml
+from headstart.support.text import read_text, visible
 
 
 def quiet() -> None:
@@ -70,6 +72,8 @@ def chat_settings_of(heads: list[str], changes: list[str] | None, ends: tuple[in
         key, equals, value = change.partition("=")
         if not equals or not key.isidentifier():
             raise UserError(f"--template-arg {change!r} is no variable; write KEY=VALUE, as in enable_thinking=false")
+        from headstart.training.recipe.yaml_text import parse_yaml  # here, since few need it
+
         variables[key] = parse_yaml(value, f"--template-arg {key}")
     return ChatSettings(found.template, variables, ends)
 
@@ -86,10 +90,14 @@ def backbone_of(name: str, args: argparse.Namespace) -> Backbone:
 
 def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> SpeculativeModel:
     """Load the heads at ``path`` with the requested proposers; None: proposers only, or autoregressive decoding."""
+    if args.head_module is not None:
+        find_drafter(args.head_module)
     if args.draft_sink is not None and args.draft_window is None:
         raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
     proposers: list[str | Proposer | Drafter] = list(args.propose or [])
     if args.draft_model:
+        from headstart.heads.draft_model import load_draft_model  # here, since few need it
+
         how = {"tokenizer": tokenizer, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
         proposers.append(load_draft_model(args.draft_model, backbone, **how))
     how = {"tokenizer": tokenizer, "allow_finetuned": args.allow_finetuned, "capture": args.capture}
@@ -111,3 +119,43 @@ def tree_of(nodes: int | None, width: int | None, depth: int | None) -> TreeSize
         return "auto"
     usual = TreeShape()
     return TreeShape(nodes or usual.nodes, width or usual.width, depth)
+
+
+def drafting_heads(args: argparse.Namespace, backbone: Backbone) -> str | None:
+    """Return the heads to draft with, if any; with --no-draft their adapter is put on the backbone nevertheless."""
+    if args.no_draft and args.heads is not None:
+        require_adapter(args.heads, backbone, args.allow_finetuned)
+    return None if args.no_draft else args.heads
+
+
+def model_of(args: argparse.Namespace, style: bool | None, prompt_tokens: int = 64) -> tuple[str, Prompter]:
+    """Return the name of the backbone for commands that take one set of heads, and what makes its prompts."""
+    trained = [args.heads] if args.heads else []
+    name = backbone_name(args.backbone, trained)
+    return name, prompter_of(name, trained, args, style, prompt_tokens)
+
+
+def settings_of(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Settings:
+    """Decoding settings of the commands that write one text at a time."""
+    tree = tree_of(args.nodes, args.width, args.depth)
+    return Settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop, tree)
+
+
+def grammar_of(args: argparse.Namespace, backbone: Backbone, tokenizer: PreTrainedTokenizerBase) -> LogitsProcessorList:
+    """The processor that --json-schema or --regex asks for, if any."""
+    if args.json_schema is None and args.regex is None:
+        return LogitsProcessorList()
+    from headstart.inference.grammar import grammar
+
+    schema = None if args.json_schema is None else read_text("--json-schema", args.json_schema)
+    ends = end_tokens(backbone.model.generation_config)
+    if not ends:
+        raise UserError(f"{backbone.name} names no token that ends a text (eos_token_id of its generation config); a grammar needs one")
+    return LogitsProcessorList([grammar(tokenizer, json_schema=schema, regex=args.regex, end_tokens=ends)])
+
+
+class SafeStreamer(TextStreamer):
+    """Streams text to standard output; on a terminal, control characters are written out."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(visible(text) if sys.stdout.isatty() else text, stream_end)

@@ -7,12 +7,34 @@ from pathlib import Path
 
 from headstart.support.errors import UserError
 
+NEW_RECIPE_EXAMPLE = """examples:
+  headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe Qwen/Qwen3-8B
+  headstart new-recipe meta-llama/Llama-3.3-70B-Instruct --gpus 8 --memory 80 --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe lmsys/vicuna-7b-v1.5 --method medusa --gpus 1 --memory 40 --data sharegpt"""
+
+
+def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart new-recipe``."""
+    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
+    methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
+    parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
+    data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
+    parser.add_argument("--data", metavar="NAME", help=data)
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--tflops", type=float, metavar="N", help="peak of each GPU in bf16 (H100 989), for an estimate of the duration")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the recipe to write (default: MODEL/METHOD.yaml)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the values as JSON too")
+
 
 def new_recipe(args: argparse.Namespace) -> int:
     """Write a recipe for a model; say what it assumes."""
     from headstart.cli.loading import quiet
     from headstart.support.files import require_writable, write_json, write_text
-    from headstart.support.units import gigabytes
+    from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
     from headstart.training.rules.methods import find_method
     from headstart.training.rules.model import read_facts

@@ -7,6 +7,33 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+
+from headstart.cli.arguments import add_recipe, count
+
+CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
+REGENERATE_EXAMPLE = """examples:
+  headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=answers.jsonl cache.dir=out/states features.endpoint=http://localhost:8000"""
+SERVE_FEATURES_EXAMPLE = """examples:
+  headstart serve-features --gpus 4 recipes/llama-3.3-70b-instruct/eagle3.yaml
+  headstart serve-features --run --port 8001 recipes/quickstart/eagle3.yaml"""
+PLAN_EXAMPLE = """examples:
+  headstart plan recipes/quickstart/eagle3.yaml
+  headstart plan recipes/qwen3-8b/eagle3.yaml train.micro_batch=4 --gpus 8 --memory 80 --no-calibration"""
+INSPECT_EXAMPLE = """examples:
+  headstart inspect recipes/quickstart/eagle3.yaml --row 3
+  headstart inspect out/quickstart/eagle3 --json heads.json"""
+SCHEMA_EXAMPLE = """in a clone:
+  headstart schema --out recipes/schema.json --tables docs/recipe.md"""
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart cache``."""
+    add_recipe(parser, "training recipe")
+    parser.add_argument("--estimate", action="store_true", help="print the size of the cache and write nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
 
 
 def cache(args: argparse.Namespace) -> int:
@@ -20,15 +47,13 @@ def cache(args: argparse.Namespace) -> int:
     return 0
 
 
-def regenerate(args: argparse.Namespace) -> int:
-    """Replace the answers of a dataset by the backbone's own."""
-    from headstart.support.files import require_writable, write_json
-    from headstart.training.recipe.recipe import load_recipe
-    from headstart.training.regenerate.regenerate import write_answers
-
-    require_writable("--json", args.json)
-    write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides)))
-    return 0
+def add_serve_features(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart serve-features``."""
+    add_recipe(parser, "training recipe, whose features.folder the server writes to")
+    parser.add_argument("--run", action="store_true", help="start the server, from this environment, instead of printing the line alone")
+    parser.add_argument("--port", type=count(1), default=8000, metavar="N", help="port that it listens on (8000)")
+    parser.add_argument("--gpus", type=count(1), metavar="N", help="GPUs of a server, by tensor parallelism (1)")
+    parser.add_argument("--cpu", action="store_true", help="for vLLM's CPU build (default where there is no accelerator)")
 
 
 def serve_features(args: argparse.Namespace) -> int:
@@ -50,6 +75,34 @@ def serve_features(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_regenerate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart regenerate``."""
+    add_recipe(parser, "recipe whose data.train is answered")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON too")
+
+
+def regenerate(args: argparse.Namespace) -> int:
+    """Replace the answers of a dataset by the backbone's own."""
+    from headstart.support.files import require_writable, write_json
+    from headstart.training.recipe.recipe import load_recipe
+    from headstart.training.regenerate.regenerate import write_answers
+
+    require_writable("--json", args.json)
+    write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides)))
+    return 0
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart plan``."""
+    add_recipe(parser, "training recipe")
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--no-calibration", action="store_true", help="skip timing")
+    about = "peak of each GPU in bf16 (H100 989, A100 312), for a duration estimated from the arithmetic of a step"
+    parser.add_argument("--tflops", type=float, metavar="N", help=about)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON too")
+
+
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
@@ -66,14 +119,23 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart inspect``."""
+    parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the sample, complete in itself")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
 def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
-    from headstart.support.console import stdout_console
     from headstart.support.errors import UserError
     from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
-    from headstart.training.inspect.page import sample_page
+    from headstart.training.inspect.recipe import sample_page
 
     require_writable("--json", args.json)
     require_writable("--html", args.html)
@@ -87,6 +149,12 @@ def inspect(args: argparse.Namespace) -> int:
     console.print(*screen, sep="\n")
     write_json(args.json, report)
     return 0
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart schema``."""
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the schema there")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="renew the tables of this Markdown page")
 
 
 def schema(args: argparse.Namespace) -> int:

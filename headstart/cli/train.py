@@ -8,14 +8,24 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from headstart.cli.arguments import DEBUG, TRAIN_EXAMPLE, add_debug, add_train
+from headstart.cli.arguments import DEBUG, add_debug, add_recipe
 from headstart.cli.failures import USER, guarded, rank, report
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.streams import lasting_stderr, open_streams, require_arguments_text
+from headstart.support.text import lasting_stderr, open_streams, require_arguments_text
 
 if TYPE_CHECKING:
     from headstart.training.recipe.recipe import Recipe
+
+TRAIN_EXAMPLE = """examples:
+  headstart train recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  accelerate launch train_heads.py recipes/quickstart/eagle3.yaml train.lr=3e-4 save.dir=out/mine
+  torchrun --nproc-per-node 2 train_heads.py recipes/quickstart/eagle3.yaml"""
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart train`` and ``train_heads.py``."""
+    add_recipe(parser, "YAML file: the only configuration")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +52,9 @@ def train(args: argparse.Namespace) -> int:
 def _train(recipe: Recipe) -> int:
     import torch
 
-    from headstart.support.numerics import plain_arithmetic
+    from headstart.support.devices import plain_arithmetic
     from headstart.training.loop import train
-    from headstart.training.run.lock import sole_run
-    from headstart.training.run.processes import keep_group, lost_process
+    from headstart.training.run.processes import keep_group, lost_process, sole_run
     from headstart.training.setup import prepare
 
     try:

@@ -6,9 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.cli.arguments import DEPTH, THREADS, add_template_arguments, count
+
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
 
+VERIFY_EXAMPLE = """examples:
+  headstart verify out/served --heads out/quickstart/eagle3
+  headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
+  headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
 TEXTS = (
     "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
     "The capital of France is Paris. The capital of Italy is",
@@ -22,15 +28,38 @@ RANDOM = 6
 """Number of random prompts for a backbone without a tokenizer."""
 
 
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart verify``."""
+    parser.add_argument("folder", metavar="DIR", help="heads to verify: an exported folder, a checkpoint of Headstart, or a hub id")
+    parser.add_argument("--backbone", metavar="M", help="folder, hub id or 'embedded' (default: the one recorded)")
+    parser.add_argument(
+        "--heads", metavar="DIR",
+        help="the heads that were exported (default: those that DIR records or is; if there are none, the files are judged by how much of "
+        "the backbone's own text they draft)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine", choices=("reference", "vllm", "transformers"), default="reference",
+        help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
+    )  # fmt: skip
+    parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
+    add_template_arguments(parser)
+    parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
+    parser.add_argument("--prompt-tokens", type=count(2), default=48, metavar="N", help="most tokens of a prompt, its last ones (48)")
+    parser.add_argument("--max-new-tokens", type=count(2), default=32, metavar="N", help="tokens to generate after each prompt (32)")
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens per draft (default: as many as the heads draft)")
+    parser.add_argument("--allow-finetuned", action="store_true", help="allow a fine-tune of the backbone the heads were trained on")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")
+
+
 def verify(args: argparse.Namespace) -> int:
     """Verify heads; the exit status is 0 if they agree and 1 if they differ."""
     import torch
 
     from headstart.cli.loading import backbone_name, quiet
     from headstart.heads.backbone.backbone import load_backbone
-    from headstart.inference.serving.verification.recorded import recorded
-    from headstart.inference.serving.verification.verification import Check
-    from headstart.inference.serving.verification.verification import verify as examine
+    from headstart.inference.serving.verify.verify import Check, recorded
+    from headstart.inference.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
     from headstart.support.files import require_writable, write_json
     from headstart.support.hub import find_folder
@@ -69,7 +98,7 @@ def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) ->
 
     from headstart.cli.loading import chat_settings_of
     from headstart.heads.backbone.backbone import load_tokenizer
-    from headstart.inference.bench.prompts import Prompter, read_prompts
+    from headstart.support.chat.prompts import Prompter, read_prompts
     from headstart.support.errors import UserError
 
     room = min(args.prompt_tokens, (backbone.max_positions or 1 << 31) - args.max_new_tokens - 16)

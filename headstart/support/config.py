@@ -23,7 +23,7 @@ from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, Validat
 from pydantic_core import ErrorDetails
 
 from headstart.support.errors import UserError
-from headstart.support.limits import MAX_DEPTH, MAX_LAYERS, MAX_SEED, MAX_SIZE, MAX_TEMPERATURE, TEMPERATURES, is_temperature
+from headstart.support.numeric_limits import MAX_DEPTH, MAX_LAYERS, MAX_SEED, MAX_SIZE, MAX_TEMPERATURE, TEMPERATURES, is_temperature
 
 Model = TypeVar("Model", bound="StrictModel")
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -1,4 +1,4 @@
-"""Whether passes run on an accelerator. What depends on that asks here, so that a test can have the CPU treated as one."""
+"""Where passes run and in which arithmetic: accelerators, compilers, autocast and the default dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -42,3 +42,31 @@ def not_compilable(device: torch.device) -> str | None:
 def cxx() -> str:
     """The name of the C++ compiler."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within this context, of this thread, no autocast of the caller changes dtypes, on the CPU or an accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Within this context there is no autocast of the caller, and the default dtype is fp32."""
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with without_autocast():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def spread(first: int, last: int, count: int) -> list[int]:
+    """Return ``count`` numbers from ``first`` to ``last``, both among them unless ``count`` is 1, rounded down."""
+    return [first + i * (last - first) // max(count - 1, 1) for i in range(count)]

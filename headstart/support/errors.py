@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 LONGEST = 1500
 """Characters of a message; the middle of a longer one is left out."""
 
@@ -35,3 +38,9 @@ def _escape(character: str) -> str:
     if character in "\n\r\t\v\f\x85\u2028\u2029":
         return " "
     return repr(character)[1:-1]
+
+
+def notice(line: str) -> None:
+    """Print one line on standard error, unless logging is set up otherwise; of several processes the first does."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logging.getLogger("headstart").warning("%s", one_line(line))

@@ -1,4 +1,4 @@
-"""Folders by path or hub id, and uploads."""
+"""What a name stands for: files and folders by path, those that ship with the package, and those of the hub; uploads."""
 
 from __future__ import annotations
 
@@ -55,3 +55,37 @@ def upload(folder: Path, repo: str, private: bool) -> str:
         cause = " ".join(str(error).split())[:150]
         raise UserError(f"{repo} could not be uploaded: no connection to the hub ({cause}); go online, or use --dry-run OUT") from None
     return str(address)
+
+
+def inside(folder: Path, name: str | Path) -> Path:
+    """Return the path of a file of the folder, which need not exist.
+
+    Raises UserError if no file can have the name, or if it or a link on the way leads out of the folder. The links of the hub's cache lead
+    to the same repository's ``blobs`` and are followed.
+    """
+    path = folder / as_path(f"{folder} names a file", name)
+    root, target = folder.resolve(), path.resolve()
+    blobs = root.parent.parent / "blobs"   # the root is <cache>/<repository>/snapshots/<commit>
+    if target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs)):
+        return path
+    fault = f"{path} leads out of the folder, to {target}"
+    raise UserError(f"{fault}; fetch it from a source that you trust, or put a copy in place of the link")
+
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+"""The folder of recipes: that of the clone, or of the installed package."""
+
+
+def local_or_shipped(path: str | Path) -> Path:
+    """Return the path; where nothing is there and it begins with ``recipes/``, the shipped file of that name if there is one.
+
+    So `recipes/quickstart/eagle3.yaml` names the same file in a clone and, after `pip install`, in any folder. Raises UserError for a path
+    that no file can have.
+    """
+    given = as_path("file", path)
+    parts = given.parts
+    if not given.exists() and len(parts) > 1 and parts[0] == "recipes" and ".." not in parts:
+        shipped = RECIPES.joinpath(*parts[1:])
+        if shipped.is_file():
+            return shipped
+    return given

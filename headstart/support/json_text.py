@@ -1,16 +1,21 @@
-"""JSON from files, rows and servers, with limits: depth, whole numbers of 64 bits, text of whole characters."""
+"""JSON from files, rows of .jsonl files, and servers, with limits: depth, whole numbers of 64 bits, text of whole characters, and form."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from headstart.support.errors import UserError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headstart.support.errors import UserError, cause
 from headstart.support.files import require_file
-from headstart.support.text import SURROGATE, read_text, require_characters
+from headstart.support.text import SURROGATE, decode, read_text, require_characters
 
 MAX_DEPTH = 100
 """Levels of lists and mappings inside each other."""
@@ -118,3 +123,61 @@ def _texts(value: Any) -> list[str]:
 def _kind(value: Any) -> str:
     names = {str: "a text", list: "a list", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
+
+
+class Form(BaseModel):
+    """Keys with values of exactly these types."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+def fault(form: type[Form], value: dict[str, Any]) -> str | None:
+    """Name the first key that is missing or of another form; None if there is none."""
+    try:
+        form.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))} is {'missing' if first['type'] == 'missing' else 'of another form'}"
+    return None
+
+
+Row = dict[str, Any]
+LINES = (".jsonl", ".ndjson")
+"""Endings of files of rows, one a line."""
+COMPRESSED = (".gz", ".zst")
+"""Endings of compressed files."""
+MAX_LINE = 256 << 20
+"""Bytes of a line, so that a file without line breaks ends in an error and not in all memory."""
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and text of each non-blank line, without the line break. Raises UserError if the file cannot be read."""
+    require_file("the file", file)
+    try:
+        with open_file(file) as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), 1):
+                if len(line) > MAX_LINE:
+                    raise UserError(f"{file}, line {number} is longer than {MAX_LINE >> 20} MB; give one row a line")
+                text = decode(line, f"{file}, line {number}")
+                if text.strip():
+                    yield number, text.rstrip("\r\n")
+    except (OSError, EOFError, zlib.error) as error:   # truncated gzip, no permission
+        raise UserError(f"{file} cannot be read: {cause(error)}; check the file") from None
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the line number and row of each line. Raises UserError, naming file and line."""
+    for number, line in read_lines(file):
+        row = parse_json(line, f"{file}, line {number}")
+        if not isinstance(row, dict):
+            raise UserError(f"{file}, line {number}: a row is a mapping from column to value; got {type(row).__name__}")
+        yield number, row
+
+
+def open_file(file: Path) -> BinaryIO:
+    """Open a file to read its bytes, decompressed if its name ends in .gz or .zst. Raises OSError, also for damaged data when read."""
+    if file.suffix == ".zst":
+        import pyarrow  # type: ignore[import-untyped]  # here, since only these files need it
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")))
+    return cast(BinaryIO, gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb"))

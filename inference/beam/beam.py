@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
 from headstart.inference.beam.search import Search
@@ -47,6 +47,11 @@ class Beams:
     def drafting(self, beams: int, shape: TreeShape | None) -> Drafting:
         """The `Drafting` of one call."""
         return Drafting(self.speculation, self.breadths.setdefault(beams, (Breadth(beams), Breadth(beams))), shape)
+
+    def decoder(self, request: Request, shape: TreeShape | None, batch: int) -> BeamDecoder:
+        """The decoder of one call, which is a beam search."""
+        assert request.beams is not None
+        return BeamDecoder(self, request, request.beams, shape, batch)
 
 
 @dataclass
@@ -101,6 +106,14 @@ class BeamDecoder:
         self.steps = Steps(request, rules)
         self.rows: list[Row] = []
         self.cache: RaggedCache
+
+    def sequences(self) -> Tensor:
+        """Prompts and what the best beams wrote, ``[B * num_return_sequences, T]``."""
+        return self.steps.sequences()
+
+    def kept(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """The scores and the logits that the call asks for, by beam and token."""
+        return self.steps.scores, self.steps.logits
 
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """Make forward passes until every row has finished."""

@@ -20,22 +20,20 @@ from tqdm import tqdm
 
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.judging import Judging
 from headstart.inference.bench.logits import compare_logits
-from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.race import Race
-from headstart.inference.bench.replay import record
-from headstart.inference.bench.results import References, Sizes, baseline, result
-from headstart.inference.bench.samples import samples
+from headstart.inference.bench.recorded import record, samples
+from headstart.inference.bench.results import References, Sizes, baseline, memory_bandwidth, result, weight_bytes
 from headstart.inference.bench.systems import ALONE, AR, AR_TRANSFORMERS, FIXED, HeadstartSystem, System, SystemResult, TransformersSystem
+from headstart.inference.engine.memory import require_room
 from headstart.inference.engine.tree import TreeShape, TreeSize
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.inference.spot_check import paused
+from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.dtypes import dtype_name
-from headstart.support.errors import UserError
-from headstart.support.progress import watched
+from headstart.support.terminal import watched
 
 
 @dataclass(frozen=True)
@@ -156,16 +154,6 @@ def those_that_fit(prompts: Sequence[Prompt], plan: Plan, backbone: Backbone) ->
         shortest = min(len(prompt.ids_T) for prompt in prompts)
         require_room("the shortest prompt", shortest, plan.max_new_tokens, backbone)
     return fitting
-
-
-def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
-    """Raise UserError unless the prompt and its answer fit into the backbone's context."""
-    context = backbone.max_positions
-    if context is not None and prompt_tokens + max_new_tokens > context:
-        raise UserError(
-            f"{what} has {prompt_tokens} tokens, which with max_new_tokens {max_new_tokens} exceeds the backbone's context of {context};"
-            " shorten the prompt or lower --max-new-tokens"
-        )
 
 
 def _header(backbone: Backbone, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:

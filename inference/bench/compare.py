@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
+from markupsafe import Markup
 from pydantic import FiniteFloat
-from rich.console import RenderableType
 
-from headstart.inference.bench.judging import FAULT, IDENTICAL
-from headstart.inference.bench.verdict import TITLES, name
+from headstart.inference.bench.judging import FAULT, IDENTICAL, TITLES, name
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
-from headstart.support.form import Form, fault
-from headstart.support.json_text import read_json
-from headstart.support.report.charts import Axes, Series, lines
-from headstart.support.report.page import Table, TableRow, render
-from headstart.support.report.terminal import columns, show
+from headstart.support.json_text import Form, fault, read_json
+from headstart.support.page import Section, Series, charts, page
+from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
+DEPTHS = "The share of decoding steps in which the draft of a depth was accepted"
 MUST_AGREE = ("backbone", "prompts_files", "prompts", "tasks", "max_new_tokens", "seed", "dtype", "device", "threads")
 """What two reports must share to be compared; versions may differ."""
 FIGURES = {"tau": ("accept len (tau)", ".2f"), "tokens_per_second": ("tokens/s", ".1f")}
@@ -124,22 +121,19 @@ def read_bench(path: str) -> Row:
 
 def print_comparison(both: Comparison, out: TextIO) -> None:
     """Print a line for each system and, if there are several tasks, for each of its tasks."""
-    parts: list[RenderableType] = [_about(both), columns(*_text(_systems(both)))]
-    if (tasks := _tasks(both)) is not None:
-        parts.append(columns(*_text(tasks)))
-    show(parts, out)
+    show([_about(both), _systems(both), *_tasks(both)], out)
 
 
 def comparison_page(both: Comparison) -> str:
     """Render the page."""
-    return render(
-        "compare.html.j2",
-        title=f"{both.before['backbone']}: {both.paths[0]} and {both.paths[1]}",
-        about=[_about(both), f"Before: {_versions(both.before)}", f"After: {_versions(both.after)}"],
-        systems=_systems(both),
-        depths=_depths(both),
-        tasks=_tasks(both),
-    )
+    tau = "Mean acceptance length (tau): tokens per forward pass, the backbone's own included."
+    sections = [
+        Section("Before and after", f"{tau} Speed is comparable only if the machine was idle both times.", [_systems(both)]),
+        Section("Acceptance by depth", f"{DEPTHS}; dashed: before.", _depths(both)),
+        Section("Tasks", "The same by task.", _tasks(both)),
+    ]
+    about = [_about(both), f"Before: {_versions(both.before)}", f"After: {_versions(both.after)}"]
+    return page(f"{both.before['backbone']}: {both.paths[0]} and {both.paths[1]}", about, sections)
 
 
 def _about(both: Comparison) -> str:
@@ -175,22 +169,22 @@ def _systems(both: Comparison) -> Table:
         older = {None: None, True: IDENTICAL, False: FAULT}[pair.after["identical"]]   # reports had no verdicts
         identical = TITLES[pair.after.get("verdict", older)]
         cells = [f"{pair.before['temperature']:g}", system, *_changes(pair.before, pair.after), identical]
-        rows.append(TableRow(cells, css="head" if "head" in pair.before else "base"))
+        rows.append(("" if "head" in pair.before else "dim", cells))
     return Table(titles, rows, left=(1,))
 
 
-def _tasks(both: Comparison) -> Table | None:
-    """The figures of each task of each system that drafts; None for a single task."""
+def _tasks(both: Comparison) -> list[Table]:
+    """The figures of each task of each system that drafts; nothing for a single task."""
     if len(both.before["tasks"]) < 2:
-        return None
+        return []
     rows = [
-        TableRow([f"{pair.before['temperature']:g}", pair.system, task, *_changes(one, pair.after["tasks"][task])])
+        ("", [f"{pair.before['temperature']:g}", pair.system, task, *_changes(one, pair.after["tasks"][task])])
         for pair in both.pairs
         if "head" in pair.before
         for task, one in pair.before["tasks"].items()
         if task in pair.after["tasks"]
     ]
-    return Table(["temperature", "system", "task", *_titles()], rows, left=(1, 2))
+    return [Table(["temperature", "system", "task", *_titles()], rows, left=(1, 2))]
 
 
 def _titles() -> list[str]:
@@ -205,20 +199,14 @@ def _changes(before: Row, after: Row) -> list[str]:
     return cells
 
 
-def _text(table: Table) -> tuple[Sequence[str], list[tuple[str, Sequence[str]]], Sequence[int]]:
-    """A table's arguments for the terminal."""
-    return table.titles, [("dim" if row.css == "base" else "", row.cells) for row in table.rows], table.left
-
-
-def _depths(both: Comparison) -> Any:
+def _depths(both: Comparison) -> list[Markup]:
     """A chart of the acceptance by depth: before dashed, after in the same colour."""
     series = []
     for hue, pair in enumerate(pair for pair in both.pairs if pair.before.get("acceptance_per_depth")):
         title = f"{pair.system}, temperature {pair.before['temperature']:g}"
         series.append(Series(f"{title}, before", list(enumerate(pair.before["acceptance_per_depth"])), hue, dashed=True))
         series.append(Series(f"{title}, after", list(enumerate(pair.after["acceptance_per_depth"])), hue))
-    depths = max((len(one.points) for one in series), default=0)
-    return lines(series, Axes(range(depths), 1.0, "depth", "share of decoding steps")) if depths else None
+    return charts(series, "depth", "share of decoding steps", 1.0)
 
 
 def _short(value: Any) -> str:

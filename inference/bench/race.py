@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 from tqdm import tqdm
 
-from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
 from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, LONGEST_WAIT, QUIET, WARM_UP, wait, warm_up
 from headstart.inference.measure import Settings
+from headstart.support.chat.prompts import Prompt, Prompter
 
 TIMED = 4
 """Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""

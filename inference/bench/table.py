@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE
+from headstart.inference.bench.judging import FAULT, IDENTICAL, NEAR_TIE, TITLES, name, sentence, setting
 from headstart.inference.bench.systems import AR, AR_TRANSFORMERS
-from headstart.inference.bench.verdict import TITLES, name, sentence, setting
-from headstart.support.report.terminal import columns, show
+from headstart.support.terminal import Table, show
 
 Row = dict[str, Any]
 SPEEDS = ("accept len (tau)", "tokens/s", "x AR", "x transformers")
@@ -22,9 +20,7 @@ STYLES = {IDENTICAL: "green", NEAR_TIE: "", FAULT: "bold red"}
 
 def print_report(report: Row, out: TextIO) -> None:
     """Print settings and machine, a row for each system, a table by task if there are several, and the verdict."""
-    parts: list[RenderableType] = [_header(report), systems_table(report)]
-    if len(report["tasks"]) > 1:
-        parts.append(_tasks_table(report))
+    parts: list[RenderableType] = [Text("\n".join(header(report))), systems_table(report), *tasks_table(report)]
     parts.append(Text("\n".join(notes(report))))
     show([*parts, Text(sentence(report), style=STYLES[report["verdict"]])], out)
 
@@ -58,10 +54,13 @@ def systems_table(report: Row) -> Table:
             *cells, shown = step_cells(row)
             marked = Text(shown, style=STYLES.get(row["verdict"], ""))
             rows.append((_style(row), [*setting_cells(report, row), *speeds(row), *cells, marked, _acceptance(row)]))
-    return columns(titles, rows, left=[len(setting_titles(report)) - 1, len(titles) - 1])
+    return Table(titles, rows, left=[len(setting_titles(report)) - 1, len(titles) - 1])
 
 
-def _tasks_table(report: Row) -> Table:
+def tasks_table(report: Row) -> list[Table]:
+    """A row for each task of each system that drafts; nothing for a single task."""
+    if len(report["tasks"]) < 2:
+        return []
     setting = len(setting_titles(report))
     titles = [*setting_titles(report), "task", *SPEEDS, "accepted at depth 0, 1, ..."]
     rows = [
@@ -71,7 +70,7 @@ def _tasks_table(report: Row) -> Table:
         if row["kind"] != "ar"   # the ratios of autoregressive decoding add nothing
         for task, one in row["tasks"].items()
     ]
-    return columns(titles, rows, left=[setting - 1, setting, len(titles) - 1])
+    return [Table(titles, rows, left=[setting - 1, setting, len(titles) - 1])]
 
 
 def _style(row: Row) -> str:
@@ -136,7 +135,8 @@ def repetition_notes(report: Row) -> list[str]:
     ]
 
 
-def _header(report: Row) -> Text:
+def header(report: Row) -> list[str]:
+    """Lines that say what was measured, and on what."""
     lines = [
         f"{report['backbone']}, {report['dtype']}, {report['device']}, {report['threads']} threads;"
         f" {report['prompts']} prompts, up to {report['max_new_tokens']} tokens each; milliseconds are per decoding step",
@@ -145,7 +145,7 @@ def _header(report: Row) -> Text:
     ]
     if report["dropped_prompts"] or report["dropped_turns"]:
         lines.append(f"dropped, too long for the context: {report['dropped_prompts']} prompts, {report['dropped_turns']} later turns")
-    return Text("\n".join(lines))
+    return lines
 
 
 def speeds(row: Row) -> list[str]:

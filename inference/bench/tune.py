@@ -18,13 +18,14 @@ from torch import Tensor
 from headstart import __version__
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
 from headstart.inference.engine.memory import require_memory
 from headstart.inference.engine.sizes import TUNED_SIZES
 from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape
-from headstart.inference.generate import Engine, SpeculativeModel
+from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
+from headstart.inference.runtime import Engine
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.layers.fixed_memory import FixedMemory
+from headstart.heads.kv.rows import FixedMemory
 from headstart.support.pytree import builder, flatten, list_tensors
 
 Function = Callable[..., Any]
@@ -133,7 +133,7 @@ class Capture(ABC):
             if is_out_of_memory(error):
                 raise
             return None
-        if not all(nearly_equal(one, other) for one, other in zip(replayed, list_tensors(expected), strict=True)):
+        if not all_nearly_equal(replayed, list_tensors(expected)):
             return None
         self.extend_range(call.shapes)
         return expected
@@ -156,13 +156,23 @@ def _sizes(shapes: Iterable[torch.Size]) -> list[int]:
     return [size for shape in shapes for size in shape]
 
 
-def nearly_equal(one: Tensor, other: Tensor) -> bool:
-    """True if two results of a function differ by no more than rounding may bring about."""
+def all_nearly_equal(results: Sequence[Tensor], others: Sequence[Tensor], compared: slice = slice(None)) -> bool:
+    """True if two results of a function differ by no more than rounding may bring about, in the ``compared`` of their tensors.
+
+    What fp32 tensors hold was computed of others: the coarsest floating-point type of the results gives their rounding.
+    """
+    if len(results) != len(others):
+        return False
+    coarsest = max((torch.finfo(one.dtype).eps for one in results if one.is_floating_point()), default=0.0)
+    pairs = zip(results[compared], others[compared], strict=True)
+    return all(nearly_equal(one, other, max(coarsest, torch.finfo(torch.float32).eps)) for one, other in pairs)
+
+
+def nearly_equal(one: Tensor, other: Tensor, epsilon: float) -> bool:
+    """True if two tensors differ by no more than the rounding of a type with this epsilon may bring about."""
     if one.shape != other.shape:
         return False
     if not one.dtype.is_floating_point:   # near-ties of a topk may fall either way
         return bool((one == other).float().mean() > 0.9) if one.numel() else True
     scale = other.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if other.numel() else 1.0
-    dtype = torch.float32 if one.dtype == torch.float64 else one.dtype   # scores of drafts are fp64 sums of what fp32 logits give
-    tolerance = torch.finfo(dtype).eps ** 0.5
-    return bool(((one - other).nan_to_num(0).abs() <= tolerance * scale).all())   # equal infinities differ by nan
+    return bool(((one - other).nan_to_num(0).abs() <= epsilon**0.5 * scale).all())   # equal infinities differ by nan

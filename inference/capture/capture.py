@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import nn
 
-from headstart.heads.layers.fixed_memory import FixedMemory
+from headstart.heads.kv.rows import FixedMemory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function, is_out_of_memory
 from headstart.inference.capture.cuda_graph import CudaGraph
 from headstart.inference.capture.stopwatch import void_running

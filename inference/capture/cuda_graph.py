@@ -1,7 +1,7 @@
 """Backend ``cuda-graph``: one `torch.cuda.CUDAGraph` for each combination of sizes.
 
 A graph reads and writes at the addresses it was recorded with. Stores, such as KV caches, therefore lie in fixed memory
-(`headstart.heads.layers.fixed_memory`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
+(`headstart.heads.kv.rows`), and a graph is replayed only while they lie where they did. All other tensors are copied in at
 every call, and results that are no held tensors are copied out.
 """
 
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from headstart.heads.layers.fixed_memory import FixedMemory, is_same_memory
+from headstart.heads.kv.rows import FixedMemory, is_same_memory
 from headstart.inference.capture.backend import Backend, Call, Capture, Function
 from headstart.inference.capture.writes import Writes
 from headstart.support.pytree import builder, flatten

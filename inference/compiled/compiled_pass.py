@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.capture.backend import Call, Flat, is_out_of_memory, nearly_equal, sizes_of_one
+from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.inference.capture.stopwatch import void_running
 from headstart.inference.compiled import store
 from headstart.inference.compiled.loaded import Loaded
@@ -28,7 +28,7 @@ from headstart.inference.compiled.sizes import Inputs, Shape
 from headstart.inference.compiled.weights import MEMORY_SHARE, Weights, free_memory
 from headstart.inference.compiled.whole import Damaged
 from headstart.support.pytree import builder, flatten
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""
@@ -38,11 +38,6 @@ logger = logging.getLogger(__name__)
 Shapes = Callable[[Call], list[Shape] | None]
 """The sizes of a call's tensors, with names for those that change between calls; None: such a call is not compiled."""
 Agree = Callable[[Sequence[Tensor], Sequence[Tensor]], bool]
-
-
-def all_agree(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """True if all tensors are equal up to rounding."""
-    return len(results) == len(others) and all(map(nearly_equal, others, results))
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,13 @@ class CompiledPass:
     """
 
     def __init__(
-        self, function: Callable[..., Any], shapes: Shapes, where: Where, wait: bool = False, agree: Agree = all_agree, lasting: bool = True
+        self,
+        function: Callable[..., Any],
+        shapes: Shapes,
+        where: Where,
+        wait: bool = False,
+        agree: Agree = all_nearly_equal,
+        lasting: bool = True,
     ) -> None:
         self.function, self.shapes, self.where, self.wait, self.agree, self.lasting = function, shapes, where, wait, agree, lasting
         self.reason: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def compile_region(region: Region, folder: Path) -> None:
     space = dict(SPACE)
     exec(region.text, space)   # written by regions.py
     fakes = Fakes(region.inputs)
-    with fakes.mode, torch.no_grad():
+    with fakes.mode, torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):   # torch's, of its own code
         graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
     if fakes.sizes() != [sizes for _, sizes in region.inputs]:
         raise RuntimeError("a size of a layer that changes was taken for a constant")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def traced(
     Raises `NotCompiled`, or what the function or torch raises where it cannot be traced.
     """
     fakes, of = Fakes(inputs), dict[fx.Node, int]()
-    with fakes.mode, attention_as_one_operation(), marked(layers, of):
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)   # torch's, of its own code
+    with fakes.mode, attention_as_one_operation(), marked(layers, of), quiet:
         graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes.tensors)
     packed = use_products(graph, of)
     calls = split(graph, of, fakes.names())

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from headstart.heads.backbone.features import Features, join_features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.forked import common_prefix
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request

@@ -1,4 +1,4 @@
-"""Whether the memory of a device can hold what a call needs at the least; refused before anything is computed."""
+"""Whether a device's memory and the backbone's context can hold what a call needs at the least; refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 
 
 def device_memory(device: torch.device) -> int:
@@ -30,4 +30,14 @@ def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) ->
         raise UserError(
             f"{rows} sequences of {positions} tokens with trees of {nodes} nodes need at least {gigabytes(needed)}, and the device has "
             f"{gigabytes(there)}; lower the batch size (--batch-size), the prompts or the nodes (--nodes)"
+        )
+
+
+def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
+    """Raise UserError unless the prompt and its answer fit into the backbone's context."""
+    context = backbone.max_positions
+    if context is not None and prompt_tokens + max_new_tokens > context:
+        raise UserError(
+            f"{what} has {prompt_tokens} tokens, which with max_new_tokens {max_new_tokens} exceeds the backbone's context of {context};"
+            " shorten the prompt or lower --max-new-tokens"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.continued import Continued
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request

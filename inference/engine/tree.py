@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import require_count
-from headstart.heads.layers.tree_mask import ancestors_from_parents
-from headstart.support.limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
+from headstart.heads.kv.tree_mask import ancestors_from_parents
+from headstart.support.numeric_limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
 
 MAX_PROB = 0.999
 """Upper bound of acceptance probabilities, so that a child always has a smaller path probability than its parent."""

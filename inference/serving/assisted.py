@@ -39,8 +39,8 @@ from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.turn import turn
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.handover import entry, handed_streamer
+from headstart.support.devices import without_autocast
 from headstart.support.errors import UserError
-from headstart.support.numerics import without_autocast
 
 OTHER = "decode with custom_generate=heads.generate"
 

@@ -1,31 +1,20 @@
-"""Which serving engine reads the heads of which method, from which version to which, and how that is known.
+"""Which serving engine reads the heads of which method, from which version to which, how that is known, and the line that starts it.
 
 An entry says what was done with the versions named: ``run`` (heads were loaded and drafted in them), ``read`` (in the engine's source) or
-``documented``. A version in ``since`` or ``until`` that is not known is left out. docs/serving.md holds the table (`engine_table.py`).
+``documented``. A version in ``since`` or ``until`` that is not known is left out. docs/serving.md holds the table.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import shlex
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from headstart.inference.serving.layouts.checkpoint import METHODS
 from headstart.support.errors import UserError
 
-METHODS = {
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE-1",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "domino": "Domino",
-    "mtp": "MTP (in the backbone)",
-    "draft_model": "draft model",
-    "pard": "parallel draft model (PARD)",
-    "medusa": "Medusa",
-    "mlp": "MLP speculator",
-    "hydra": "Hydra",
-}
-"""Methods as engines tell them apart -> their names; `method_of` gives that of heads."""
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "tgi": "TGI", "transformers": "transformers"}
 
 
@@ -111,13 +100,6 @@ def support(engine: str, method: str) -> Support | Unsupported:
     return TABLE.get((engine, method), NO_MODULE)
 
 
-def method_of(kind: str, arguments: dict[str, object]) -> str:
-    """Return the method of heads of a kind, with the arguments that their checkpoint states, as engines tell methods apart."""
-    if kind == "block":
-        return {"none": "dflash", "markov": "dspark", "recurrent": "domino"}[str(arguments.get("correction", "markov"))]
-    return "pard" if kind == "draft_model" and arguments.get("parallel") else kind
-
-
 def readers(method: str) -> dict[str, Support]:
     """Return the engines of which some version reads a method's heads, those of today first."""
     found = {engine: entry for engine in ENGINES if isinstance(entry := support(engine, method), Support)}
@@ -146,3 +128,128 @@ def nearest(name: str, allowed: list[str]) -> UserError:
     near = difflib.get_close_matches(name.lower(), allowed, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown format {name!r}; {hint}allowed: {', '.join(allowed)}")
+
+
+QUANTIZED = {
+    ("vllm", "eagle3"): "loading run in 0.32.0",
+    ("vllm", "eagle"): "loading run in 0.32.0",
+    ("vllm", "dflash"): "loading run in 0.32.0",
+    ("sglang", "eagle3"): "read in the source of commit 03d5a77",
+}
+"""Engine and method -> how it is known that 8-bit heads load (tests/engines/test_quantized.py). Their kernels run on a GPU only."""
+QUANTIZED_LAYOUTS = ("eagle3", "eagle", "dflash")
+
+
+def require_quantizable(how: str, method: str, layout: str, engine: str | None) -> None:
+    """Raise UserError unless some engine (or the one given) reads quantised heads of this method in this layout."""
+    reading = [name for name, other in QUANTIZED if other == method]
+    if not reading or layout not in QUANTIZED_LAYOUTS:
+        allowed = ", ".join(METHODS[one] for one in dict.fromkeys(one for _, one in QUANTIZED))
+        raise UserError(
+            f"no engine is known to read {how} {METHODS[method]} heads in the layout {layout}; --quantize is for {allowed} heads in the"
+            f" layouts {', '.join(QUANTIZED_LAYOUTS)}: leave it out"
+        )
+    if engine is not None and engine not in reading:
+        others = ", ".join(ENGINES[name] for name in reading)
+        raise UserError(f"{ENGINES[engine]} is not known to read {how} {METHODS[method]} heads; known: {others}; leave out --quantize")
+
+
+def quantize_notes(how: str, method: str) -> list[str]:
+    """Return what quantisation changed, and how it is known that engines read it, in one line each."""
+    readers = ", ".join(f"{ENGINES[engine]} ({version})" for (engine, other), version in QUANTIZED.items() if other == method)
+    return [
+        f"the decoder layers' linear weights are stored in {how}, a scale for each row; fc, norms and the output layer are unchanged",
+        f"{how} kernels of engines run on a GPU only and were not run here; known of {readers}: compare acceptance before you serve them",
+    ]
+
+
+# Launch lines.
+
+LORA_NAME = "adapted"
+"""Name under which requests ask vLLM for the backbone with the heads' adapter."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Exported heads, as an engine starts with them."""
+
+    method: str
+    folder: str
+    backbone: str
+    """Folder or hub id of the backbone, with the adapter merged into it if it was."""
+    depth: int
+    """Tokens drafted in a pass."""
+    config: dict[str, Any]
+    """``config.json`` of the exported folder."""
+    adapter: str | None = None
+    """Folder of an adapter that is kept apart."""
+    rank: int = 0
+    """Rank of that adapter; 0 without one."""
+
+
+def speculative_config(served: Served) -> dict[str, Any]:
+    """Return vLLM's ``speculative_config`` for these heads."""
+    methods = {"pard": "draft_model", "mlp": "mlp_speculator"}
+    config: dict[str, Any] = {"method": methods.get(served.method, served.method), "num_speculative_tokens": served.depth}
+    if served.method != "mtp":
+        config["model"] = served.folder
+    return config | ({"parallel_drafting": True} if served.method == "pard" else {})
+
+
+def _vllm(served: Served) -> str:
+    target = served.folder if served.method == "mtp" else served.backbone
+    words = ["vllm", "serve", target]
+    if served.adapter is not None:
+        words += ["--enable-lora", "--max-lora-rank", str(max(served.rank, 8)), "--lora-modules", f"{LORA_NAME}={served.adapter}"]
+    return shlex.join([*words, "--speculative-config", json.dumps(speculative_config(served))])
+
+
+def _sglang(served: Served) -> str:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", served.folder if served.method == "mtp" else served.backbone]
+    block = str(served.config.get("block_size"))
+    chain = ["--speculative-num-steps", str(served.depth), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens",
+             str(served.depth + 1)]  # fmt: skip
+    algorithm, rest = {
+        "eagle3": ("EAGLE3", chain),
+        "eagle": ("EAGLE", chain),
+        "mtp": ("NEXTN", chain),
+        "draft_model": ("STANDALONE", chain),
+        "dflash": ("DFLASH", ["--speculative-dflash-block-size", block]),
+        "domino": ("DFLASH", ["--speculative-dflash-block-size", block, "--tp-size", "1"]),
+        "dspark": ("DSPARK", ["--speculative-dspark-block-size", block]),
+    }[served.method]
+    draft = [] if served.method == "mtp" else ["--speculative-draft-model-path", served.folder]
+    return shlex.join([*words, "--speculative-algorithm", algorithm, *draft, *rest])
+
+
+def _trtllm(served: Served) -> str:
+    if served.method in ("medusa", "eagle"):
+        return f"convert_checkpoint.py and trtllm-build of TensorRT-LLM 1.2.1, with {shlex.quote(served.folder)}"
+    types = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark", "draft_model": "DraftTarget", "pard": "PARD"}
+    config: dict[str, Any] = {"decoding_type": types[served.method], "max_draft_len": served.depth, "speculative_model": served.folder}
+    if served.method == "eagle3":
+        config["eagle3_layers_to_capture"] = [tap - 1 for tap in served.config["eagle_aux_hidden_state_layer_ids"]]
+    options = json.dumps({"speculative_config": config})   # JSON is YAML
+    return f"echo {shlex.quote(options)} > options.yaml && " + shlex.join(
+        ["trtllm-serve", served.backbone, "--extra_llm_api_options", "options.yaml"]
+    )
+
+
+def _tgi(served: Served) -> str:
+    return shlex.join(["text-generation-launcher", "--model-id", served.folder, "--speculate", str(served.depth)])
+
+
+def _transformers(served: Served) -> str:
+    if served.method == "dflash":
+        load, how = f"AutoModel.from_pretrained({served.folder!r}, dtype=model.dtype)", ', speculation_type="dflash"'
+    else:
+        load, how = f"AutoModelForCausalLM.from_pretrained({served.folder!r})", ""
+    return f"model.generate(**inputs, assistant_model={load}{how})"
+
+
+LINES = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "tgi": _tgi, "transformers": _transformers}
+
+
+def launch_line(engine: str, served: Served) -> str:
+    """Return the command that starts an engine with these heads; for transformers the lines of Python."""
+    return LINES[engine](served)

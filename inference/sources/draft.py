@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.engine.filters import Filters
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.tree import Pool, TreeShape

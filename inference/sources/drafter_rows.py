@@ -12,8 +12,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
-from headstart.heads.layers.ragged import pad_rows, padded_rows
-from headstart.heads.layers.row_state import list_stores, map_stores
+from headstart.heads.kv.rows import list_stores, map_stores, pad_rows, padded_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.sizes import graph_size
 from headstart.inference.sources.source import Accepted, Source

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
-from headstart.heads.layers.ragged import pad_rows, padded_rows
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.rows import pad_rows, padded_rows
 from headstart.inference.capture.capture import Captured, Capturer
 from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.sources.compiled_drafts import compiled_drafts
 from headstart.inference.sources.draft import Draft, DraftScoring
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
-from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, extend_and_draft, unpacked
+from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
 from headstart.support.pytree import map_tensors
 
 MIN_SCORE = -1e9
@@ -38,15 +37,12 @@ class DrafterSource(DrafterRows):
 
     def __init__(self, name: str, drafter: Drafter, capturer: Capturer) -> None:
         super().__init__(name, drafter, capturer)
-        unless = not_capturable(drafter)
-        self._step = capturer.capture(partial(draft_levels, drafter), "draft level", drafter, unless, calls_per_step=drafter.depth)
-        self._steps = capturer.capture(partial(draft_levels, drafter), "drafts", drafter, unless)
-        self._round = capturer.capture(partial(extend_and_draft, drafter), "drafting", drafter, unless)
+        unless, function = not_capturable(drafter), partial(draft_levels, drafter)
+        self._step = capturer.capture(function, "draft level", drafter, unless, calls_per_step=drafter.depth)
+        self._steps = capturer.capture(function, "drafts", drafter, unless)
+        self._round = capturer.capture(function, "drafting", drafter, unless)
         one_row = unless is None and drafter.capturable
-        self._compiled = {
-            captured: compiled_drafts(drafter, capturer, captured.function, captured is self._round) if one_row else None
-            for captured in (self._steps, self._round)
-        }
+        self._compiled = {of: compiled_drafts(drafter, capturer, function) if one_row else None for of in (self._steps, self._round)}
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -138,18 +134,13 @@ class DrafterSource(DrafterRows):
             before = map_tensors(lambda value_B: pad_rows(value_B, padded_rows(rows)), before)
             if scoring.noise_BPV is not None:
                 scoring = replace(scoring, noise_BPV=pad_rows(scoring.noise_BPV, padded_rows(rows)))
-        drafted = self._call(self._round, progress, self._joined(), before, width, scoring) if self._pending else self._call(
-            draft, progress, before, width, scoring
-        )
-        levels, packed_BX, self.state, self._hidden_BKD = drafted
+        features, function = (self._joined(), self._round) if self._pending else (None, draft)
+        compiled = self._compiled.get(function)
+        arguments = (progress, features, before, width, scoring)
+        found = None if compiled is None else compiled(*arguments)
+        levels, packed_BX, self.state, self._hidden_BKD = function(*arguments) if found is None else found[0]
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
-
-    def _call(self, function: Captured, *arguments: Any) -> Any:
-        """The function's result, by compiled code if it is there."""
-        compiled = self._compiled.get(function)
-        found = None if compiled is None else compiled(*arguments)
-        return function(*arguments) if found is None else found[0]
 
     def start(self, sampled: bool) -> None:
         super().start(sampled)

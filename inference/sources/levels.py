@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,13 +57,17 @@ class Nodes:
 
 
 def draft_levels(
-    drafter: Drafter, progress: Progress, before: Level, width: int, scoring: DraftScoring
+    drafter: Drafter, progress: Progress, features: Features | None, before: Level, width: int, scoring: DraftScoring
 ) -> tuple[list[Level], Tensor, Any, Tensor | None]:
     """Draft the next depths below ``before``, expanding the ``width`` most likely nodes of each level.
 
-    Returns the levels, their packed numbers for `unpacked`, the drafter's state and the hidden states of all depths, if it gives them.
+    ``features``: of accepted tokens, by which the drafter's state is extended first. Returns the levels, their packed numbers for
+    `unpacked`, the drafter's state and the hidden states of all depths, if it gives them.
     """
     state, hidden_BKD, levels = progress.state, progress.hidden_BKD, [before]
+    if features is not None:
+        with region():
+            state = drafter.begin(features, state)
     for k in range(progress.count):
         depth, above = progress.depth + k, levels[-1]
         with region():
@@ -77,15 +81,6 @@ def draft_levels(
             logits_BWV = drafter.readout(hidden, depth, above.tokens_BW).float()
             levels.append(_best(above, _scored(logits_BWV, scoring, k), width, drafter.vocabulary))
     return levels[1:], _packed(levels[1:]), state, hidden_BKD
-
-
-def extend_and_draft(
-    drafter: Drafter, progress: Progress, features: Features, before: Level, width: int, scoring: DraftScoring
-) -> tuple[list[Level], Tensor, Any, Tensor | None]:
-    """Extend the drafter's state by the features of accepted tokens, then `draft_levels`, as one function."""
-    with region():
-        state = drafter.begin(features, progress.state)
-    return draft_levels(drafter, replace(progress, state=state), before, width, scoring)
 
 
 def _scored(logits_BWV: Tensor, scoring: DraftScoring, index: int) -> Tensor:

@@ -96,9 +96,9 @@ class Speculation:
             return []
         return [source for source in self.sources if rows <= source.most_rows and (not source.pause or self.costs.tree_due(rows))]
 
-    def draft(self, draft: Draft, sources: Sequence[Source]) -> None:
-        """Let these sources draft, in turn."""
-        for source in sources:
+    def draft(self, draft: Draft) -> None:
+        """Let the sources draft, in turn."""
+        for source in self.active(draft.shape, len(draft.pools)):
             if depths := self.depths(draft, source):
                 with Stopwatch() as watch:
                     source.draft(draft, depths)
@@ -168,7 +168,8 @@ class Speculation:
         ranked = [pool.ranked() for pool in draft.pools]
         nodes = draft.shape.nodes if draft.shape is not None else self._size(draft, ranked)
         draft.kept = [[0, *sorted(node for _, node in row[: nodes - 1])] for row in ranked]
-        return CandidateTree.of(draft.pools, draft.kept) if nodes > 1 else root_only([pool.tokens[0] for pool in draft.pools])
+        drafted = any(len(row) > 1 for row in draft.kept)
+        return CandidateTree.of(draft.pools, draft.kept) if drafted else root_only([pool.tokens[0] for pool in draft.pools])
 
     def _size(self, draft: Draft, ranked: list[list[tuple[float, int]]]) -> int:
         rows, largest = len(ranked), 1 + max(map(len, ranked))

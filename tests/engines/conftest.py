@@ -6,9 +6,9 @@ import pytest
 from trained import ROOT
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.inference.serving.verification import vllm
+from headstart.inference.serving.verify import vllm
 from headstart.support.errors import UserError
-from headstart.support.jsonl import read_jsonl
+from headstart.support.json_text import read_jsonl
 
 LENGTHS = (24, 31, 40, 47, 64)
 PROMPTS = 6

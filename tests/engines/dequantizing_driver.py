@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DRIVER = Path(__file__).parents[2] / "inference" / "serving" / "verification" / "vllm_driver.py"
+DRIVER = Path(__file__).parents[2] / "inference" / "serving" / "verify" / "vllm_driver.py"
 
 
 def use_slow_kernels() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trained import ROOT
 
-from headstart.inference.serving.verification import vllm
+from headstart.inference.serving.verify import vllm
 
 PROMPTS = 3
 

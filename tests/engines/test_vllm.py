@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from engines_alone import headstart
 from trained import HEADS, trained
 
-from headstart.inference.serving.transcript import acceptance_rate_per_position, mean_acceptance_length
-from headstart.inference.serving.verification import headstart, vllm
-from headstart.inference.serving.verification.engine import EngineSettings
+from headstart.inference.serving.verify import vllm
+from headstart.inference.serving.verify.drafts import EngineSettings, acceptance_rate_per_position, mean_acceptance_length
 from headstart.support.errors import UserError
 
 NEW_TOKENS = 24
@@ -21,22 +21,22 @@ REFUSED = {
 @pytest.fixture(scope="session")
 def plain(prompts: list[list[int]]) -> list[tuple[int, ...]]:
     """What vLLM writes without speculation."""
-    served = vllm.serve(None, "embedded", prompts, EngineSettings(0, NEW_TOKENS))
-    return [one.written for one in served.transcripts]
+    return [one.written for one in vllm.serve(None, "embedded", prompts, EngineSettings(0, NEW_TOKENS))[0]]
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name not in REFUSED])
 def test_vllm_drafts_what_headstart_drafts(name: str, prompts: list[list[int]], plain: list[tuple[int, ...]]) -> None:
     folder, settings = trained(name), EngineSettings(HEADS[name].depth, NEW_TOKENS)
-    served = vllm.serve(folder, "embedded", prompts, settings)
-    assert served.version.startswith("0.32.0")
-    assert [one.written for one in served.transcripts] == plain
-    assert served.transcripts == headstart.draft(folder, "embedded", prompts, settings)
-    kept = [round(rate * served.counters["num_drafts"]) for rate in acceptance_rate_per_position(served.transcripts)]
-    rounds = sum(len(one.rounds) for one in served.transcripts)
-    assert served.counters["num_drafts"] == rounds and served.counters["num_accepted_tokens_per_pos"] == kept
+    served, result = vllm.serve(folder, "embedded", prompts, settings)
+    counters = result["counters"]
+    assert result["version"].startswith("0.32.0")
+    assert [one.written for one in served] == plain
+    assert served == headstart(folder, "embedded", prompts, settings)
+    kept = [round(rate * counters["num_drafts"]) for rate in acceptance_rate_per_position(served)]
+    rounds = sum(len(one.rounds) for one in served)
+    assert counters["num_drafts"] == rounds and counters["num_accepted_tokens_per_pos"] == kept
     print(f"{name}: {len(prompts)} prompts, {rounds} rounds of {settings.depth}, accepted {kept}, "
-          f"mean acceptance length {mean_acceptance_length(served.transcripts):.3f}")  # fmt: skip
+          f"mean acceptance length {mean_acceptance_length(served):.3f}")  # fmt: skip
     assert kept[0], "no draft was accepted: this test compares heads that have learnt nothing"
 
 

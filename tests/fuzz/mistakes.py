@@ -80,7 +80,7 @@ def report(word: str, every: int = 1, seconds: float = 20) -> None:
     import conftest  # noqa: F401  (the environment of tests)
     from house import make_house
 
-    import headstart.cli.decoding  # noqa: E401, F401
+    import headstart.cli.loading  # noqa: E401, F401
 
     sys.stdout.reconfigure(errors="backslashreplace")
     counts: Counter[str] = Counter()

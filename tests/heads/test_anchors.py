@@ -137,7 +137,7 @@ def test_a_run_at_anchors_learns_and_does_not_depend_on_the_split(tmp_path: Path
     train = {"steps": 16, "batch_size": 5, "schedule": "constant", "lr": 2e-2}
     settings = {"on_policy": 0.5, "on_policy_share": 0.3}
     recipe = str(make_recipe(tmp_path, objective=settings, train=train, data={"eval_rows": 0}))
-    kind = "drafter={kind: tests.block_head}"
+    kind = "drafter={kind: tests.helpers.block_head}"
     assert main([recipe, kind, f"save.dir={tmp_path}/whole"]) == 0
     assert main([recipe, kind, f"save.dir={tmp_path}/pieces", "train.micro_batch=1", "objective.chunk_size=7"]) == 0
     output = tmp_path / "said"

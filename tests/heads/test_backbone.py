@@ -17,7 +17,7 @@ from shrink import shrunk
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
 from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.checkpoint import same_weights
-from headstart.inference.serving.reference.target import Target
+from headstart.inference.serving.layouts.reader.base import Target
 from headstart.support.errors import UserError
 
 WIDE = SIZES | {"max_position_embeddings": 256}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import FAMILIES, LAYERS, VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
 from safetensors.torch import load_file
-from test_contract import CLOSE, chain, draft
+from test_contract import CLOSE
 from torch import Tensor
 
 from headstart.heads.anchors import Anchors
@@ -21,6 +21,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.block import Block, _taps
 from headstart.heads.methods import build_drafter
+from headstart.inference.contract import chain, draft
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError

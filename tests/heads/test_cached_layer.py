@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.kv.cached_layers import CachedLayer
+from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, NormedAttention, Rotary
-from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.gated_layer import GatedAttention
 
 CONFIG = LlamaConfig(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import STRANGERS, VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts
-from test_contract import CLOSE, chain, each_drafter, made, part
+from test_contract import CLOSE, each_drafter, made
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,9 +20,10 @@ from headstart.heads.anchors import Anchors, at_all_positions
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter
+from headstart.inference.contract import chain, part
+from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.early_exit import EarlyExit
 from headstart.support.errors import UserError
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from families import VOCAB, backbone, random_drafter, read, texts
 from safetensors.torch import load_file
-from test_contract import CLOSE, chain, part
+from test_contract import CLOSE
 from torch import Tensor
 from transformers import LlamaModel
 
 from headstart.heads.hydra import Hydra
 from headstart.heads.layers.layer_config import llama_like
 from headstart.heads.methods import build_drafter
+from headstart.inference.contract import chain, part
 from headstart.support.errors import UserError
 
 PLAIN: dict[str, Any] = {"prefix_attention": False, "layers": 1, "depth": 3}

@@ -1,7 +1,6 @@
 """MTP modules against a plain reference, their layers against the models' own, and MTP weights in a backbone's checkpoint.
 
-Shape suffixes: B batch, T positions, D width, H heads, C head width.
-"""
+Shape suffixes: B batch, T positions, D width, H heads, C head width."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from families import LAYERS, SIZES, backbone, build, left_padded, prompts, random_drafter, read, say, shake, texts
 from safetensors.torch import load_file, save_file
-from test_contract import CLOSE, chain, part
+from test_contract import CLOSE
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,10 +21,11 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
-from headstart.heads.layers.mtp_module import MtpModule
 from headstart.heads.methods import build_drafter
 from headstart.heads.mtp import Mtp
+from headstart.heads.mtp_module import MtpModule
 from headstart.heads.native_mtp import INDEX, NEW_FILE, write_back
+from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
+from headstart.heads.kv.tree_mask import extend_ancestors, masks_by_kind
 from headstart.heads.layers.decoder_layer import Rotary
-from headstart.heads.layers.draft_cache import DraftCache
-from headstart.heads.layers.node_slots import NodeSlots
-from headstart.heads.layers.tree_mask import extend_ancestors, masks_by_kind
 
 LENGTHS = (6, 1, 9)
 CONFIG = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, backbone, left_padded, prompts, random_drafter, read, say, texts, unpadded
-from test_contract import chain, part, ragged
 from torch import Tensor
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.layers import node_slots
+from headstart.heads.kv import draft_cache as node_slots
+from headstart.heads.kv.draft_cache import DraftCache, Ring, past_mask
+from headstart.heads.kv.rows import STEP
 from headstart.heads.layers.decoder_layer import PairLayer, rotary_at
-from headstart.heads.layers.draft_cache import DraftCache, Ring
-from headstart.heads.layers.node_slots import past_mask
-from headstart.heads.layers.ragged import STEP
+from headstart.inference.contract import chain, part, ragged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.drafter_source import DrafterSource

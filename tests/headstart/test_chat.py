@@ -9,13 +9,13 @@ import pytest
 from chat_templates import VICUNA
 from talker import talker
 
-from headstart.cli import chat as module
-from headstart.cli.chat import BURST, Chat, Painter
+from headstart.cli import conversation as module
+from headstart.cli.conversation import BURST, Chat, Painter
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.inference.measure import Settings, continue_text
 from headstart.support.errors import UserError
-from headstart.support.visible import visible
+from headstart.support.text import visible
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.cli.main import main
 from headstart.heads.checkpoint import METADATA, load_drafter, read_metadata
 from headstart.heads.methods import methods
-from headstart.inference.serving.imports.foreign import read_foreign
-from headstart.inference.serving.reference.files import read_files
+from headstart.inference.serving.layouts.files import read_files
 from headstart.support.errors import UserError
-from headstart.support.inside import inside
+from headstart.support.hub import inside
 from headstart.training.features.manifest import Manifest, open_shard
 
 SECRETS = {"SERVER_KEY": "sk-0123456789", "HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "77777777", "OPENAI_API_KEY": "sk-zzzzzz"}
@@ -202,11 +201,10 @@ class TestPaths:
     def test_files_of_other_trainers_and_shards(self, heads: Path, tmp_path: Path) -> None:
         (heads / WEIGHTS).rename(tmp_path / "x.safetensors")
         (heads / WEIGHTS).symlink_to(tmp_path / "x.safetensors")
-        assert "leads out of the folder" in refusal(lambda: read_foreign(str(heads)))
         assert "leads out of the folder" in refusal(lambda: read_files(heads))
         index = {"weight_map": {"a": "../x.safetensors"}}
         (heads / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "outside of it" in refusal(lambda: read_foreign(str(heads)))
+        assert "outside of it" in refusal(lambda: read_files(str(heads)))
         manifest = Manifest(heads, {}, ((0, 1),))
         manifest.shard(0).symlink_to(tmp_path / "x.safetensors")
         assert "leads out of the folder" in refusal(lambda: open_shard(manifest, 0))

@@ -16,11 +16,11 @@ from chat_templates import make_tokenizer
 from families import backbone, random_drafter
 from test_security import SECRETS, heads, refusal, trained
 
-from headstart.cli.chat import Painter
+from headstart.cli.conversation import Painter
 from headstart.heads.checkpoint import METADATA, load_drafter
 from headstart.support.files import atomic
-from headstart.support.visible import visible
-from headstart.training.log.report import page
+from headstart.support.text import visible
+from headstart.training.log.runs import runs_page
 from headstart.training.recipe.recipe import load_recipe
 
 __all__ = ["heads", "trained"]   # fixtures
@@ -29,7 +29,7 @@ __all__ = ["heads", "trained"]   # fixtures
 class TestSecrets:
     def test_no_file_of_a_run_holds_one(self, trained: Path) -> None:
         files = [file for file in (trained / "out").rglob("*") if file.is_file()]
-        assert {"headstart.json", "log.jsonl", "report.html", "state.json"} <= {file.name for file in files}
+        assert {"headstart.json", "log.jsonl", "state.json"} <= {file.name for file in files}
         assert any(file.name.startswith("events.out") for file in files), "TensorBoard's"
         for file in files:
             content = file.read_bytes()
@@ -79,7 +79,7 @@ class TestOutput:
     @pytest.mark.parametrize("terminal", [True, False])
     def test_generate_and_chat_send_none_to_a_terminal(self, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
         """In a pipe the text is the model's, byte for byte."""
-        from headstart.cli.decoding import SafeStreamer
+        from headstart.cli.loading import SafeStreamer
 
         class Screen(io.StringIO):
             def isatty(self) -> bool:
@@ -104,14 +104,13 @@ class TestOutput:
     def test_the_report_escapes_text(self) -> None:
         nasty = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
         recipe = {"backbone": {"path": nasty}, "heads": {nasty: {"kind": nasty}}, "save": {"dir": nasty}}
-        example = {"prompt": nasty, "tokens": [nasty, nasty], "accept_lengths": [1]}
         lines = [
             {"step": 0, "recipe": recipe, "steps": 1},
             {"step": 1, "head": nasty, "loss": 1.0, "accuracy": [0.5], "alpha": [0.5], "grad_norm": 1.0, "lr": 1.0, "tokens": 3,
              "tokens_per_second": 1.0},
-            {"step": 1, "head": nasty, "tau": 1.5, "acceptance_per_depth": [0.5], "examples": [example]},
+            {"step": 1, "head": nasty, "tau": 1.5, "acceptance_per_depth": [0.5]},
         ]  # fmt: skip
-        html = page(lines)
+        html = runs_page({nasty: lines})
         assert "&lt;script&gt;alert(1)" in html
         assert "<script>alert" not in html and "<img src" not in html
 

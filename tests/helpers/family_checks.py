@@ -17,18 +17,19 @@ from architectures import Architecture
 from families import Scripted, left_padded, prompts, random_drafter, read, say, texts, unpadded
 from safetensors.torch import load_file
 from small_run import make_recipe, read_log
-from test_contract import CLOSE, chain, part
+from test_contract import CLOSE
 from torch import Tensor
 
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
+from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.verification.verification import Check, verify
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.verify.verify import Check, verify
 
 LENGTH, LENGTHS, SEEDS = 12, (9, 1, 14, 4), [5, 77, -3, 0]
 HEADS: list[tuple[str, dict[str, Any]]] = [("eagle3", {"depth": 3}), ("medusa", {"depth": 2})]

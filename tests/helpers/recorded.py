@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.layers.fixed_memory import FixedMemory, is_same_memory
+from headstart.heads.kv.rows import FixedMemory, is_same_memory
 from headstart.inference.capture import capture as capturing
 from headstart.inference.capture.cuda_graph import AtFixedAddresses
 from headstart.support.devices import cpu_as_accelerator

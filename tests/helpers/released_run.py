@@ -29,7 +29,7 @@ from headstart.heads.checkpoint import load_drafter
 from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.training.recipe.yaml_text import dump_yaml
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

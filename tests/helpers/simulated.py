@@ -19,7 +19,7 @@ from headstart.heads.backbone.features import Features
 from headstart.inference.adaptive.acceptance import shifted
 from headstart.inference.capture import stopwatch
 from headstart.inference.engine.sizes import TREE_SIZES
-from headstart.inference.engine.tree import Pool, root_only
+from headstart.inference.engine.tree import Pool
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.source import Accepted, Source
 from headstart.inference.speculation.speculation import Speculation
@@ -226,11 +226,9 @@ class Decoding:
     def _step(self, written: int, tokens: int) -> tuple[int, Step]:
         speculation, before = self.speculation, self.clock.now
         speculation.use_costs(0, "")
-        draft, tree = Draft([], []), root_only([0])
-        if sources := speculation.active(None, 1):
-            draft = Draft([Pool(0)], [tokens - written - 1])
-            speculation.draft(draft, sources)
-            tree = speculation.choose(draft)
+        draft = Draft([Pool(0)], [tokens - written - 1])
+        speculation.draft(draft)
+        tree = speculation.choose(draft)
         self.clock.now += varied(self.machine, self.heads.chance, self.machine.of_pass(tree.size))
         path, picks, expected = self._verified(draft)
         speculation.learn(draft, tree, [path], [picks])

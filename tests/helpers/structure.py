@@ -41,8 +41,8 @@ sys.argv[0] = entry
 sys.setprofile(watch if wanted else None)
 try:
     runpy.run_path(entry, run_name="__main__") if entry.endswith(".py") else runpy.run_module(entry, run_name="__main__")
-except SystemExit:
-    pass
+except SystemExit as end:
+    assert not end.code, end.code
 finally:
     sys.setprofile(None)
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
@@ -80,20 +80,20 @@ def observe(root: Path, function: str, *arguments: str) -> dict[str, list[str]]:
         environment = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-c", OBSERVED, f"{root}/", str(out), function, *arguments]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        if not out.exists():
+        if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         seen: dict[str, list[str]] = json.loads(out.read_text())
         return seen
 
 
 def generate(root: Path, function: str = "") -> dict[str, list[str]]:
-    rest = ["--max-new-tokens", "8", "--tree", "fixed", "--capture", "off", "def read_config(path):"]
+    rest = ["--max-new-tokens", "8", "--nodes", "6", "--capture", "off", "def read_config(path):"]
     return observe(root, function, "headstart.cli", "generate", "--heads", "embedded", *rest)
 
 
 def train(root: Path, function: str) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=0", "data.limit=80"]
+        recipe = [str(root / "recipes/quickstart/eagle3.yaml"), "train.steps=1", "train.batch_size=2", "eval.prompts=1", "data.limit=80"]
         return observe(root, function, str(root / "train_heads.py"), *recipe, "data.eval_rows=2", f"save.dir={folder}/heads")
 
 

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "line", "rect", "circle", "polyline"}
+VOID = {"meta", "path", "use", "rect"}
 
 
 class Reader(HTMLParser):

@@ -28,8 +28,8 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.serving.assisted import HeadCandidates, Limits, Outputs
-from headstart.inference.sources.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 DEPTH, LENGTH = 3, 14

@@ -22,11 +22,11 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.draft_model import DraftModel
+from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.early_exit import EarlyExit
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 WIDE = TreeShape(32, 5)

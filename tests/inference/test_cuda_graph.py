@@ -15,9 +15,8 @@ from families import backbone, random_drafter, read, texts
 from recorded import Recorded
 from torch import Tensor
 
-from headstart.heads.layers.fixed_memory import AHEAD, FixedMemory
-from headstart.heads.layers.ragged import STEP, octave_up, padded_rows, rounded_up
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.rows import AHEAD, STEP, FixedMemory, octave_up, padded_rows, rounded_up
 from headstart.inference.capture import cuda_graph
 from headstart.inference.capture.capture import PATIENCE, Captured, Capturer, CaptureReport, choose
 from headstart.inference.capture.cuda_graph import CudaGraph

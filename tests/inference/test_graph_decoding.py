@@ -20,13 +20,13 @@ from recorded import Recorded, shallow
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.capture.capture import Captured, CaptureReport
+from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.self_check import check
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.early_exit import EarlyExit
-from headstart.inference.sources.suffix import SuffixProposer
 from headstart.inference.speculation.speculation import Speculation
 from headstart.support.devices import cpu_as_accelerator
 

@@ -45,7 +45,7 @@ class HostReads(TorchFunctionMode):
 def reads_by_step(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[list[str]]:
     """The reads of each decoding step of a batch of two."""
     steps: list[list[str]] = []
-    step = Decoder._step
+    step = Decoder.step
 
     def watched(self: Decoder, *args: Any) -> Any:
         with HostReads() as reads:
@@ -53,7 +53,7 @@ def reads_by_step(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, **optio
         steps.append(reads.places)
         return result
 
-    monkeypatch.setattr(Decoder, "_step", watched)
+    monkeypatch.setattr(Decoder, "step", watched)
     say(of, left_padded(prompts((9, 6))), max_new_tokens=24, **options)
     return steps
 

@@ -58,6 +58,6 @@ def test_a_further_depth_takes_few_operations(width: int, most: int) -> None:
     counts = []
     for depths in (2, 3, 4):
         with Operations() as operations:
-            draft_levels(drafter, Progress(state, None, 0, depths), root, width, DraftScoring.sampled(None, None))
+            draft_levels(drafter, Progress(state, None, 0, depths), None, root, width, DraftScoring.sampled(None, None))
         counts.append(operations.count)
     assert counts[2] - counts[1] == counts[1] - counts[0] <= most

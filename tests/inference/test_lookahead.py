@@ -10,7 +10,7 @@ from families import backbone, left_padded, prompts, random_drafter, say
 
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.lookahead import LookaheadProposer
+from headstart.inference.proposers.lookahead import LookaheadProposer
 from headstart.inference.sources.proposer import Candidates
 
 CYCLE = 7

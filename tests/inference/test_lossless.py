@@ -205,7 +205,7 @@ def test_constraints_know_the_text() -> None:
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
     expected = backbone("llama").model.generate(**rows, **options)
     for manner in ("oracle", "eagle3"):
-        out = say(drafting(manner, "llama", unpadded(expected, rows)), rows, return_dict_in_generate=True, **options)
+        out = say(drafting(manner, "llama", unpadded(expected, rows)), rows, tree=TreeShape(8, 2), return_dict_in_generate=True, **options)
         assert torch.equal(out.sequences, expected) and (out.tau > 2 or manner != "oracle")
 
 

@@ -14,9 +14,8 @@ from recorded import Recorded, shallow
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.layers.fixed_memory import FixedMemory
-from headstart.heads.layers.ragged import octave_up
-from headstart.heads.layers.ragged_cache import RaggedCache
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.heads.kv.rows import FixedMemory, octave_up
 from headstart.inference.capture.cuda_graph import Replay
 from headstart.inference.engine.reader import Reader
 from headstart.inference.generate import SpeculativeModel

@@ -12,7 +12,7 @@ from families import Scripted, backbone, left_padded, prompts, random_drafter, s
 
 from headstart.inference.adaptive.calibration import Calibration, Table
 from headstart.inference.adaptive.latency import CostModel, Costs, RecentTimes
-from headstart.inference.engine.sizes import CURVE_SIZES, TREE_SIZES, TUNED_SIZES
+from headstart.inference.engine.sizes import TREE_SIZES, TUNED_SIZES
 from headstart.inference.engine.tree import Pool
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.sources.draft import Draft
@@ -193,6 +193,6 @@ def test_waiting_sequences_take_free_rows_and_come_back_in_order(batch: int) -> 
         say(of, rows, batch_size=0, **options)
 
 
-@pytest.mark.parametrize("sizes", [TREE_SIZES, TUNED_SIZES, CURVE_SIZES])
+@pytest.mark.parametrize("sizes", [TREE_SIZES, TUNED_SIZES])
 def test_sizes_ascend(sizes: tuple[int, ...]) -> None:
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1

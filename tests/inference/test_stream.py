@@ -14,7 +14,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Ended, Prompt, Queue, Step, stream
 from headstart.support.errors import UserError
 

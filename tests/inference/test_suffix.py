@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headstart.inference.sources.suffix import MAX_CONTINUATIONS, MAX_SUFFIXES, Automaton, following
-from headstart.inference.sources.suffix import SuffixProposer as Suffix
+from headstart.inference.proposers.suffix import MAX_CONTINUATIONS, MAX_SUFFIXES, Automaton, following
+from headstart.inference.proposers.suffix import SuffixProposer as Suffix
 
 Text = list[int]
 

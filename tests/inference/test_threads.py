@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.support.errors import UserError
 
 LENGTH, THREADS = 24, 4

@@ -42,7 +42,7 @@ def test_there_are_many_and_the_pages_of_use_have_some() -> None:
 @pytest.mark.parametrize("line", ALL)
 def test_it_parses(line: str) -> None:
     words = shlex.split(line.partition(" < ")[0])[1:]
-    assert _parser().parse_args(words).command.name == words[0]
+    assert _parser(words).parse_args(words).command.name == words[0]
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -19,55 +19,7 @@ from headstart.inference.generate import SpeculativeModel
 LOSSES = {"tests.helpers.strangers.eagle1": {"terms": {"features": 1.0, "kl": 0.1}}, "tests.helpers.strangers.block": {}}
 DEPTHS = {"tests.helpers.strangers.eagle1": 1, "tests.helpers.strangers.block": 3}
 LONGEST = 120
-HEAD = '''"""One linear layer over the last hidden state and the parent token (after 2401.10774), in a package of its own."""
-
-import torch
-from torch import nn
-
-from headstart.heads.base import Drafter, DrafterConfig
-
-
-class Linear(Drafter):
-    class Config(DrafterConfig):
-        depth: int = 2
-        bias: bool = True
-
-    capturable = True
-
-    def __init__(self, backbone, config):
-        super().__init__(backbone, config)
-        self.mix = nn.Linear(2 * backbone.dim, backbone.dim, bias=config.bias)
-        self.lm_head = nn.Linear(backbone.dim, backbone.vocab, bias=False)
-
-    def advance(self, hidden, tokens):
-        return self.mix(torch.cat([hidden, self.backbone.embed(tokens).to(hidden.dtype)], -1)).tanh()
-
-    def forward_dense(self, features):
-        states, hidden = [], features.hidden_BTD
-        for k in range(self.trained_depth):
-            length = max(features.tokens_BT.shape[1] - 2 - k, 0)
-            hidden = self.advance(hidden[:, :length], features.tokens_BT[:, 1 + k : 1 + k + length])
-            states.append(hidden)
-        return states
-
-    def readout(self, hidden, depth, parent_tokens=None):
-        return self.lm_head(hidden)
-
-    def begin(self, features, state=None):
-        last_B = features.lengths_B - 1
-        last_BD = features.hidden_BTD[torch.arange(len(last_B)), last_B.clamp(min=0)][:, None]
-        return last_BD if state is None else torch.where((last_B >= 0)[:, None, None], last_BD, state[:, :1])
-
-    def step(self, state, tokens_BN, parents_BN, depth):
-        before = state[:, :1].expand(-1, tokens_BN.shape[1], -1) if depth == 0 else None
-        if before is None:
-            before = state[:, 1:].gather(1, parents_BN[..., None].expand(-1, -1, state.shape[-1]))
-        hidden = self.advance(before, tokens_BN)
-        return hidden, torch.cat([state[:, :1], hidden], 1)
-
-    def engine_config(self):
-        return {"model_type": "linear"}
-'''
+HEAD = (Path(__file__).parents[2] / "headstart" / "new_head" / "head.py").read_text()
 """A head as a user of the project would write one."""
 
 

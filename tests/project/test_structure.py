@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 441, "lines": 43_303, "lines of code": 30_560}
-IMPORTED = 160
-FRAMES = {"generate": 20, "SpeculativeModel.generate": 11, "train": 17}
+LIMITS = {"files": 348, "lines": 41_042, "lines of code": 28_845}
+IMPORTED = 143
+FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15
 
 

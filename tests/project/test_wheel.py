@@ -44,9 +44,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder in ("headstart/support/report/templates", "headstart/recipes/quickstart/backbone"):
-        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).iterdir() if path.is_file()}
-        assert files and files <= names
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "headstart/recipes/quickstart/backbone").iterdir() if path.is_file()}
+    assert files and files <= names
+    assert "headstart/support/page.html.j2" in names
     assert {"headstart/recipes/schema.json", "headstart/recipes/qwen3-8b/eagle3.yaml", "headstart/py.typed"} <= names
     assert "headstart/inference/compiled/kernels.cpp" in names
     assert not [name for name in names if name.startswith("tests/") or "__pycache__" in name]
@@ -72,7 +72,7 @@ def test_installed_outside_the_clone_it_trains_and_decodes(binaries: Path, tmp_p
     settings += ["eval.prompts=1", "eval.max_new_tokens=4", "drafter.depth=2"]
     run(binaries / "headstart", "train", recipe, "save.dir=out", *settings, cwd=tmp_path)
     metadata = json.loads((tmp_path / "out" / "headstart.json").read_text())
-    assert metadata["provenance"]["steps"] == 2 and (tmp_path / "out" / "report.html").exists()
+    assert metadata["provenance"]["steps"] == 2 and (tmp_path / "out" / "log.jsonl").exists()
     command = ["generate", "--heads", "out", "def add(a, b):", "--max-new-tokens", "8", "--json", "written.json"]
     run(binaries / "headstart", *command, cwd=tmp_path)
     assert json.loads((tmp_path / "written.json").read_text())["tokens"] == 8

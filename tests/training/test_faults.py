@@ -24,10 +24,9 @@ from headstart.cli.train import main
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter, read_metadata
 from headstart.support.errors import UserError
-from headstart.support.transaction import PENDING, settle
-from headstart.training.run import lock
+from headstart.support.files import PENDING, settle
 from headstart.training.run.checkpoint import find_state, read_state, write_state
-from headstart.training.run.processes import lost_process
+from headstart.training.run.processes import LOCK, lost_process
 
 WEIGHTS = "medusa_lm_head.safetensors"
 MOST = 100
@@ -245,7 +244,7 @@ class TestRun:
             ]
         finally:
             assert first.kill()
-        (out / lock.LOCK).chmod(0o600)   # it is still there
+        (out / LOCK).chmod(0o600)   # it is still there
         assert main([str(recipe), f"save.dir={out}", "save.resume=false"]) == 2
         assert "holds an earlier run" in errors(capsys)[0], "the lock has died with its process"
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from headstart.cli.main import main
 from headstart.heads.methods import build_drafter
-from headstart.support.chat.settings import template_hash
+from headstart.support.chat.template import template_hash
 from headstart.training.inspect.recipe import layer_name, norm_name
 from headstart.training.recipe.yaml_text import dump_yaml
 

@@ -18,7 +18,7 @@ from headstart.training.data.batch_sampler import BatchSampler
 from headstart.training.data.data import Sample
 from headstart.training.loop import micro_batch_seed, train
 from headstart.training.recipe.recipe import Train, load_recipe
-from headstart.training.run.schedule import learning_rate
+from headstart.training.run.optimizer import learning_rate
 from headstart.training.setup import prepare
 
 KINDS = [{"kind": "medusa", "depth": 2}, {"kind": "eagle3", "depth": 3, "draft_vocab_size": 40}]

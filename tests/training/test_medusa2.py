@@ -27,7 +27,7 @@ from headstart.training.plan.memory import DRAFT_STEP, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.sections import Lora
 from headstart.training.recipe.training import Objective
-from headstart.training.run.schedule import adapter_rise
+from headstart.training.run.optimizer import adapter_rise
 from headstart.training.run.step import JointStep, recompute
 from headstart.training.setup import prepare
 

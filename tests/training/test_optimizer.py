@@ -12,8 +12,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter, methods
 from headstart.training.recipe.recipe import Train
 from headstart.training.run.checkpoint import pack, unpack_drafter, unpack_optimizer
-from headstart.training.run.optimizer import Muon, MuonAdamW, build_optimizer, orthogonal
-from headstart.training.run.schedule import learning_rate
+from headstart.training.run.optimizer import Muon, MuonAdamW, build_optimizer, learning_rate, orthogonal
 
 MUON = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
 

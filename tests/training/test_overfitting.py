@@ -27,8 +27,7 @@ from headstart.training.data.packing import Batch, collate
 from headstart.training.features.source import LiveFeatures
 from headstart.training.objective.anchors import StepKey
 from headstart.training.recipe.recipe import Objective, Train
-from headstart.training.run.optimizer import build_optimizer
-from headstart.training.run.schedule import learning_rate
+from headstart.training.run.optimizer import build_optimizer, learning_rate
 from headstart.training.run.step import TrainStep
 
 DEPTH, NEW_TOKENS, SHARE = 4, 61, 0.9

@@ -15,7 +15,7 @@ from test_hybrid import CONFIGS
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.support.errors import UserError
-from headstart.training.data.data import Splits
+from headstart.training.data.kept import Splits
 from headstart.training.features.source import LiveFeatures
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import DRAFT_STEP, TARGET_FORWARD, MemoryPlan, MicroBatch

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from block_head import BlockHead
 from small_run import make_recipe
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,6 +22,7 @@ from headstart.training.recipe.recipe import Recipe, load_recipe
 from headstart.training.run.step import TrainStep
 from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
+from tests.helpers.block_head import BlockHead
 
 PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
 
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[list[str], MicroBatch]] = {
     "expected": (["objective.depth_weights=expected"], MicroBatch(4, 100)),
     "computed again": (["drafter.kind=eagle3", "train.gradient_checkpointing=true"], MicroBatch(4, 96)),
     "eager": (["backbone.attention=eager"], MicroBatch(2, 120)),
-    "anchors": (["drafter={kind: tests.block_head}"], MicroBatch(4, 120)),
+    "anchors": (["drafter={kind: tests.helpers.block_head}"], MicroBatch(4, 120)),
 }
 
 
@@ -161,7 +161,7 @@ def test_several_heads_learn_one_after_another(small: Path) -> None:
 
 
 def test_a_share_of_the_positions_takes_a_share_of_the_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, objective = load_recipe(small, ["drafter={kind: tests.block_head}", "objective.chunk_size=16"]), {}
+    recipe, objective = load_recipe(small, ["drafter={kind: tests.helpers.block_head}", "objective.chunk_size=16"]), {}
     for share in (0.1, 0.4):
         monkeypatch.setattr(BlockHead, "anchor_share", share)
         phases = MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(4, 2000)).phases

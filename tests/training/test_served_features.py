@@ -62,7 +62,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_the_losses_are_those_of_the_live_backbone(packing: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     """Start values included, and evaluated; no file is left, and each sample is asked for once an epoch."""
     folder, _, live = run
@@ -86,7 +86,7 @@ def test_of_two_servers_one_dies_in_the_middle(run: Any, served: StatesServer, t
         assert len(other.asked) > 30 and len(served.asked) > 30
 
 
-@pytest.mark.parametrize("fate", ["busy", "no file", "slow", "torn", "die"])
+@pytest.mark.parametrize("fate", ["busy", "no file", "torn", *(pytest.param(fate, marks=pytest.mark.slow) for fate in ("slow", "die"))])
 def test_what_fails_now_and_then_is_asked_for_again(fate: str, run: Any, served: StatesServer, tmp_path: Path) -> None:
     folder, _, live = run
     served.before = lambda number: fate if number in (5, 40, 60) else ""

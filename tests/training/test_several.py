@@ -90,7 +90,7 @@ def test_each_is_a_checkpoint_like_any_other(together: Path) -> None:
         assert load_drafter(folder, backbone).depth == load_recipe(together / "recipe.yaml").heads[name]["depth"]
         origin = json.loads((folder / "headstart.json").read_text())["provenance"]
         assert origin["recipe"]["save"]["dir"] == str(folder) and origin["recipe"]["heads"] == {} and origin["tau"] >= 1
-    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "report.html", "run.lock", "state"])
+    assert sorted(path.name for path in (together / "out").iterdir()) == sorted([*FILES, "log.jsonl", "run.lock", "state"])
 
 
 def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

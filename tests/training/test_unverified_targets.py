@@ -58,9 +58,10 @@ class Transformers(StatesServer):
         return self._read(tokens)[1].float().log_softmax(-1)
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=[pytest.param("DeepseekV4", marks=pytest.mark.slow), "NemotronH"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StatesServer]:
-    make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}, data={"max_length": 32}, train={"steps": 50})
+    drafter = {"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}
+    make_recipe(tmp_path, drafter=drafter, data={"max_length": 32}, train={"steps": 50, "batch_size": 2})
     torch.manual_seed(0)
     config = getattr(transformers, f"{request.param}Config")(**SIZES, **SHAPES[request.param], bos_token_id=None, eos_token_id=None)
     model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()

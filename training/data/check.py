@@ -18,7 +18,7 @@ from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
 from headstart.support.chat.template import TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.support.jsonl import Row
+from headstart.support.json_text import Row
 from headstart.training.data.sample import IDS, MASK, Sample, read_tokens
 
 ROWS = 100

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headstart.support.chat.encoded import looks_like_turns
-from headstart.support.chat.messages import Message, read_conversation
+from headstart.support.chat.messages import Message, looks_like_turns, read_conversation
 from headstart.support.errors import UserError
-from headstart.support.jsonl import Row
+from headstart.support.json_text import Row
 from headstart.training.data.sample import IDS, read_tokens
 from headstart.training.recipe.sections import Data
 

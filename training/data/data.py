@@ -2,6 +2,7 @@
 
 Shape suffixes: T positions.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,13 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import prompt_length
 from headstart.support.errors import UserError
+from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Source, compare
 from headstart.training.data.columns import TEXTS, find_column, sound_rows
-from headstart.training.data.kept import keep_splits, read_splits, tokens_file
-from headstart.training.data.mix import Mix
+from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, read_rows
 from headstart.training.data.sample import Sample
-from headstart.training.data.splits import Splits
 from headstart.training.data.tokenise import Stats, chat_settings, make_samples
 from headstart.training.recipe.recipe import Data, Eval
 

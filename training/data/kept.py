@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ import headstart
 from headstart.support.chat.template import Template
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, cache_folder, value_hash
+from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Difference
-from headstart.training.data.mix import Mix
 from headstart.training.data.rows import fingerprint
-from headstart.training.data.sample import Joined
-from headstart.training.data.splits import Splits
+from headstart.training.data.sample import Joined, Sample
 from headstart.training.data.tokenise import Stats, chat_settings
 from headstart.training.recipe.recipe import Data, to_dict
 
@@ -47,6 +46,25 @@ DAY = 86400
 CODE = ("support", "training/data")
 """Folders of the code that makes tokens."""
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The samples of a recipe: trained on and held out, with counts and a check."""
+
+    train: list[Sample]
+    eval: list[Sample]
+    stats: Stats
+    """Counts for the training rows."""
+    mix: Mix | None = None
+    """How an epoch draws from several datasets; None: each sample once."""
+    check: Check | None = None
+    """Whether the tokens are those of decoding; None without conversations."""
+    kept: bool = False
+    """Whether an earlier start has made them (training/data/kept.py)."""
+
+    def __str__(self) -> str:
+        return f"{self.stats}{'; tokens of an earlier start' if self.kept else ''}"
 
 
 def tokens_file(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Path | None:

@@ -1,7 +1,10 @@
-"""Read rows of training data from files or a dataset, as mappings from column to value."""
+"""Read rows of training data from files, also tables, or a dataset, as mappings from column to value."""
+
 from __future__ import annotations
 
+import csv
 import glob
+import io
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -10,10 +13,8 @@ from typing import Any
 
 from headstart.support.errors import UserError, cause
 from headstart.support.files import as_path, file_hash, require_file, value_hash
-from headstart.support.json_text import parse_json
-from headstart.support.jsonl import COMPRESSED, LINES, Row, open_file, read_jsonl
-from headstart.support.text import decode
-from headstart.training.data.tables import read_table
+from headstart.support.json_text import COMPRESSED, LINES, MAX_LINE, Row, open_file, parse_json, read_jsonl
+from headstart.support.text import decode, require_characters
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*(kind + packed for kind in (*LINES, ".json", *TABLES) for packed in ("", *COMPRESSED)), ".parquet")
@@ -165,3 +166,29 @@ def _open_dataset(name: str, split: str, subset: str | None) -> Any:
 def _first(table: Any, limit: int | None) -> list[Row]:
     rows: list[Row] = table.select(range(min(limit or len(table), len(table)))).to_list()
     return rows
+
+
+def read_table(path: Path, delimiter: str) -> Iterator[Row]:
+    """Yield the rows below the line of column names; an empty cell is null, and a cell may have line breaks in quotes.
+
+    Raises UserError, naming file and line, for what is no such table or not UTF-8; OSError as `open_file` does.
+    """
+    csv.field_size_limit(MAX_LINE)
+    with open_file(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            yield from _rows(lines, path)
+        except csv.Error as error:
+            raise UserError(f"{path}, line {lines.line_num}: {error}; write tables with a library, in UTF-8") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text after line {lines.line_num} ({error.reason}); save it as UTF-8") from None
+
+
+def _rows(lines: Iterator[list[str]], path: Path) -> Iterator[Row]:
+    names = next((line for line in lines if line), [])
+    if len(set(names)) < len(names) or not all(name.strip() for name in names):
+        raise UserError(f"{path}: the first line of a table names its columns, each once; got {', '.join(names)[:100]}")
+    for number, line in enumerate((line for line in lines if line), 1):
+        if len(line) != len(names):
+            raise UserError(f"{path}, row {number} has {len(line)} cells for {len(names)} columns; put text with delimiters in quotes")
+        yield {name: require_characters(cell, f"{path}, row {number}") or None for name, cell in zip(names, line, strict=True)}

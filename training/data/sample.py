@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.support.errors import UserError
-from headstart.support.jsonl import Row
+from headstart.support.json_text import Row
 
 IDS, MASK = "input_ids", "loss_mask"
 

@@ -2,25 +2,45 @@
 
 Shape suffix: T positions.
 """
+
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
-from headstart.support.jsonl import Row
+from headstart.support.json_text import Row
 from headstart.training.data.columns import Column, find_column
 from headstart.training.data.parts import in_parts
 from headstart.training.data.sample import IDS, Joined, Sample, read_tokens, whole
+from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
+
+
+def now() -> str:
+    """Return this instant in ISO 8601, in the local time that templates print."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def begun_at(recipe: Recipe, kept: Sequence[str | None], instant: str) -> Recipe:
+    """Return the recipe with ``data.template_time``: its own, else the first of those ``kept``, else ``instant``."""
+    time = next((time for time in (recipe.data.template_time, *kept) if time), instant)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_time": time})})
+
+
+def prints_date(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template may print a date."""
+    settings = ChatSettings(recipe.data.chat_template)
+    return bool(settings.template_of(tokenizer)) and Template(tokenizer, settings).prints_date
+
 
 MIN_TOKENS = 4
 """Samples with fewer tokens are dropped; a sample's third token is the first that is drafted."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.support.errors import UserError
-from headstart.training.data.data import Splits
+from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 
 

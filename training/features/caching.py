@@ -18,9 +18,10 @@ from headstart.heads.base import Drafter
 from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
-from headstart.support.units import gigabytes
-from headstart.training.data.data import Splits, load_data, require_vocabulary
-from headstart.training.data.template_time import begun_at, now, prints_date
+from headstart.support.text import gigabytes
+from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.kept import Splits
+from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.features.backbone import open_to_cache
 from headstart.training.features.cached import computed, require_taps_only
 from headstart.training.features.codec import CacheFormat

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import same_weights
-from headstart.support.chat.settings import template_hash
+from headstart.support.chat.template import template_hash
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, value_hash, write_json
-from headstart.support.inside import inside
+from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batch_sampler import samples_hash
 from headstart.training.data.sample import Sample

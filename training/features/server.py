@@ -27,7 +27,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from headstart.support.errors import UserError, one_line
-from headstart.support.inside import inside
+from headstart.support.hub import inside
 from headstart.support.json_text import parse_json
 from headstart.support.post import post
 from headstart.training.recipe.served import Features

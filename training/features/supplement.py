@@ -22,9 +22,9 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.layers.start_values import probe_tokens
 from headstart.support.files import locked
 from headstart.training.data.batch_sampler import samples_hash
+from headstart.training.data.kept import Splits
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
-from headstart.training.data.splits import Splits
 from headstart.training.features.codec import CacheFormat, Record
 from headstart.training.features.manifest import Manifest, save_tensors
 from headstart.training.features.source import FeatureSource

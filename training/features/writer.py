@@ -24,10 +24,10 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
 from headstart.support.files import discard_unfinished, locked
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
+from headstart.training.data.kept import Splits
 from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
-from headstart.training.data.splits import Splits
 from headstart.training.features.codec import CHUNK, CacheFormat, Record, TopKTeacher, concatenate, label_positions, single_row
 from headstart.training.features.manifest import Manifest, open_shard, record_size, save_tensors
 from headstart.training.features.source import FeatureSource, Teacher

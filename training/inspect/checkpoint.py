@@ -15,10 +15,10 @@ from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.inference.speculation.tuned import FILE as TUNED
 from headstart.inference.speculation.tuned import read_entries
-from headstart.support.console import labelled
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
-from headstart.support.units import gigabytes
+from headstart.support.terminal import labelled
+from headstart.support.text import gigabytes
 from headstart.training.data.vocabulary import describe_coverage
 
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from headstart.heads.checkpoint import METADATA
-from headstart.support.console import labelled
 from headstart.support.errors import UserError
-from headstart.support.shipped import local_or_shipped
-from headstart.support.transaction import settle
+from headstart.support.files import settle
+from headstart.support.hub import local_or_shipped
+from headstart.support.terminal import labelled
 from headstart.training.inspect.checkpoint import inspect_checkpoint
 from headstart.training.inspect.recipe import inspect_recipe
 from headstart.training.recipe.extends import read_extended

@@ -5,21 +5,29 @@ Shape suffix: T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.stream import Prompt, Queue, stream
-from headstart.support.token_text import token_texts
+from headstart.support.terminal import progress
+from headstart.support.text import token_texts
+from headstart.training.data.packing import collate
+from headstart.training.data.sample import Sample
+from headstart.training.features.source import LiveFeatures
+from headstart.training.objective.lm_loss import lm_loss
+from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.recipe.recipe import Eval
 
 ROWS = 8
@@ -94,3 +102,23 @@ def _example(prompt_T: Tensor, written: list[int], runs: list[int], tokenizer: P
         length, kept = length + run, [*kept, run]
     prompt = tokenizer.decode(prompt_T, skip_special_tokens=True)[-PROMPT_END:]
     return {"prompt": prompt, "tokens": token_texts(tokenizer, written[:length]), "accept_lengths": kept}
+
+
+def backbone_losses(backbone: Backbone, rows: Sequence[Sample], chunk: int) -> dict[str, float]:
+    """Return the mean next-token cross-entropy over the rows' label tokens, ``backbone_loss``, and without the adapter
+    ``backbone_loss_before``."""
+    with progress("measuring the backbone's loss", "row", 2 * len(rows)) as bar:
+        now = _mean(backbone, rows, chunk, bar)
+        with backbone.without_adapter():
+            return {"backbone_loss": now, "backbone_loss_before": _mean(backbone, rows, chunk, bar)}
+
+
+@torch.no_grad()
+def _mean(backbone: Backbone, rows: Sequence[Sample], chunk: int, bar: tqdm) -> float:
+    source, total, count = LiveFeatures(backbone, ()), 0.0, 0
+    for i in range(len(rows)):
+        batch = collate(rows, [[i]]).to(backbone.device)
+        total += lm_loss(backbone, source.read(batch), chunk).cross_entropy.item()
+        count += int(count_label_tokens(batch.loss_mask_BT, batch.document_BT))
+        bar.update()
+    return total / max(count, 1)

@@ -1,4 +1,4 @@
-"""The log of a run: a JSONL file, an HTML report made from it, trackers, and a progress bar."""
+"""The log of a run: a JSONL file, trackers, and a progress bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from headstart.support.errors import UserError, cause
 from headstart.support.files import discard_unfinished, write_text
 from headstart.support.json_text import log_lines
-from headstart.training.log.report import write_report
 from headstart.training.log.trackers import log_examples, start_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
 
@@ -84,7 +83,7 @@ class Meter:
 
 
 class Log:
-    """``<save.dir>/log.jsonl``, report and trackers; only the main process writes."""
+    """``<save.dir>/log.jsonl`` and trackers; only the main process writes."""
 
     def __init__(self, recipe: Recipe, steps: int, done: int, main: bool) -> None:
         self.main, self.steps = main, steps
@@ -99,8 +98,6 @@ class Log:
             self._write({"step": done, **started})
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty())
         self.trackers = start_trackers(recipe, done)
-        self.report_current = done == 0
-        """True if the report includes all log lines."""
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -112,7 +109,6 @@ class Log:
         if not self.main:
             return
         self._write({"step": step, **({"head": head} if head else {}), **record})
-        self.report_current = False
         self._track(step, record, f"{head}/" if head else "")
         summary = f"{head}: {_summary(record)}" if head else _summary(record)
         if "loss" not in record:
@@ -153,24 +149,12 @@ class Log:
         if self.main:
             self.bar.update()
 
-    def report(self) -> None:
-        """Write ``report.html``. A failure does not end the run, since the log has all the data."""
-        if not self.main:
-            return
-        try:
-            write_report(Path(self.file.name).parent)
-            self.report_current = True
-        except Exception as error:   # must not end the run
-            self.say(f"report.html could not be written: {type(error).__name__}: {error}")
-
     def close(self) -> None:
         if not self.main:
             return
         self.bar.close()
         with suppress(OSError):   # what could not be written has been reported
             self.file.close()
-        if not self.report_current:
-            self.report()
         for tracker in self.trackers:
             try:
                 tracker.finish()

@@ -1,32 +1,78 @@
-"""Several training runs on one page: the charts of `report` with a line per run, and the recipe keys in which the runs differ."""
+"""Training runs beside each other: their latest values and the recipe keys in which they differ, as tables and as a page with charts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from headstart.support.errors import UserError
-from headstart.support.report.page import Table, TableRow, render
-from headstart.support.report.terminal import columns, show
-from headstart.training.log.report import (
-    ACCEPTANCE,
-    Head,
-    Line,
-    about_run,
-    by_depth,
-    charts,
-    heads_of,
-    latest,
-    read_log,
-    samples_of,
-    start_of,
-)
+from headstart.support.json_text import Form, fault, log_lines
+from headstart.support.page import Section, Series, charts, page
+from headstart.support.terminal import Table, show
 
+Line = dict[str, Any]
 LOG = "log.jsonl"
 IGNORED = ("save.dir", "log.name", "log.project")
 """Keys that differ between any two runs."""
+ACCEPTANCE = "acceptance_per_depth"
+LATEST = (
+    "Mean acceptance length (tau): tokens per forward pass of the backbone, its own included, by really decoding held-out prompts; 1 is"
+    " autoregressive decoding."
+)
+CURVES = {
+    "loss": ("Loss", "As the objective adds up its terms: not comparable between heads with different objectives.", "loss"),
+    "tau": ("Mean acceptance length", "On held-out prompts.", "tau"),
+    "lr": ("Learning rate", "By the schedule.", "learning rate"),
+    "grad_norm": ("Gradient norm", "Before clipping; a mean over the steps of a line of the log.", "norm"),
+    "tokens_per_second": ("Speed", "Of the steps alone; evaluations and checkpoints are not in it.", "tokens per second"),
+}
+"""Keys of log lines that are drawn over the steps: the chart's title, a sentence about it, and the name of the axis."""
+ACCEPTED = "At the last evaluation: the share of decoding steps that accepted the draft of a depth; tau is 1 plus the sum of the points."
+
+
+class Start(Form):
+    backbone: dict[str, Any] = {}
+
+
+class LogLine(Form):
+    """What is read of a log line, if it is there."""
+
+    recipe: Start = Start()
+    steps: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float = 0.0
+    tokens_per_second: float = 0.0
+    tau: float = 0.0
+    acceptance_per_depth: list[float] = []
+    head: str = ""
+
+
+@dataclass
+class Head:
+    """The log lines of one head, training steps and evaluations; ``hue`` is the number of its colour."""
+
+    name: str
+    kind: str
+    hue: int
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> int:
+        """Steps without an update, since their loss or gradient was not finite."""
+        return sum(line.get("skipped", 0) for line in self.lines)
+
+    def curve(self, key: str) -> list[tuple[float, float]]:
+        """Return ``key`` over the steps; finite values only."""
+        found = [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    def last(self, key: str) -> Any:
+        """Return the latest value of ``key``; None if no line has it."""
+        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
 
 
 def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
@@ -35,12 +81,12 @@ def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
     for path in paths:
         file = Path(path) / LOG
         try:
-            logs[path] = read_log(file)
+            logs[path] = [line for _, line in log_lines(file) if fault(LogLine, line) is None]
         except OSError:
             raise UserError(f"{path} holds no {LOG}: not the folder of a training run (save.dir); give one") from None
-        if "backbone" not in start_of(logs[path])["recipe"]:
+        if "backbone" not in _recipe(logs[path]):
             raise UserError(f"{file} names no recipe: the run has not started yet, or the file is another log")
-    backbones = {path: start_of(log)["recipe"]["backbone"].get("path") for path, log in logs.items()}
+    backbones = {path: _recipe(log)["backbone"].get("path") for path, log in logs.items()}
     first = paths[0]
     for path, backbone in backbones.items():
         if backbone != backbones[first]:
@@ -51,54 +97,71 @@ def read_runs(paths: Sequence[str]) -> dict[str, list[Line]]:
     return logs
 
 
-def runs_page(logs: Mapping[str, list[Line]]) -> str:
-    """Render the page."""
-    runs = _heads(logs)
-    heads = [head for own in runs.values() for head in own]
-    return render(
-        "training.html.j2",
-        title=f"{start_of(next(iter(logs.values())))['recipe']['backbone']['path']}: {len(logs)} runs",
-        about=[about_run(path, runs[path], start_of(log)) for path, log in logs.items()],
-        drafters=latest(heads),
-        charts=list(charts(heads, [own[0] for own in runs.values() if own])),
-        accuracy=by_depth(heads, "accuracy", "share of label tokens"),
-        acceptance=by_depth(heads, ACCEPTANCE, "share of decoding steps"),
-        samples=list(samples_of(heads)),
-        differences=_differences(logs),
-        recipe="",
-    )
-
-
 def print_runs(logs: Mapping[str, list[Line]], out: TextIO) -> None:
     """Print the latest values of each run and the recipe keys that differ."""
-    table, differences = latest([head for own in _heads(logs).values() for head in own]), _differences(logs)
-    rows = [("", [*row.cells, *(f"{share:.2f}" for share in row.heat if share is not None)]) for row in table.rows]
-    parts = [columns(table.titles, [(style, [*cells, *[""] * (len(table.titles) - len(cells))]) for style, cells in rows], left=[0, 1])]
-    if differences is not None:
-        parts.append(columns(differences.titles, [("", row.cells) for row in differences.rows], left=range(len(differences.titles))))
-    show(parts, out)
+    show([_latest(_heads(logs)), *_differences(logs)], out)
 
 
-def _heads(logs: Mapping[str, list[Line]]) -> dict[str, list[Head]]:
-    """The heads of each run, named by it, each with a colour of its own."""
-    found: dict[str, list[Head]] = {}
-    hue = 0
-    for path, log in logs.items():
-        own = heads_of(log, start_of(log)["recipe"])
-        found[path] = [replace(head, name=path if len(own) == 1 else f"{path}, {head.name}", hue=hue + i) for i, head in enumerate(own)]
-        hue += len(own)
+def runs_page(logs: Mapping[str, list[Line]]) -> str:
+    """Render the page."""
+    heads = _heads(logs)
+    sections = [Section("Latest values", LATEST, [_latest(heads)])]
+    for key, (title, about, axis) in CURVES.items():
+        sections.append(Section(title, about, charts([Series(head.name, head.curve(key), head.hue) for head in heads], "step", axis)))
+    accepted = [Series(head.name, list(enumerate(head.last(ACCEPTANCE) or [])), head.hue) for head in heads]
+    sections.append(Section("Acceptance by depth", ACCEPTED, charts(accepted, "depth", "share of decoding steps", 1.0)))
+    sections.append(Section("What differs", "The recipe keys that are not the same in all runs.", _differences(logs)))
+    backbone = _recipe(next(iter(logs.values())))["backbone"]["path"]
+    return page(f"{backbone}: {len(logs)} runs", [", ".join(logs)], sections)
+
+
+def _recipe(log: Iterable[Line]) -> Line:
+    """The recipe, of a resumed run the last one; empty if there is none yet."""
+    found: Line = {}
+    for line in log:
+        found = line.get("recipe", found)
     return found
 
 
-def _differences(logs: Mapping[str, list[Line]]) -> Table | None:
-    """The dotted recipe keys that are not the same in all runs, with a column for each run; None if there are none."""
-    flat = [_flat(start_of(log)["recipe"]) for log in logs.values()]
+def _heads(logs: Mapping[str, list[Line]]) -> list[Head]:
+    """The heads of all runs in order of first appearance, named by their run, each with a colour of its own."""
+    heads: dict[tuple[str, str], Head] = {}
+    for path, log in logs.items():
+        recipe = _recipe(log)
+        several = recipe.get("heads") or {}
+        for line in log:
+            name = line.get("head", "")
+            if "loss" in line or "tau" in line:
+                kind = (several.get(name) or recipe.get("drafter") or {}).get("kind", "heads")
+                title = f"{path}, {name}" if len(several) > 1 else path
+                heads.setdefault((path, name), Head(title, kind, len(heads))).lines.append(line)
+    return list(heads.values())
+
+
+def _latest(heads: Sequence[Head]) -> Table:
+    depths = max((len(head.last(ACCEPTANCE) or []) for head in heads), default=0)
+    titles = ["", "kind", "loss", "gradient norm", "steps skipped", "accept len (tau)", *(f"depth {i}" for i in range(depths))]
+    rows = []
+    for head in heads:
+        cells = [head.name, head.kind, *(_number(head.last(key)) for key in ("loss", "grad_norm")), str(head.skipped)]
+        tau = head.last("tau")
+        rows.append(("", [*cells, "" if tau is None else f"{tau:.3f}", *(f"{share:.2f}" for share in head.last(ACCEPTANCE) or [])]))
+    return Table(titles, rows, left=[0, 1])
+
+
+def _differences(logs: Mapping[str, list[Line]]) -> list[Table]:
+    """The dotted recipe keys that are not the same in all runs, with a column for each run; nothing if there are none."""
+    flat = [_flat(_recipe(log)) for log in logs.values()]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in IGNORED]
     rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
-    return Table(["key", *logs], [TableRow(row) for row in rows]) if rows else None
+    return [Table(["key", *logs], [("", row) for row in rows], left=range(1 + len(logs)))] if rows else []
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
     return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}.{name}" if prefix else str(name)).items()}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -29,8 +29,7 @@ from headstart.training.objective import depth_weights as depths
 from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors, text_rows
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows, dense_rows
-from headstart.training.objective.rollout import rollout
-from headstart.training.objective.target import target_hidden
+from headstart.training.objective.rollout import rollout, target_hidden
 from headstart.training.objective.terms import FEATURES, at_least_fp32
 
 

@@ -17,7 +17,7 @@ from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.training.features.manifest import read_manifest
 from headstart.training.loop import training_step
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.signals import StopSignal
+from headstart.training.run.processes import StopSignal
 from headstart.training.setup import prepare
 
 STEPS = 4

@@ -20,9 +20,10 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.support.errors import UserError
-from headstart.support.limits import MAX_MEMORY_GB
+from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import Splits, load_data, require_vocabulary
+from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.kept import Splits
 from headstart.training.data.rows import names_file
 from headstart.training.data.tokenise import MIN_TOKENS
 from headstart.training.features.manifest import format_of, record_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 from headstart.training.run.defaults import Chosen
 
 

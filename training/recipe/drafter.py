@@ -1,15 +1,30 @@
-"""The section of a drafter: its kind, how it starts, and its arguments, validated by its own ``Config``."""
+"""The sections of drafters: kind, start, and arguments, validated by a drafter's own ``Config``; one drafter or several.
+
+    heads:
+      - {name: eagle3, kind: eagle3, depth: 5}
+      - {name: medusa, kind: medusa, depth: 4, objective: {terms: {ce: 1}}, train: {lr: 3e-4}}
+
+Each of several is trained as it would be alone, by a recipe of its own. Keys in an entry's ``objective`` and ``train`` replace the
+recipe's; its other keys are the drafter's arguments. Keys that decide which tokens a step reads are shared: the drafters learn from one
+forward pass of the backbone.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from headstart.support.config import RuleError, StrictModel, parse
+from headstart.support.config import Model, RuleError, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.training.recipe.sections import Fraction, Text
+
+if TYPE_CHECKING:
+    from headstart.training.recipe.recipe import Recipe
+
 
 VOCABULARY_KEY = "draft_vocab_size"
 
@@ -62,3 +77,65 @@ def require_arguments(drafter: Mapping[str, Any], where: str) -> DrafterOptions:
         raise UserError(f"{where}.{VOCABULARY_KEY}: {options.kind} drafts the backbone's whole vocabulary; leave it out")
     parse(config, arguments, where)
     return options
+
+
+SHARED_KEYS = ("steps", "epochs", "batch_size", "micro_batch", "precision")
+"""Keys of ``train`` that are the same for all drafters."""
+OWN_SECTIONS = ("objective", "train")
+"""Sections that an entry may override."""
+RESERVED_NAMES = ("state", "log.jsonl", "wandb", "tensorboard")
+"""Other entries of ``save.dir``."""
+
+
+def by_name(entries: Any) -> Any:
+    """A list of entries as a mapping by name; anything but a list is returned as it is, for validation to judge."""
+    if not isinstance(entries, list):
+        return entries
+    named: dict[str, Any] = {}
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise UserError(f"heads[{i}] is a mapping with kind, a name and the drafter's arguments; got {entry!r}")
+        name = entry.get("name", entry.get("kind"))
+        if not isinstance(name, str):
+            raise UserError(f"heads[{i}].name is text; got {name!r}")
+        if name in named:
+            raise UserError(f"heads[{i}] is named {name!r} like another; give each a name of its own, as in {{name: {name}-2, ...}}")
+        named[name] = {key: value for key, value in entry.items() if key != "name"}
+    return named
+
+
+def per_drafter(recipe: Recipe) -> dict[str, Recipe]:
+    """For each drafter the recipe that trains it alone, to the same weights, into its own folder; the only one's name is empty.
+
+    Raises UserError for an entry that is not valid.
+    """
+    return {name: _alone(recipe, name, entry) for name, entry in recipe.heads.items()} if recipe.heads else {"": recipe}
+
+
+def _alone(recipe: Recipe, name: str, entry: dict[str, Any]) -> Recipe:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in RESERVED_NAMES:
+        raise UserError(f"heads: {name!r} cannot name a folder in save.dir; use letters, digits, '-', '_' and '.'")
+    for key in OWN_SECTIONS:
+        if not isinstance(entry.get(key, {}), dict):
+            raise UserError(f"heads.{name}.{key} is a section with keys of its own; got {entry[key]!r}")
+    for key in SHARED_KEYS:
+        if key in entry.get("train", {}):
+            raise UserError(f"heads.{name}.train.{key} is the same for all heads, which share the backbone's forward pass; set train.{key}")
+    drafter = {key: value for key, value in entry.items() if key not in OWN_SECTIONS}
+    require_arguments(drafter, f"heads.{name}")
+    sections = {
+        **dict(recipe),
+        "heads": {},
+        "drafter": drafter,
+        "save": recipe.save.model_copy(update={"dir": str(Path(recipe.save.dir) / name)}),
+    }
+    try:
+        sections["objective"] = _changed(recipe.objective, entry.get("objective", {}), "objective")
+        sections["train"] = _changed(recipe.train, entry.get("train", {}), "train")
+        return parse(type(recipe), sections)
+    except UserError as error:
+        raise UserError(f"heads.{name}: {error}") from None
+
+
+def _changed(section: Model, changes: dict[str, Any], where: str) -> Model:
+    return parse(type(section), {**dict(section), **changes}, where) if changes else section

@@ -15,7 +15,7 @@ from typing import Any
 
 from headstart.support.errors import UserError
 from headstart.support.files import as_path
-from headstart.training.recipe import multi
+from headstart.training.recipe.drafter import by_name
 from headstart.training.recipe.yaml_text import read_yaml
 
 KEY = "extends"
@@ -45,7 +45,7 @@ def _read(path: Path, above: Sequence[Path], extended: list[Path]) -> dict[str, 
     tree = read_yaml(path)
     names = tree.pop(KEY, None)
     if "heads" in tree:
-        tree["heads"] = multi.by_name(tree["heads"] or {})
+        tree["heads"] = by_name(tree["heads"] or {})
     result: dict[str, Any] = {}
     for name in _names(names):
         file = path.parent / as_path("extends:", name)

@@ -13,9 +13,8 @@ from pydantic import model_validator
 
 from headstart.support.config import RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
-from headstart.support.shipped import local_or_shipped
-from headstart.training.recipe import multi
-from headstart.training.recipe.drafter import require_arguments
+from headstart.support.hub import local_or_shipped
+from headstart.training.recipe.drafter import by_name, per_drafter, require_arguments
 from headstart.training.recipe.extends import read_extended
 from headstart.training.recipe.regenerate import Regenerate
 from headstart.training.recipe.sections import Backbone, Cache, Data
@@ -105,7 +104,7 @@ class Recipe(StrictModel):
 
     def per_drafter(self) -> dict[str, Recipe]:
         """By name, the recipe of each drafter as if it were trained alone; with ``drafter`` the whole recipe, under an empty name."""
-        return multi.per_drafter(self)
+        return per_drafter(self)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -118,7 +117,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         tree.setdefault("heads", {})
         for change in overrides:
             override(tree, change)
-        return parse(Recipe, {**tree, "heads": multi.by_name(tree["heads"] or {})})
+        return parse(Recipe, {**tree, "heads": by_name(tree["heads"] or {})})
     except UserError as error:
         raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 

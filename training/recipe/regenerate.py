@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.limits import MAX_BATCH
+from headstart.support.numeric_limits import MAX_BATCH
 from headstart.training.recipe.served import address, variable
 
 

@@ -13,9 +13,8 @@ from headstart.heads.layers.layer_config import LayerShape
 from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
-from headstart.training.recipe.drafter import DrafterLora, DrafterOptions
+from headstart.training.recipe.drafter import SHARED_KEYS, DrafterLora, DrafterOptions
 from headstart.training.recipe.extends import KEY as EXTENDS
-from headstart.training.recipe.multi import SHARED_KEYS
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Lora
 

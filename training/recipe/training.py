@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.limits import MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH
+from headstart.support.numeric_limits import MAX_NODES, MAX_STEP_SEQUENCES, MAX_WIDTH
 from headstart.training.recipe.sections import Fraction, Text
 
 TERMS = ("kl", "reverse_kl", "js", "ce", "tv", "lk_alpha", "lk", "topk_kl", "features")
@@ -152,7 +152,7 @@ class Save(StrictModel):
 
 class Log(StrictModel):
     wandb: Literal["off", "online", "offline"] = "off"
-    """Log to Weights & Biases too; a JSONL log and ``report.html`` are always written."""
+    """Log to Weights & Biases too; a JSONL log is always written."""
     tensorboard: bool = False
     """Write TensorBoard files too, in ``save.dir/tensorboard``."""
     project: str = "headstart"

@@ -23,8 +23,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
-from headstart.support.chat.settings import template_hash
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
 from headstart.support.post import post

@@ -19,13 +19,12 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
-from headstart.inference.sources.recycling import RecyclingProposer
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.recycling import RecyclingProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import prompt_length
-from headstart.support.chat.settings import template_hash
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.dtypes import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.tokenise import chat_settings

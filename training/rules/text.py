@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headstart.support.units import gigabytes
+from headstart.support.text import gigabytes
 from headstart.training.recipe.yaml_text import dump_yaml
 from headstart.training.rules.propose import Proposal
 

@@ -11,25 +11,68 @@ therefore be resumed with another number of processes.
 from __future__ import annotations
 
 import json
+import platform
+import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from headstart import __version__
 from headstart.heads.base import Drafter
 from headstart.heads.lora import lora_weights
+from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard, discard_unfinished, file_hash, value_hash
+from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
 from headstart.support.json_text import parse_json
-from headstart.support.transaction import flush
+from headstart.training.data.tokenise import chat_settings
+from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.average import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
+
+
+def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
+    """Return the provenance that is constant during a run: recipe, chat template, command, commit and library versions.
+
+    ``ends``: the tokens at which the backbone's decoding stops.
+    """
+    chat = chat_settings(recipe.data, ends)
+    return {
+        "recipe": to_dict(recipe),
+        "chat_template": template_hash(chat.template_of(tokenizer)),
+        "chat": chat.to_card(tokenizer),
+        "command": shlex.join(sys.argv),
+        "commit": _commit(),
+        "versions": {
+            "headstart": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _commit() -> str | None:
+    """Return the git commit of this source, with ``-dirty`` if files were changed; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("-dirty" if changed else "")
+
 
 FORMAT = 4
 """Version of the content of ``state.json`` and of the tensors' names."""

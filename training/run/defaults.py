@@ -1,6 +1,6 @@
 """What ``auto`` stands for in a recipe: values that depend on the drafter, the steps and the length of the run.
 
-The rule was fitted to sweeps over backbones of width 64 to 384, in runs of 59 to 6,000 steps (`benchmarks/transfer.py`, docs/defaults.md).
+The rule was fitted to sweeps over backbones of width 64 to 384, in runs of 59 to 6,000 steps (docs/defaults.md).
 Wider drafters and longer runs follow the same exponents, which is an extrapolation.
 """
 

@@ -1,16 +1,8 @@
-"""AdamW for all weights, or Muon for hidden matrices and AdamW for the rest.
-
-Muon orthogonalises the update of a matrix (Jordan et al., 2024), scaled to the size of AdamW's updates (2502.16982), so that both share
-one learning rate. Vectors and matrices with a vocabulary dimension use AdamW, since they are not maps between hidden spaces.
-
-That step has one size whatever the matrix reads. What reads hidden states of the backbone, whose entries are in the tens, would be turned
-over within a few steps; so such a matrix takes the step that it would take if it read them divided by their size.
-
-Shape suffixes: M, N sides of a matrix.
-"""
+"""Optimizers and schedules: AdamW for all weights, or Muon for hidden matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +13,32 @@ from torch.distributed.tensor import DTensor
 from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.training.recipe.recipe import Train
+from headstart.training.recipe.sections import Lora
 from headstart.training.run.sharding import distribute_like, gather_like, to_local
+
+
+def learning_rate(step: int, steps: int, train: Train) -> float:
+    """Return the learning rate of optimiser step ``step`` (from 1): linear warm-up, then the schedule down to ``min_lr_ratio * lr``."""
+    warmup = round(train.warmup_ratio * steps)
+    if step <= warmup:
+        return train.peak_lr * step / warmup
+    if train.schedule == "constant":
+        return train.peak_lr
+    falling = round(train.decay_ratio * steps) if train.schedule == "wsd" else steps - warmup
+    done = max(step - 1 - (steps - falling), 0) / max(falling, 1)   # from 0, so that the last step's rate is above the minimum
+    left = (1 + math.cos(math.pi * min(done, 1.0))) / 2 if train.schedule == "cosine" else 1 - done
+    return train.peak_lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * max(left, 0.0))
+
+
+def adapter_rise(step: int, steps: int, lora: Lora) -> float:
+    """Return the factor of the adapter's learning rate and of the heads' loss at step ``step`` (from 1) of joint training.
+
+    0 while the heads are trained alone, then a quarter sine wave up to 1 (Medusa-2, 2401.10774 section 2.2.2).
+    """
+    warmup, ramp = round(lora.warmup_ratio * steps), round(lora.ramp_ratio * steps)
+    if step <= warmup:
+        return 0.0
+    return math.sin(math.pi / 2 * min((step - warmup) / (ramp + 1), 1.0))
 
 
 class Muon(torch.optim.Muon):

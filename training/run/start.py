@@ -11,7 +11,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
-from headstart.support.progress import progress
+from headstart.support.terminal import progress
 from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent

@@ -37,9 +37,8 @@ from headstart.training.recipe.recipe import Recipe
 from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.defaults import Chosen
-from headstart.training.run.optimizer import build_optimizer
+from headstart.training.run.optimizer import adapter_rise, build_optimizer, learning_rate
 from headstart.training.run.processes import any_of
-from headstart.training.run.schedule import adapter_rise, learning_rate
 from headstart.training.run.sharding import full_tensor, keep_gathered, to_local
 from headstart.training.run.step import JointStep, TrainStep, recompute
 

@@ -1,13 +1,82 @@
-"""Read conversations in the formats of data files, and choose which part of a plain text is the prompt."""
+"""Read conversations in the formats of data files, as JSON text of tables too, and choose which part of a plain text is the prompt."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.support.chat.calls import read_calls
-from headstart.support.chat.encoded import decode_list, read_tools, shortened
 from headstart.support.errors import UserError
+from headstart.support.json_text import parse_json
+
+TURNS = re.compile(
+    r"""\s*"?\s*(?:\[|\{\s*\\*["'](?:messages|conversations)\\*["']\s*:\s*\[)"""
+    r"""\s*"?\{.{0,2000}?\\*["'](?:role|from)\\*["']\s*:""",
+    re.DOTALL,
+)
+"""The beginning of a text of turns, in JSON once or twice, or as Python prints a list."""
+
+
+def looks_like_turns(value: Any) -> bool:
+    """Whether a value is a list, or text that begins as JSON text of turns does, valid or not."""
+    return TURNS.match(value) is not None if isinstance(value, str) else isinstance(value, list)
+
+
+def decode_list(value: Any, what: str) -> Any:
+    """Return the list of mappings that ``value`` or its items hold as JSON text; anything else as it is.
+
+    Raises UserError, which begins with ``what``, for text that begins as a list and is not valid JSON.
+    """
+    for _ in range(2):   # tables of tables encode twice
+        if isinstance(value, str) and value.strip().startswith(("[", '"[', '"\\u005b')):
+            value = _parse(value, what)
+    if isinstance(value, list):
+        return [_parse(item, what) if isinstance(item, str) and item.strip().startswith("{") else item for item in value]
+    return value
+
+
+def read_tools(value: Any, where: str) -> Any:
+    """Return a row's tools, or None if it has none. Raises UserError for anything but a list of mappings, or JSON text of one."""
+    if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
+        return None
+    tools = decode_list(value, f"{where}, tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools are a list of mappings, or JSON text of one; got {shortened(value)}")
+    return tools
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return parse_json(text, what)
+    except UserError as error:
+        raise UserError(f"{error}; write it with json.dumps, not as Python prints it: got {shortened(text)}") from None
+
+
+THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*", re.DOTALL)
+
+
+def read_calls(value: Any, where: str) -> dict[str, Any]:
+    """Return the fields of an assistant's message whose calls are ``value``: one call, or a list, as mappings or JSON text.
+
+    A thought before them becomes ``reasoning_content``. Raises UserError, which begins with ``where``, for a call without a name.
+    """
+    thought = THOUGHT.match(value) if isinstance(value, str) else None
+    calls = value[thought.end() :] if thought else value
+    if isinstance(calls, str):
+        calls = parse_json(calls, f"{where}, its call")
+    calls = decode_list(calls if isinstance(calls, list) else [calls], where)
+    named: list[Any] = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
+    if not named or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in named):
+        raise UserError(f"{where}: a call is a mapping with name and arguments, a list of such, or JSON text; got {shortened(value)}")
+    fields = {"reasoning_content": thought.group(1)} if thought else {}
+    functions = [call | {"arguments": call.get("arguments") or {}} for call in named]
+    return {"content": "", **fields, "tool_calls": [{"type": "function", "function": function} for function in functions]}
+
 
 ASSISTANT = "assistant"
 CALL = "function_call"
@@ -109,4 +178,3 @@ def _checked(message: Message, where: str) -> Message:
 def prompt_length(total: int, prompt_tokens: int) -> int:
     """Return how many of a plain text's ``total`` tokens are the prompt: ``prompt_tokens``, or half (rounded up) if it is not longer."""
     return prompt_tokens if total > prompt_tokens else (total + 1) // 2
-

@@ -17,11 +17,11 @@ from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
-from headstart.heads.layers.cached_layer import CachedLayer
+from headstart.heads.kv.cached_layers import CachedLayer
+from headstart.heads.kv.draft_cache import DraftCache
+from headstart.heads.kv.rows import RowState
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary, rotary_at
-from headstart.heads.layers.draft_cache import DraftCache
 from headstart.heads.layers.layer_config import llama_like
-from headstart.heads.layers.row_state import RowState
 
 
 @dataclass(frozen=True)

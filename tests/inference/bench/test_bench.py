@@ -10,11 +10,9 @@ from transformers import GenerationConfig
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import timing
-from headstart.inference.bench.bandwidth import memory_bandwidth, weight_bytes
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.prompts import Prompt, Prompter
 from headstart.inference.bench.race import Race
-from headstart.inference.bench.results import repeated_ngrams
+from headstart.inference.bench.results import memory_bandwidth, repeated_ngrams, weight_bytes
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at
 from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, QUIET, median_seconds
@@ -23,7 +21,8 @@ from headstart.inference.capture.stopwatch import Stopwatch, void_running
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
+from headstart.support.chat.prompts import Prompt, Prompter
 from headstart.support.errors import UserError
 
 TREE = TreeShape(8, 3)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_training_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture
     out, text = capsys.readouterr().out, page.read_text()
     assert all(path in out and path in text for path in paths) and "train.lr" in out and "3 runs" in text
     speed = text[text.index("<h2>Speed") :]
-    assert speed[: speed.index("</section>")].count("<polyline") == 3   # a line for each run
+    assert len(set(re.findall("line2d_\\d+.*?stroke: (#[0-9a-f]{6})[^>]*stroke-width: 1.5", speed[: speed.index("</section>")], re.S))) == 3
+    assert "Learning rate" in text and "save.dir" not in text and text.count("<svg") == 6
+    assert main(["compare", paths[0], "--html", str(page)]) == 0 and paths[0] in page.read_text()   # the curves of one run
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +114,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "empty").mkdir()
     given = write(tmp_path, "a.json", report())
     for paths, expected in (
-        ([one, other], "on tiny and on large"), ([one, str(tmp_path / "empty")], "holds no log.jsonl"), ([one], "one thing alone"),
+        ([one, other], "on tiny and on large"), ([one, str(tmp_path / "empty")], "holds no log.jsonl"), ([given], "one thing alone"),
         ([one, one], "given twice"), ([one, given], "with each other"), ([given, given, given], "with each other"),
         ([given, str(tmp_path / "none.json")], "there is no such file"),
     ):  # fmt: skip

@@ -8,13 +8,13 @@ import torch
 from families import Scripted, backbone, prompts
 
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.prompts import Prompt
-from headstart.inference.bench.report import page
+from headstart.inference.bench.page import report_page
 from headstart.inference.bench.table import print_report
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_texts
-from headstart.inference.serving.transcript import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
+from headstart.inference.serving.verify.drafts import Round, Transcript, acceptance_rate_per_position, mean_acceptance_length, tau
+from headstart.support.chat.prompts import Prompt
 
 DEPTH, NEW = 4, 15
 CHAIN = TreeShape(nodes=DEPTH + 1, width=1, depth=DEPTH)
@@ -55,7 +55,7 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
         assert row["tau"] == pytest.approx(tau(expected)) and row["tau"] < row["mean_acceptance_length"] - 0.1   # texts end inside a pass
         assert row["tasks"][""]["mean_acceptance_length"] == row["mean_acceptance_length"]
         note = f"as vLLM counts it: {setting}: mean acceptance length {row['mean_acceptance_length']:.3f}"
-        assert note in out.getvalue() and note in page(report)
+        assert note in out.getvalue() and note in report_page(report)
     assert not any("mean_acceptance_length" in one for one in report["baselines"])
 
 

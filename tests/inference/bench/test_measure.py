@@ -9,13 +9,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.prompts import Prompt
+from headstart.inference.bench.judging import sentence
 from headstart.inference.bench.systems import HeadstartSystem
 from headstart.inference.bench.table import print_report
-from headstart.inference.bench.verdict import sentence
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_by_transformers, continue_text, measure_tau
+from headstart.support.chat.prompts import Prompt
 from headstart.support.errors import UserError
 
 PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]

@@ -18,8 +18,8 @@ from small_run import ROOT
 from headstart.cli.failures import guarded
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench.prompts import Prompter, read_prompts
 from headstart.inference.measure import Settings, continue_by_transformers
+from headstart.support.chat.prompts import Prompter, read_prompts
 
 TOKENS = 10
 VLLM = '''
@@ -133,7 +133,7 @@ def test_it_stands_alone(peers: ModuleType, home: Path, capsys: pytest.CaptureFi
     assert [line[3:] and line[-2] for line in lines[:2]] == ["", ""] and [line[-1] for line in lines[3:5]] == 2 * ["3 of 3 |"]
     assert "| 0 | 1 | AR (transformers) | 1.00 |" in table and "system, tokens/s | a | b |" in table
     html = (home / "page.html").read_text()
-    assert "Speed by task" in html and "Acceptance by task" in html
+    assert "<h2>Tasks</h2>" in html and "<h2>Speed</h2>" in html
 
 
 def test_beside_the_others(peers: ModuleType, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,12 @@ from headstart.heads.backbone.tree_attention import attend, attend_exactly
 from headstart.inference.bench import logits
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.logits import LogitsComparison, continued
-from headstart.inference.bench.prompts import Prompt
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
+from headstart.support.chat.prompts import Prompt
 from headstart.support.dtypes import bf16_instructions
 
 TREE = TreeShape(12, 4)

@@ -12,7 +12,7 @@ from families import heads, prompts, say, tiny
 import headstart
 from headstart.inference.bench.tune import TunePlan, contexts_of, summary, tune
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.sources.suffix import SuffixProposer
+from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.speculation.tuned import FILE, GREEDY, SAMPLED, Tuned, key, place, read_tuned, write_tuned
 from headstart.support.errors import UserError
 

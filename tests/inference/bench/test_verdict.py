@@ -15,16 +15,15 @@ from rich.console import Console
 
 from headstart.cli.main import main
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.judging import Entry
-from headstart.inference.bench.prompts import Prompt
-from headstart.inference.bench.report import page
+from headstart.inference.bench.judging import Entry, sentence
+from headstart.inference.bench.page import report_page
 from headstart.inference.bench.systems import AR
 from headstart.inference.bench.table import print_report
-from headstart.inference.bench.verdict import sentence
 from headstart.inference.capture.capture import BackendName
 from headstart.inference.engine.judge import Judgement
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.chat.prompts import Prompt
 
 LENGTH = 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,7 +40,7 @@ def measured(dtype: torch.dtype, capture: BackendName = "cuda-graph", twins: boo
 def printed(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     """The report as a terminal with colours shows it."""
     out = io.StringIO()
-    monkeypatch.setattr("headstart.support.report.terminal.Console", lambda **given: Console(**given | {"force_terminal": True}))
+    monkeypatch.setattr("headstart.support.terminal.Console", lambda **given: Console(**given | {"force_terminal": True}))
     monkeypatch.setenv("TERM", "xterm-256color")
     print_report(report, out)
     return out.getvalue()
@@ -65,8 +64,8 @@ def test_one_changed_value_of_a_replay_is_a_fault(change: Change, dtype: torch.d
     assert found["logits_beyond"] > 10 and found["largest_difference"] > 5 * rounding["tolerance"] and rounding["texts"] >= 1
     text = printed(report, monkeypatch)
     assert f"{RED}FAULT: m at temperature 0" in text and GREEN not in text and "--capture off" in sentence(report)
-    shown = page(report)
-    assert '<p class="verdict fault">FAULT: ' in shown and '<span class="verdict fault">no</span>' in shown
+    shown = report_page(report)
+    assert '<p class="bold red">FAULT: ' in shown and '<td class=" bold red">no</td>' in shown
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,9 +78,9 @@ def test_near_ties_are_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     found = row["teacher_forced"]
     assert found["near_ties"] >= 1 and found["faults"] == found["logits_beyond"] == 0
     assert found["largest_shortfall"] < report["rounding"]["size"]
-    text, shown = printed(report, monkeypatch), page(report)
+    text, shown = printed(report, monkeypatch), report_page(report)
     assert "These are near-ties" in text and RED not in text and GREEN not in text
-    assert '<p class="verdict near-tie">Not every token' in shown and '<span class="verdict near-tie">near-tie</span>' in shown
+    assert '<p class="">Not every token' in shown and '<td class=" ">near-tie</td>' in shown
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

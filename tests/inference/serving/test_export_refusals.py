@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from engine_table import with_table
 from every_head import VARIANTS
 from exported import DV, KINDS, D, make_home, refused
 from families import random_drafter, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.cli.serving_arguments import add_export
+from headstart.cli.serving import add_export
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.serving.engine_table import with_table
-from headstart.inference.serving.engines import ENGINES, METHODS, TABLE, method_of
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.formats.format import formats, layouts_of, require_sound
-from headstart.inference.serving.layout import Layout, write_layout
-from headstart.inference.serving.trained import read_trained
+from headstart.inference.serving.engines import ENGINES, TABLE
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.checkpoint import METHODS, method_of, read_checkpoint
+from headstart.inference.serving.layouts.files import Contents, new_folder
+from headstart.inference.serving.layouts.layout import layouts_of
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 
@@ -107,7 +107,10 @@ def test_the_shapes_expected_of_a_configuration_are_those_written(home: Path, tm
     arguments |= {"depth": 2} if "parallel" in arguments else {}
     random: Drafter = random_drafter(kind, load_backbone(str(home / "backbone")), **arguments)
     random.save_pretrained(tmp_path / "heads")
-    require_sound(read_trained(str(tmp_path / "heads"), None))
+    heads = read_checkpoint(str(tmp_path / "heads"), None)
+    for layout in layouts_of(heads.method)[:1]:
+        layout.check(heads, heads.config, heads.tensors)
+    assert layouts_of(heads.method) or kind == "hydra"
 
 
 def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path
 
 def test_the_table_of_engines_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text("utf-8")
-    assert with_table(page) == page, "run python -m headstart.inference.serving.engine_table docs/serving.md"
+    assert with_table(page) == page, "run python tests/helpers/engine_table.py docs/serving.md"
 
 
 def test_every_method_has_an_answer_from_every_engine() -> None:
@@ -136,14 +139,19 @@ def test_every_method_has_an_answer_from_every_engine() -> None:
     assert {engine for engine, _ in TABLE} == ENGINES.keys()
     readable = {method for (_, method), entry in TABLE.items() if hasattr(entry, "how")}
     assert readable == {method for method in METHODS if layouts_of(method)}
-    assert all({*one.methods} <= METHODS.keys() and {*one.engines} <= ENGINES.keys() for one in formats().values())
+    assert all({*one.methods} <= METHODS.keys() and {*one.engines} <= ENGINES.keys() for one in layouts_of())
     page, parser = (Path(__file__).parents[3] / "docs" / "serving.md").read_text("utf-8"), argparse.ArgumentParser()
     add_export(parser)
     said = " ".join(parser.format_help().split()).replace("- ", "-")
-    for name in (*formats(), *ENGINES):
+    for name in (*(one.name for one in layouts_of()), *ENGINES):
         assert name in said and (name in ENGINES or f"| `{name}` |" in page)
-    held = {(engine, method) for one in formats().values() for engine in one.engines for method in one.methods}
+    held = {(engine, method) for one in layouts_of() for engine in one.engines for method in one.methods}
     assert {key for key, entry in TABLE.items() if hasattr(entry, "how") and entry.until is None} <= held
+
+
+def write(contents: Contents, folder: Path) -> None:
+    with new_folder(folder) as temporary:
+        contents.write(temporary)
 
 
 def test_a_layout_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,16 +159,16 @@ def test_a_layout_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     shared = torch.ones(4, 4)
-    layout = Layout({"a": 1}, {"x": shared, "y": shared, "z": shared[1:2]}, "w.safetensors", {"code/run.py": b"pass"})
-    write_layout(layout, tmp_path / "out")
+    layout = Contents({"a": 1}, {"x": shared, "y": shared, "z": shared[1:2]}, "w.safetensors", {"code/run.py": b"pass"})
+    write(layout, tmp_path / "out")
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
         "out/config.json", "out/w.safetensors", "out/code/run.py",
     }  # fmt: skip
     with pytest.raises(UserError, match="tensor x holds NaN"):
-        write_layout(Layout({}, {"x": shared / 0 * 0}, "w.safetensors"), tmp_path / "nan")
+        write(Contents({}, {"x": shared / 0 * 0}), tmp_path / "nan")
     with pytest.raises(AssertionError):
-        write_layout(Layout({}, {}, "w.safetensors", {"../out/config.json": b""}), tmp_path / "escape")
+        write(Contents({}, {}, files={"../out/config.json": b""}), tmp_path / "escape")
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot write .*full \(.*No space left.*nothing is written"):
-        patch.setattr("headstart.inference.serving.layout.save_file", full)
-        write_layout(layout, tmp_path / "full")
+        patch.setattr("headstart.inference.serving.layouts.files.save_file", full)
+        write(layout, tmp_path / "full")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -18,15 +18,12 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.inference.generate import load
-from headstart.inference.serving.imports import importer
-from headstart.inference.serving.imports.foreign import read_foreign
-from headstart.inference.serving.imports.strict import build
-from headstart.inference.serving.reference.files import read_files
-from headstart.inference.serving.reference.methods import read_heads
-from headstart.inference.serving.reference.target import Target
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.headstart import headstart_drafts, headstart_logits
-from headstart.inference.serving.verification.reference import reference_drafts
+from headstart.inference.serving import importing as importer
+from headstart.inference.serving.importing import build
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.reader.base import Target
+from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits, read_heads, reference_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings
 
 LAYOUTS: dict[str, tuple[Callable[[], tuple[dict[str, Any], Tensors]], str, dict[str, Any]]] = {
     "eagle1": (foreign.safeailab_eagle1, "eagle", {"bias": True}),
@@ -56,8 +53,8 @@ def on(home: Path) -> Backbone:
 
 
 def readings(folder: Path, on: Backbone, counting: Any = None) -> list[tuple[Any, Drafter]]:
-    found = read_foreign(str(folder))
-    return [(one, build(one, on, str(folder))) for one in importer.recognise(found).readings(found, on, counting)]
+    found = read_files(str(folder))
+    return [(one, build(one, on, str(folder))) for one in importer.layout_of(found).imports(found, on, counting)]
 
 
 def only(folder: Path, on: Backbone) -> tuple[Any, Drafter]:
@@ -81,7 +78,7 @@ def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp
     assert heads.drafter is not None
     target, settings = Target(on.model), EngineSettings(min(3, heads.drafter.max_depth or 3), 10)
     prompts = [texts(1, 7, seed)[0].tolist() for seed in range(3)]
-    theirs = reference_drafts(read_heads(read_files(folder), target), target, prompts, settings)
+    theirs = reference_drafts(read_heads(read_files(folder), on), target, prompts, settings)
     assert headstart_drafts(heads, prompts, settings) == theirs and sum(len(one.rounds) for one in theirs) > 10
 
 
@@ -182,7 +179,7 @@ def test_shards_half_precision_and_our_own_folders(home: Path, on: Backbone, tmp
     assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
     heads = load(tmp_path / "again", on)
     assert heads.drafter is not None and heads.drafter.depth == 2 and again["layout"] == "Headstart"
-    assert read_foreign(str(tmp_path / "ours")).read(["fc.weight"])["fc.weight"].equal(tensors["fc.weight"])
+    assert read_files(str(tmp_path / "ours")).read(["fc.weight"])["fc.weight"].equal(tensors["fc.weight"])
 
 
 @pytest.fixture(scope="module")

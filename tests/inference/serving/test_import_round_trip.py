@@ -17,12 +17,12 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.methods import build_drafter
 from headstart.heads.warm_start import read_warm_start
 from headstart.inference.generate import load
-from headstart.inference.serving.export.export import PROVENANCE, Request, export
-from headstart.inference.serving.imports import importer
-from headstart.inference.serving.imports.foreign import read_foreign
-from headstart.inference.serving.imports.strict import build
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.headstart import headstart_drafts
+from headstart.inference.serving import importing as importer
+from headstart.inference.serving.export import PROVENANCE, Request, export
+from headstart.inference.serving.importing import build
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.verify.decode import headstart_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings
 from headstart.support.errors import UserError
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import load_recipe
@@ -50,12 +50,12 @@ def on(home: Path) -> Backbone:
 @pytest.mark.parametrize("name,to", TRIPS, ids=[f"{name}-{to}" for name, to in TRIPS])
 def test_export_then_import_gives_the_same_heads(home: Path, on: Backbone, tmp_path: Path, name: str, to: str) -> None:
     export(Request(str(home / name), to, tmp_path / "out"))
-    foreign = read_foreign(str(tmp_path / "out"))
-    source = importer.recognise(foreign)
+    foreign = read_files(str(tmp_path / "out"))
+    source = importer.layout_of(foreign)
     importer.require_fit(foreign, source, str(home / "backbone"), False)
-    (reading,) = source.readings(foreign, on, None)
+    (reading,) = source.imports(foreign, on, None)
     drafter, before = build(reading, on, "out"), load(home / name, on).drafter
-    assert before is not None and source.NAME != "Headstart"
+    assert before is not None and source.title != "Headstart"
     assert drafter.tensors().keys() == before.tensors().keys()
     assert all(torch.equal(tensor, before.tensors()[name]) for name, tensor in drafter.tensors().items())
     ours, theirs = ({key: value for key, value in one.arguments.items() if key not in UNSAID} for one in (drafter, before))
@@ -89,8 +89,8 @@ def test_imported_heads_are_heads(home: Path, on: Backbone, tmp_path: Path, caps
 def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tmp_path: Path) -> None:
     random_drafter("block", on, depth=4, causal=True, correction="none", taps=[1, 3]).save_pretrained(tmp_path / "heads")
     export(Request(str(tmp_path / "heads"), "speculators", tmp_path / "out"))
-    foreign = read_foreign(str(tmp_path / "out"))
-    (reading,) = importer.recognise(foreign).readings(foreign, on, None)
+    foreign = read_files(str(tmp_path / "out"))
+    (reading,) = importer.layout_of(foreign).imports(foreign, on, None)
     assert build(reading, on, "out").arguments["causal"] and reading.arguments["taps"] == (1, 3)
     for to in ("sglang", "dflash-hf"):
         with pytest.raises(UserError, match="causal"):
@@ -99,8 +99,8 @@ def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tm
 
 def test_eight_bit_exports_give_what_they_stand_for(home: Path, on: Backbone, tmp_path: Path) -> None:
     export(Request(str(home / "eagle3"), "vllm", tmp_path / "out", quantize="fp8"))
-    foreign = read_foreign(str(tmp_path / "out"))
-    found, before = build(importer.recognise(foreign).readings(foreign, on, None)[0], on, "out"), load(home / "eagle3", on).drafter
+    foreign = read_files(str(tmp_path / "out"))
+    found, before = build(importer.layout_of(foreign).imports(foreign, on, None)[0], on, "out"), load(home / "eagle3", on).drafter
     assert before is not None
     name = "midlayer.mlp.up_proj.weight"
     assert not torch.equal(found.tensors()[name], before.tensors()[name])
@@ -133,11 +133,11 @@ def test_mtp_modules_of_speculators(tmp_path: Path) -> None:
         bare = name.removeprefix("mtp.").removeprefix("layers.0.")
         module, _, part = bare.rpartition(".")
         tensors[f"mtp_layers.0.{theirs.get(module, module)}.{part}"] = tensor
-    foreign = read_foreign(str(write(tmp_path / "theirs", stated, tensors)))
-    (reading,) = importer.recognise(foreign).readings(foreign, qwen, None)
+    foreign = read_files(str(write(tmp_path / "theirs", stated, tensors)))
+    (reading,) = importer.layout_of(foreign).imports(foreign, qwen, None)
     found = build(reading, qwen, "theirs")
     assert found.trained_depth == 2 and all(torch.equal(tensor, drafter.tensors()[name]) for name, tensor in found.tensors().items())
     layer["model_type"] = "qwen3"
-    foreign = read_foreign(str(write(tmp_path / "dense", stated, tensors)))
+    foreign = read_files(str(write(tmp_path / "dense", stated, tensors)))
     with pytest.raises(UserError, match="holds an MTP layer of qwen3; mtp heads here have dense gated layers"):
-        importer.recognise(foreign).readings(foreign, qwen, None)
+        importer.layout_of(foreign).imports(foreign, qwen, None)

@@ -21,9 +21,9 @@ import headstart
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.checkpoint import load_drafter, read_metadata
-from headstart.inference.bench.prompts import Prompter
-from headstart.inference.serving.publish.scrub import scrubbed
-from headstart.support.chat.settings import ChatSettings, template_hash
+from headstart.inference.serving.model_card import scrubbed
+from headstart.support.chat.prompts import Prompter
+from headstart.support.chat.template import ChatSettings, template_hash
 from headstart.support.errors import UserError
 
 

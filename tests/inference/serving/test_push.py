@@ -14,7 +14,7 @@ import headstart.support.hub as hub
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import push_drafter, read_metadata
-from headstart.inference.serving.publish.scrub import last_part
+from headstart.inference.serving.model_card import last_part
 
 SECRET = "/home/someone/secret"
 EVAL = {"prompts": 8, "max_new_tokens": 64, "temperature": 0.7, "nodes": 24, "width": 8}

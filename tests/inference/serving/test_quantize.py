@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.serving.layout import Layout
-from headstart.inference.serving.quantize import LARGEST, QUANTIZED, dequantized, quantized
+from headstart.inference.serving.layouts.quantize import LARGEST, QUANTIZED, dequantized, quantized
 from headstart.support.errors import UserError
 
 KINDS: dict[str, dict[str, Any]] = {"eagle3": {"layers": 2}, "eagle": {}, "block": {"correction": "none"}, "medusa": {}}
@@ -51,13 +50,13 @@ def test_the_written_values_stand_for_the_weights(home, tmp_path, kind, how, cap
 
 def test_values_are_packed_as_compressed_tensors_packs_them():
     weight = torch.tensor([[-127.0, 0.0, 1.0, 127.0], [0.0, 0.0, 0.0, 0.0]])
-    layout = quantized(Layout({}, {"layers.0.mlp.up_proj.weight": weight}, "model.safetensors"), "int8")
-    packed = layout.tensors["layers.0.mlp.up_proj.weight_packed"]
+    config, tensors = quantized({}, {"layers.0.mlp.up_proj.weight": weight}, "int8")
+    packed = tensors["layers.0.mlp.up_proj.weight_packed"]
     words = [int(word) & 0xFFFFFFFF for word in packed.flatten()]
     assert packed.shape == (2, 1) and words == [0xFF818001, 0x80808080]   # each value plus 128, the first in the lowest bits
-    assert layout.tensors["layers.0.mlp.up_proj.weight_shape"].tolist() == [2, 4]
-    assert torch.equal(dequantized(layout.config, layout.tensors)["layers.0.mlp.up_proj.weight"], weight)
-    stated = layout.config["quantization_config"]
+    assert tensors["layers.0.mlp.up_proj.weight_shape"].tolist() == [2, 4]
+    assert torch.equal(dequantized(config, tensors)["layers.0.mlp.up_proj.weight"], weight)
+    stated = config["quantization_config"]
     assert (stated["quant_method"], stated["format"]) == ("compressed-tensors", "pack-quantized")
     assert stated["config_groups"]["group_0"]["input_activations"] is None
 
@@ -79,7 +78,7 @@ def test_what_no_engine_reads_is_refused(home, tmp_path, capsys):
     assert "in the layout speculators" in line("eagle3", "speculators")
     assert "TensorRT-LLM is not known to read int8 EAGLE-3" in line("eagle3", "trtllm")
     with pytest.raises(UserError, match="rows of 6 values; int8 weights are packed by four"):
-        quantized(Layout({}, {"layers.0.mlp.up_proj.weight": torch.ones(2, 6)}, "model.safetensors"), "int8")
+        quantized({}, {"layers.0.mlp.up_proj.weight": torch.ones(2, 6)}, "int8")
     with pytest.raises(UserError, match="quantised by gptq; Headstart reads its own"):
         dequantized({"quantization_config": {"quant_method": "gptq"}}, {})
     assert not out.exists()

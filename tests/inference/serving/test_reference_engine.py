@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.serving.reference.decode import begin, logits_at
-from headstart.inference.serving.reference.files import read_files
-from headstart.inference.serving.reference.methods import read_heads
-from headstart.inference.serving.reference.rope import read_rope, rotate
-from headstart.inference.serving.reference.target import Target
-from headstart.inference.serving.transcript import mean_acceptance_length, tau
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.headstart import headstart_drafts, headstart_logits
-from headstart.inference.serving.verification.reference import reference_drafts
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.reader.base import Target
+from headstart.inference.serving.layouts.reader.layer import read_rope, rotate
+from headstart.inference.serving.verify.decode import headstart_drafts, headstart_logits, read_heads, reference_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings, mean_acceptance_length, tau
 
 HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "eagle3", {}),
@@ -53,7 +50,7 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
         drafter.use_vocabulary(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:23])
     drafter.save_pretrained(tmp_path)
     target = Target(on.model)
-    reading = read_heads(read_files(tmp_path), target)
+    reading = read_heads(read_files(tmp_path), on)
     assert not reading.faults and not reading.remarks
     depth = 3
     settings = EngineSettings(depth, 8)
@@ -65,7 +62,8 @@ def test_the_reading_drafts_as_headstart_does(tmp_path: Path, family: str, kind:
     assert tau(ours) <= mean_acceptance_length(ours)
     text = ours[0].text[:9]
     expected = headstart_logits(drafter, text, [3, 8, 1])
-    found = logits_at(begin(reading, target, [*text, 3, 8, 1]), len(text), [3, 8, 1])
+    with torch.no_grad():
+        found = reading.on(target, target.read([*text, 3, 8, 1], reading.taps)).logits_at(len(text), [3, 8, 1])
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
 
@@ -93,3 +91,12 @@ def test_heads_state_the_rotation_they_trained_with() -> None:
     on = Backbone(shrunk("pythia-1b"))
     assert on.config.to_dict()["rope_parameters"]["partial_rotary_factor"] == 0.25
     assert read_rope(random_drafter("eagle3", on).engine_config()).share == 1.0
+
+
+def test_the_readers_share_nothing_with_the_heads() -> None:
+    own = "headstart.inference.serving.layouts.reader."
+    files = list((Path(__file__).parents[3] / "inference" / "serving" / "layouts" / "reader").glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    modules = {node.module or "" for node in nodes if (node.module or "").startswith("headstart") or node.level}
+    assert len(files) > 7 and len(modules) > 2
+    assert {module for module in modules if not module.startswith(own)} == {"headstart.support.errors"}

@@ -18,10 +18,10 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.generate import load
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.headstart import headstart_drafts
-from headstart.inference.serving.verification.transformers import draft
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.verify.decode import headstart_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings
+from headstart.inference.serving.verify.transformers import draft
 from headstart.support.errors import UserError
 
 VOCAB = 5

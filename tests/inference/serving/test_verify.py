@@ -19,15 +19,13 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.methods import build_drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
-from headstart.inference.serving.reference.files import read_files
-from headstart.inference.serving.reference.methods import read_heads
-from headstart.inference.serving.reference.target import load_target
-from headstart.inference.serving.transcript import Transcript
-from headstart.inference.serving.verification import verification
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.reference import reference_drafts
-from headstart.inference.serving.verification.verdict import Verdict
-from headstart.inference.serving.verification.verification import Check, verify
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.reader.base import Target
+from headstart.inference.serving.verify import verify as verification
+from headstart.inference.serving.verify.decode import read_heads, reference_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings, Transcript
+from headstart.inference.serving.verify.verdict import Verdict
+from headstart.inference.serving.verify.verify import Check, verify
 
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], None]
 PROMPTS = [[5, 9, 33, 12, 7], [1, 2, 3, 4, 50, 60, 7]]
@@ -265,9 +263,9 @@ def test_user_errors_exit_with_2(house: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_an_engine_that_reads_other_layers_is_found_out(house: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
-        target = load_target(backbone)
-        reading = read_heads(read_files(folder), target)
-        return reference_drafts(replace(reading, taps=tuple(tap + 1 for tap in reading.taps)), target, prompts, settings)
+        on = load_backbone(backbone)
+        reading = read_heads(read_files(folder), on)
+        return reference_drafts(replace(reading, taps=tuple(tap + 1 for tap in reading.taps)), Target(on.model), prompts, settings)
 
     monkeypatch.setattr(verification, "find_engine", lambda name: engine)
     verdict = verify(Check(house / "eagle3", backbone, None, "vllm", PROMPTS, new_tokens=6))

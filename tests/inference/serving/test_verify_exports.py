@@ -12,10 +12,9 @@ from families import SIZES, build, random_drafter, tiny
 
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.serving.export.export import Request, export
-from headstart.inference.serving.reference.target import Target
-from headstart.inference.serving.verification.recorded import recorded
-from headstart.inference.serving.verification.verification import Check, verify
+from headstart.inference.serving.export import Request, export
+from headstart.inference.serving.layouts.reader.base import Target
+from headstart.inference.serving.verify.verify import Check, recorded, verify
 
 EXPORTS: list[tuple[str, dict[str, Any], tuple[tuple[str, str | None], ...]]] = [
     ("eagle3", {"draft_vocab_size": 23, "depth": 3}, (("vllm", None), ("speculators", None), ("vllm", "int8"), ("vllm", "fp8"))),

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from engines_alone import reference
 from families import random_drafter, tiny
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.own_readout import OwnReadoutDrafter
-from headstart.inference.serving.transcript import Transcript
-from headstart.inference.serving.verification import reference, verification
-from headstart.inference.serving.verification.evidence import TOLERANCE
-from headstart.inference.serving.verification.verification import Check, verify
+from headstart.inference.serving.verify import verify as verification
+from headstart.inference.serving.verify.decode import TOLERANCE
+from headstart.inference.serving.verify.drafts import Transcript
+from headstart.inference.serving.verify.verify import Check, verify
 
 PROMPTS = [[5, 9, 33, 12, 7], [1, 2, 3, 4, 50, 60, 7]]
 KINDS: dict[str, dict[str, Any]] = {"eagle3": {}, "eagle": {}, "medusa": {}, "block": {"correction": "none"}}
@@ -32,7 +33,7 @@ def swapped(one: Transcript) -> Transcript:
 
 
 def engine(*arguments: Any) -> list[Transcript]:
-    return [swapped(one) for one in reference.draft(*arguments)]
+    return [swapped(one) for one in reference(*arguments)]
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def test_a_text_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     random_drafter("eagle3", backbone, depth=3).save_pretrained(tmp_path / "heads")
 
     def other(*arguments: Any) -> list[Transcript]:
-        return [replace(one, written=(one.written[0] ^ 1, *one.written[1:]), rounds=()) for one in reference.draft(*arguments)]
+        return [replace(one, written=(one.written[0] ^ 1, *one.written[1:]), rounds=()) for one in reference(*arguments)]
 
     monkeypatch.setattr(verification, "find_engine", lambda name: other)
     verdict = verify(Check(tmp_path / "heads", backbone, None, "vllm", PROMPTS[:1], new_tokens=5))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.inference.serving.transcript import Round
-from headstart.inference.serving.verification import vllm
-from headstart.inference.serving.verification.engine import EngineSettings
-from headstart.inference.serving.verification.widening import write_widened
+from headstart.inference.serving.verify import vllm
+from headstart.inference.serving.verify.drafts import EngineSettings, Round
 from headstart.support.errors import UserError
 
 
@@ -49,8 +46,7 @@ def test_rounds_of_what_the_driver_recorded(tmp_path: Path, heads: Path, monkeyp
     (tmp_path / "canned.json").write_text(json.dumps(result))
     write_python(tmp_path, f'[ "$1" = -I ] && cp "$3" {tmp_path}/job.json && cp {tmp_path}/canned.json "$4"', monkeypatch)
     model = write_model(tmp_path / "model")
-    served = vllm.serve(heads, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4, (0,)))
-    first, second = served.transcripts
+    (first, second), _ = vllm.serve(heads, str(model), [[1, 2, 3], [4]], EngineSettings(2, 4, (0,)))
     assert first.rounds == (Round(4, (6, 7), 1), Round(6, (9, 1), 0)) and first.text == (1, 2, 3, 5, 6, 8, 2)
     assert second.rounds == () and second.written == (5,)
     job = json.loads((tmp_path / "job.json").read_text())
@@ -107,21 +103,3 @@ def test_the_method_of_a_folder(tmp_path: Path, config: dict[str, object], metho
     found = vllm.speculative_config(tmp_path, 3)
     assert found.pop("parallel_drafting", False) == ("pard_token" in config)
     assert found == {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
-
-
-def test_wider_attention_heads_compute_the_same(tmp_path: Path) -> None:
-    narrow = write_model(tmp_path / "narrow", head_dim=8)
-    wide = write_widened(narrow, tmp_path / "wide", 32)
-    ids = torch.arange(1, 40)[None]
-    with torch.no_grad():
-        one, other = (LlamaForCausalLM.from_pretrained(folder)(ids).logits for folder in (narrow, wide))
-    assert json.loads((wide / "config.json").read_text())["head_dim"] == 32
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_what_cannot_be_widened(tmp_path: Path) -> None:
-    biased = write_model(tmp_path / "biased", head_dim=8, attention_bias=True)
-    with pytest.raises(UserError, match=re.escape("self_attn.k_proj.bias is not handled")):
-        write_widened(biased, tmp_path / "a", 32)
-    with pytest.raises(UserError, match="has 8 and the rotary embedding"):
-        write_widened(biased, tmp_path / "b", 36)

@@ -17,7 +17,8 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.support.chat import conversation
 from headstart.support.errors import UserError
 from headstart.training.data.check import ROWS
-from headstart.training.data.data import Splits, load_data
+from headstart.training.data.data import load_data
+from headstart.training.data.kept import Splits
 from headstart.training.recipe.recipe import Data
 
 ENDS = (3,)
@@ -122,8 +123,9 @@ def test_train_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = Reader(page.read_text())
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     assert tokenizer.decode([one["token"] for one in written["sample"]]) in shown.words
-    parts = {value for _, name, value in shown.attributes if name == "class" and str(value).startswith("tokens ")}
-    assert parts == {"tokens label", "tokens prompt", "tokens neither"} and "12 of 12 answers" in shown.words
+    assert [value for _, name, value in shown.attributes if name == "title"] == [str(one["token"]) for one in written["sample"]]
+    classes = {value for tag, name, value in shown.attributes if (tag, name) == ("span", "class")}
+    assert {"a", "soft", "soft unused"} <= classes and "12 of 12 answers" in shown.words
 
 
 def test_the_page_is_for_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.checkpoint import read_metadata
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import ChatSettings
 from headstart.training import setup
 from headstart.training.features import caching
 from headstart.training.regenerate import regenerate

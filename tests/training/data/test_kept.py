@@ -24,8 +24,8 @@ from headstart.support.errors import UserError
 from headstart.training.data import data as data_module
 from headstart.training.data import kept, parts, tokenise
 from headstart.training.data.data import load_data, make_samples
+from headstart.training.data.kept import Splits
 from headstart.training.data.parts import free_cpus, in_parts
-from headstart.training.data.splits import Splits
 from headstart.training.recipe.recipe import Data
 
 TALK = chat(*TURNS)

@@ -14,9 +14,8 @@ from test_data import make_tokenizer
 
 from headstart.cli.train import main
 from headstart.support.errors import UserError
-from headstart.training.data.batch_sampler import BatchSampler
+from headstart.training.data.batch_sampler import BatchSampler, Mix
 from headstart.training.data.data import Sample, load_data
-from headstart.training.data.mix import Mix
 from headstart.training.features.caching import write_cache
 from headstart.training.recipe.recipe import Data, Train, load_recipe, to_dict, to_yaml
 from headstart.training.regenerate.regenerate import write_answers

@@ -10,8 +10,7 @@ from published import ASKED, CALLS, SITUATIONS, Shape, decoded, refused, shapes,
 
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import read_messages
-from headstart.support.chat.settings import ChatSettings
-from headstart.support.chat.template import TemplateRefusal
+from headstart.support.chat.template import ChatSettings, TemplateRefusal
 from headstart.support.errors import UserError
 from headstart.training.data.check import Source, compare
 

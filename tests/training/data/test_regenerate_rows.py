@@ -15,7 +15,7 @@ from test_regenerate import ask, dialogues, result, rows_of, talker  # noqa: F40
 from headstart.inference.decode import Decoder
 from headstart.inference.sources import proposer_source
 from headstart.inference.sources.proposer_source import ProposerSource
-from headstart.training.regenerate import progress
+from headstart.training.regenerate import regenerate as progress
 from headstart.training.regenerate.partial import PartialFile
 
 SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
@@ -25,7 +25,7 @@ SAMPLED = ("regenerate.temperature=1", "regenerate.max_new_tokens=120")
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """After each forward pass, the number of passes so far and ``""``; after each row that is written, the number and its line."""
     events: list[tuple[int, str]] = []
-    step, append = Decoder._step, PartialFile.append
+    step, append = Decoder.step, PartialFile.append
 
     def stepping(self: Decoder, *args: Any) -> Any:
         events.append((len(events), ""))
@@ -35,7 +35,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         append(self, line)
         events.append((len(events), self.path.read_text().splitlines()[-1]))   # as another process reads the file
 
-    monkeypatch.setattr(Decoder, "_step", stepping)
+    monkeypatch.setattr(Decoder, "step", stepping)
     monkeypatch.setattr(PartialFile, "append", appending)
     return events
 
@@ -57,7 +57,7 @@ def test_a_row_is_in_the_file_when_it_has_ended(ask: Any, tmp_path: Path, grown:
 def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:   # noqa: F811
     rows = dialogues(12)
     assert ask(rows, *SAMPLED, out="whole.jsonl") == 0
-    step, count = Decoder._step, iter(range(10_000))
+    step, count = Decoder.step, iter(range(10_000))
 
     def dying(self: Decoder, *args: Any) -> Any:
         if next(count) == 25:
@@ -65,7 +65,7 @@ def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, m
         return step(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "_step", dying)
+        patch.setattr(Decoder, "step", dying)
         assert ask(None, *SAMPLED) == 130
     kept = rows_of(tmp_path / "new.jsonl.partial")[1:]
     assert 3 <= len(kept) < 12

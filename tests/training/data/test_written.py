@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.support.chat.conversation import Chat
-from headstart.support.chat.settings import ChatSettings
+from headstart.support.chat.template import ChatSettings
 
 IM = "<|im_start|> <|im_end|>"
 ROLES = "<|user|> <|assistant|> <|system|> <|tool|> <|end|>"

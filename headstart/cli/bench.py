@@ -1,0 +1,156 @@
+"""``headstart bench``; libraries are imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart.cli.arguments import BATCH, HEADS, NODES, SEED, WIDTH, add_shared, add_style, count, temperature
+from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.heads.backbone.backbone import Backbone
+    from headstart.inference.bench.bench import Plan
+    from headstart.inference.bench.systems import TransformersSystem
+    from headstart.inference.generate import SpeculativeModel
+    from headstart.support.chat.prompts import Prompt, Prompter
+
+UNTRAINED = "untrained"
+"""Name of a system without heads in reports."""
+BENCH_EXAMPLE = """examples:
+  headstart bench --heads out/eagle3 --heads out/medusa --prompts prompts.jsonl --temperature 0 1 --json report.json
+  headstart bench --heads out/eagle3 --prompts spec_bench/question.jsonl --per-task 10 --prompt-lookup --html report.html
+  headstart bench --heads out/eagle3 --prompts HumanEval.jsonl gsm8k/test.jsonl --batch-size 1 2 4 8 --limit 64
+  headstart bench --backbone Qwen/Qwen3-0.6B --propose suffix recycling --prompts articles.jsonl --prompt-lookup"""
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart bench``."""
+    add_measured(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
+
+
+def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True) -> None:
+    """Arguments of ``headstart bench`` that say what is measured, and how, and ``--json``."""
+    shipped = f"folders, hub ids, or those that ship: {', '.join(HEADS)}"
+    parser.add_argument("--heads", action="extend", nargs="+", metavar="DIR", help=f"heads to measure: {shipped}")
+    sets = "Spec-Bench, MT-bench, HumanEval, GSM8K or your own (.jsonl, .ndjson, also .gz or .zst; .txt)"
+    parser.add_argument("--prompts", action="extend", nargs="+", required=prompts_required, metavar="FILE", help=sets)
+    parser.add_argument("--limit", type=count(1), metavar="N", help="the first N prompts of each file only")
+    parser.add_argument("--per-task", type=count(1), metavar="N", help="the first N prompts of each task only")
+    parser.add_argument("--skip-long", action="store_true", help="skip prompts that do not fit the context (default: an error)")
+    parser.add_argument("--prompt-tokens", type=count(1), default=64, metavar="N", help="tokens of a plain text that are the prompt (64)")
+    parser.add_argument("--temperature", type=temperature, action="extend", nargs="+", metavar="T", help="one or several; 0: greedy (0)")
+    parser.add_argument(
+        "--batch-size", type=BATCH, action="extend", nargs="+", metavar="N", help="sequences decoded together; one or several (1)"
+    )
+    parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
+    parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
+    parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
+    beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
+    parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
+    parser.add_argument("--also-alone", action="store_true", help="measure the heads also without --propose and the like")
+    parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
+    parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
+    add_style(parser)
+    add_shared(parser)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Benchmark heads and write the report; the exit status is 1 if tokens or logits differ by more than rounding."""
+    from headstart.inference.bench.bench import compare
+    from headstart.inference.bench.judging import FAULT
+    from headstart.inference.bench.table import print_report
+    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.page import require_charts
+
+    require_writable("--json", args.json)
+    require_writable("--html", args.html)
+    if args.html is not None:
+        require_charts("--html")
+    subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)
+    report = compare(subject.heads, subject.prompts, plan, subject.prompter, subject.others)
+    report |= {"backbone": subject.name, "prompts_files": args.prompts}
+    if args.html is not None:
+        from headstart.inference.bench.page import report_page
+
+        write_text(args.html, report_page(report))
+        del report["replays"]   # for the page only
+    write_json(args.json, report)
+    print_report(report, sys.stdout)
+    return 1 if report["verdict"] == FAULT else 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a benchmark measures."""
+
+    name: str
+    """The backbone's."""
+    heads: list[tuple[str, SpeculativeModel]]
+    prompts: list[Prompt]
+    prompter: Prompter
+    others: list[TransformersSystem]
+    """Transformers' assisted decoding methods."""
+
+
+def bench_subject(args: argparse.Namespace) -> Subject:
+    """Load what the arguments of ``bench`` name."""
+    from headstart.cli.loading import backbone_name, backbone_of, drafts_untrained, heads_of, prompter_of, quiet
+    from headstart.support.chat.prompts import read_prompts
+
+    batches = args.batch_size or [1]
+    if (args.prompt_lookup or args.assistant) and 1 not in batches:
+        assisted = "transformers' assisted decoding (--prompt-lookup, --assistant) takes one sequence at a time"
+        raise UserError(f"{assisted}, and --batch-size is {' '.join(map(str, batches))}; add 1 to --batch-size or leave them out")
+    trained = args.heads or []
+    if args.also_alone and not (trained and drafts_untrained(args)):
+        others = "--propose, --draft-model or --early-exit"
+        raise UserError(f"--also-alone measures heads without what {others} adds; give --heads and one of these, or leave it out")
+    if not trained and not drafts_untrained(args):
+        raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
+    quiet()
+    name = backbone_name(args.backbone, trained)
+    if sys.stderr.isatty():
+        print(f"loading {name}", file=sys.stderr, flush=True)
+    prompter = prompter_of(name, trained, args, args.chat, args.prompt_tokens)
+    prompts = [prompt for file in args.prompts for prompt in read_prompts(file, prompter, args.limit, args.per_task)]
+    backbone = backbone_of(name, args)
+    heads = [(path or UNTRAINED, heads_of(path, backbone, prompter.tokenizer, args)) for path in trained or [None]]
+    return Subject(name, heads, prompts, prompter, _assisted(args, backbone))
+
+
+def bench_plan(args: argparse.Namespace) -> Plan:
+    """The settings that the arguments of ``bench`` ask for."""
+    from headstart.cli.loading import tree_of
+    from headstart.inference.bench.bench import Plan
+    from headstart.inference.engine.tree import TreeShape
+
+    tree = tree_of(args.nodes, args.width, args.depth)
+    sampled = tree_of(args.sampled_nodes or args.nodes, args.sampled_width or args.width, args.depth)
+    fixed = [one if isinstance(one, TreeShape) else TreeShape() for one in (tree, sampled)]
+    return Plan(
+        max_new_tokens=args.max_new_tokens,
+        temperatures=tuple(dict.fromkeys(args.temperature or [0.0])),
+        seed=args.seed,
+        tree="auto" if args.also_fixed_tree else tree,
+        sampled="auto" if args.also_fixed_tree else sampled,
+        fixed_trees=(fixed[0], fixed[1]) if args.also_fixed_tree else None,
+        also_alone=args.also_alone,
+        batches=tuple(dict.fromkeys(args.batch_size or [1])),
+        skip_long=args.skip_long,
+    )
+
+
+def _assisted(args: argparse.Namespace, backbone: Backbone) -> list[TransformersSystem]:
+    """Return transformers' own assisted decoding methods, as requested."""
+    from headstart.inference.bench.systems import LOOKUP, LOOKUP_TOKENS, TransformersSystem, load_assistant
+
+    systems = [TransformersSystem(LOOKUP, backbone, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})] if args.prompt_lookup else []
+    if args.assistant:
+        assistant = load_assistant(args.assistant, backbone, args.trust_remote_code)
+        systems.append(TransformersSystem(f"assistant {args.assistant}", backbone, {"assistant_model": assistant}))
+    return systems

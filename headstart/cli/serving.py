@@ -1,0 +1,118 @@
+"""The commands ``headstart export``, ``import`` and ``push``. Libraries are imported when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from headstart.cli.arguments import DEPTH, THREADS, add_template_arguments, count
+
+EXPORT_EXAMPLE = "example: headstart export --heads out/quickstart/eagle3 --to vllm --out out/served"
+PUSH_EXAMPLE = """examples:
+  headstart push out/eagle3 user/llama-3.1-8b-eagle3 --bench report.json
+  headstart push out/eagle3 user/llama-3.1-8b-eagle3 --dry-run out/card"""
+IMPORT_HEADS_EXAMPLE = """examples:
+  headstart import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --backbone meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
+  headstart import downloads/medusa --backbone lmsys/vicuna-7b-v1.3 --out out/medusa --prompts prompts.jsonl"""
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart export``."""
+    parser.add_argument("--heads", required=True, metavar="DIR|HUB_ID", help="heads trained by Headstart")
+    parser.add_argument(
+        "--to", required=True, metavar="FORMAT",
+        help="an engine (vllm, sglang, trtllm, tgi, transformers), whose layout follows from the heads' kind, or a layout by name: eagle3, "
+        "eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("--backbone", metavar="M", help="the backbone, folder or hub id, as engines shall load it (default: as trained)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="dtype of the written weights (default: auto, as stored)"
+    )
+    parser.add_argument(
+        "--adapter", choices=("merge", "keep"), default="merge",
+        help="a backbone adapter that the heads were trained with: write the backbone with the adapter merged into it beside the heads "
+        "(merge, the default), or the adapter as it is (keep)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantize", choices=("int8", "fp8"), help="store the decoder layers' linear weights in 8 bits, as compressed-tensors does"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write heads in the layout of a serving engine and print how the engine starts with them."""
+    from headstart.cli.loading import quiet
+    from headstart.inference.serving import export as exporting
+    from headstart.support.files import require_writable, write_json
+
+    require_writable("--json", args.json)
+    quiet()
+    report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
+    print("\n".join(exporting.lines(report, args.out)))
+    write_json(args.json, report)
+    return 0
+
+
+def add_push(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart push``."""
+    parser.add_argument("heads", type=Path, metavar="DIR", help="trained heads, or a folder that headstart export wrote")
+    parser.add_argument("repo", metavar="REPO", help="repository on the hub, USER/NAME; created if needed")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--dry-run", type=Path, metavar="OUT", help="write the folder there, a new one, and upload nothing")
+    parser.add_argument(
+        "--bench", type=Path, action="extend", nargs="+", metavar="FILE", help="reports of headstart bench --json, for the model card"
+    )
+    parser.add_argument("--base-model", metavar="HUB_ID", help="the backbone's hub id, if the heads were trained on a local copy")
+
+
+def push(args: argparse.Namespace) -> int:
+    """Upload heads with a model card, or write the folder that would be uploaded."""
+    from headstart.inference.serving.publish import Request, publish
+
+    where = publish(Request(args.heads, args.repo, args.private, args.dry_run, tuple(args.bench or ()), args.base_model))
+    print(f"written to {where}, not uploaded; README.md is the model card" if args.dry_run else f"uploaded to {where}")
+    return 0
+
+
+def add_import_heads(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``headstart import``."""
+    formats = "EAGLE-1 to 3, Medusa, Hydra, speculators, SpecForge, DFlash, DSpark, Domino, IBM accelerators, MTP, draft models"
+    parser.add_argument("heads", metavar="DIR|HUB_ID", help=f"the heads: {formats}")
+    parser.add_argument("--backbone", required=True, metavar="M", help="the backbone of their training: folder, hub id or 'embedded'")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the Headstart checkpoint")
+    about = "what layer ids mean: states after j layers, or outputs of layer j (default: what the layout says; where it is open, measured)"
+    parser.add_argument("--counting", choices=("hs", "layer"), help=about)
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help="tokens to draft (default: as the files say, or the method's)")
+    own = "the embedded backbone's own, or texts that the backbone writes itself"
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts to measure acceptance on, as for bench (default: {own})")
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
+    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
+                        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it)")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
+def import_heads(args: argparse.Namespace) -> int:
+    """Import heads that another trainer wrote as a Headstart checkpoint."""
+    from headstart.cli.loading import backbone_of, chat_settings_of, quiet
+    from headstart.inference.serving import importing as importer
+    from headstart.support.files import require_writable, write_json
+
+    require_writable("--json", args.json)
+    quiet()
+    variables = chat_settings_of([], args.template_arg, ()).variables
+    wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, variables)
+    report = importer.import_heads(args.heads, args.backbone, args.out, lambda: backbone_of(args.backbone, args), wishes)
+    write_json(args.json, report)
+    print(f"{args.heads}: {report['layout']}, as {report['kind']} heads of {report['backbone']}")
+    for line in [*report["notes"], f"measured on {report['measured_on']}: {report['verdict'][0]}", *report["verdict"][1:]]:
+        print(f"  {line}")
+    print(f"written to {args.out}; decode with: headstart generate --heads {args.out} PROMPT", file=sys.stderr)
+    print(f"train further with: headstart train RECIPE {shlex.join(report['recipe'])}", file=sys.stderr)
+    return 0

@@ -1,0 +1,1 @@
+"""What ``headstart new-head`` copies: a working head, its recipe and its test."""

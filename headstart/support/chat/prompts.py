@@ -1,0 +1,197 @@
+"""Prompts as token ids, from a file, a question or a conversation.
+
+The format of a row is recognised by its keys: Spec-Bench and MT-bench (`question_id`, `category`, `turns`), HumanEval (`task_id`,
+`prompt`), GSM8K (`question`, `answer`), conversations (`messages`, `conversations`), or `prompt`, `question`, `text`.
+Shape suffix: T positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.support.chat.conversation import Chat
+from headstart.support.chat.messages import ASSISTANT, Message, prompt_length, read_conversation
+from headstart.support.chat.template import ChatSettings, TemplateRefusal
+from headstart.support.errors import UserError
+from headstart.support.files import as_path, require_file
+from headstart.support.hub import local_or_shipped
+from headstart.support.json_text import COMPRESSED, LINES, Row, read_jsonl, read_lines
+
+ENDINGS = (*(lines + packed for lines in LINES for packed in ("", *COMPRESSED)), ".txt")
+COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "text")
+"""Keys that may hold a row's prompt, in order of precedence."""
+MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+SPEC_BENCH = frozenset("translation summarization qa math_reasoning rag".split())
+"""In a file with these tasks, the eight categories of MT-bench count as the one task ``mt_bench``, as in Spec-Bench's reports."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and, for a conversation, the questions that follow it."""
+
+    ids_T: Tensor
+    """int64, on the host."""
+    task: str = ""
+    messages: tuple[Message, ...] = ()
+    """The conversation so far; empty where the prompt is the beginning of a text."""
+    later: tuple[str, ...] = ()
+    """Remaining questions (`Prompter.follow`)."""
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Turns text into prompts. ``chat``: use the chat template; None: if there is one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool | None = None
+    prompt_tokens: int = 64
+    """The number of tokens of a row's plain ``text`` that form the prompt."""
+    settings: ChatSettings = field(default_factory=ChatSettings)
+
+    def __post_init__(self) -> None:
+        if self.chat and not self.settings.template_of(self.tokenizer):
+            raise UserError(f"the tokenizer of {self.tokenizer.name_or_path} has no chat template; leave --chat out or give --raw")
+
+    @cached_property
+    def conversations(self) -> Chat:
+        """Prompts and answers of conversations. Raises UserError if there is no chat template."""
+        return Chat(self.tokenizer, self.settings)
+
+    def ask(self, text: str) -> Tensor:
+        """Encode a question or instruction (with a chat template) or the beginning of a text (without)."""
+        return self._render([_question(text)])
+
+    def begin(self, text: str) -> Tensor:
+        """Encode the text itself, to be continued."""
+        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+    def converse(self, messages: Sequence[Message], tools: Any = None) -> Tensor:
+        """Encode a conversation up to the start of the assistant's answer. The template writes the special tokens."""
+        try:
+            return torch.tensor(self.conversations.prompt(messages, tools), dtype=torch.int64)
+        except TemplateRefusal as refusal:
+            raise UserError(f"the chat template refuses the conversation: {refusal}; change it, or give --raw") from None
+
+    def answered(self, messages: Sequence[Message], answer_T: Tensor) -> Message:
+        """The message that was written after these. Without a chat template, its text without special tokens."""
+        if self.templated:
+            return self.conversations.message(messages, answer_T.tolist())
+        return {"role": ASSISTANT, "content": self.tokenizer.decode(answer_T, skip_special_tokens=True)}
+
+    def follow(self, prompt: Prompt, answer_T: Tensor) -> Prompt:
+        """The prompt of the next question, after this answer. Without a chat template, turns are separated by an empty line."""
+        messages = (*prompt.messages, self.answered(prompt.messages, answer_T), _question(prompt.later[0]))
+        return replace(prompt, ids_T=self._render(messages), messages=messages, later=prompt.later[1:])
+
+    def excerpt(self, text: str) -> Tensor:
+        """The first ``prompt_tokens`` tokens of a document, or half of a shorter one."""
+        ids_T = self.begin(text)
+        return ids_T[: prompt_length(len(ids_T), self.prompt_tokens)]
+
+    def of_row(self, row: Row) -> Prompt:
+        """The prompt of a file's row. Raises UserError (without the line number) if the row has none."""
+        column = next((name for name in COLUMNS if row.get(name)), None)
+        if column is None:
+            raise UserError(f"no column to ask with (found {', '.join(row) or 'none'}; known: {', '.join(COLUMNS)})")
+        value = row[column]
+        if column in ("messages", "conversations") or (column == "prompt" and isinstance(value, list)):
+            return Prompt(self.converse(*_up_to_the_answer(row, column)))
+        questions = value if column == "turns" and isinstance(value, list) else [value]
+        odd = next((question for question in questions if not isinstance(question, str)), None)
+        if odd is not None:
+            raise UserError(f"{column}: text expected; got {type(odd).__name__}")
+        if column == "text":
+            return Prompt(self.excerpt(value))
+        return Prompt(self.ask(questions[0]), messages=(_question(questions[0]),), later=tuple(questions[1:]))
+
+    @property
+    def templated(self) -> bool:
+        """Whether questions are asked with a chat template."""
+        return self.chat is not False and bool(self.settings.template_of(self.tokenizer))
+
+    def _render(self, messages: Sequence[Message]) -> Tensor:
+        if self.templated:
+            return self.converse(messages)
+        return self.begin("\n\n".join(message["content"] for message in messages))
+
+
+def read_prompts(path: str | Path, prompter: Prompter, limit: int | None = None, per_task: int | None = None) -> list[Prompt]:
+    """Read the first ``limit`` prompts of a file, at most ``per_task`` of each task; each line of a .txt file is a prompt.
+
+    A prompt's task is its `category` or `task`, else the data set recognised by its keys, else the name of the file.
+    Raises UserError naming the file, and the line if one is at fault.
+    """
+    file = local_or_shipped(as_path("--prompts", path))
+    if not file.name.endswith(ENDINGS):
+        raise UserError(f"{file} is no file of prompts: its name should end in {', '.join(ENDINGS)}")
+    require_file("--prompts", file)
+    found: list[Prompt] = []
+    for number, row, task in _chosen(_with_tasks(file, limit), per_task):
+        try:
+            prompt = replace(prompter.of_row(row), task=task)
+        except UserError as error:
+            raise UserError(f"{file}, line {number}: {error}") from None
+        if not len(prompt.ids_T):
+            raise UserError(f"{file}, line {number}: the prompt is empty")
+        found.append(prompt)
+    if not found:
+        raise UserError(f"{file} holds no prompts; give one row a line with one of {', '.join(COLUMNS)}")
+    return found
+
+
+def _with_tasks(file: Path, limit: int | None) -> list[tuple[int, Row, str]]:
+    """Line number, row and task of each row."""
+    lines: Iterator[tuple[int, Row]] = read_jsonl(file)
+    if file.suffix == ".txt":
+        lines = ((number, {"prompt": line}) for number, line in read_lines(file))
+    named = file.name.removesuffix(".gz").rpartition(".")[0]
+    rows: list[tuple[int, Row, str]] = []
+    for number, row in lines:
+        if limit is not None and len(rows) >= limit:
+            break
+        rows.append((number, row, _task(row) or named))
+    if {task for _, _, task in rows}.isdisjoint(SPEC_BENCH):
+        return rows
+    return [(number, row, "mt_bench" if "turns" in row and task in MT_BENCH else task) for number, row, task in rows]
+
+
+def _task(row: Row) -> str | None:
+    for key in ("category", "task"):
+        if isinstance(row.get(key), str) and row[key]:
+            return str(row[key])
+    if isinstance(row.get("task_id"), str) and "/" in row["task_id"]:
+        return str(row["task_id"]).partition("/")[0]   # HumanEval/0
+    if "question" in row and "####" in str(row.get("answer")):
+        return "GSM8K"
+    return None
+
+
+def _chosen(rows: list[tuple[int, Row, str]], per_task: int | None) -> Iterator[tuple[int, Row, str]]:
+    taken: Counter[str] = Counter()
+    for number, row, task in rows:
+        taken[task] += 1
+        if per_task is None or taken[task] <= per_task:
+            yield number, row, task
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _up_to_the_answer(row: Row, column: str) -> tuple[list[Message], Any]:
+    """The messages before the assistant's last one, or all messages if there is none; and the tools."""
+    messages, tools = read_conversation(row, column, column)
+    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    asked = messages[: answers[-1]] if answers else messages
+    if not asked:
+        raise UserError(f"{column} begins with its last answer: nothing is asked")
+    return asked, tools

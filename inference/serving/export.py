@@ -1,0 +1,206 @@
+"""Export heads: choose the layout, check them, write the folder, and say how engines start with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headstart import __version__
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
+from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.backbone import load_tokenizer
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.checkpoint import recipe_section
+from headstart.inference.serving.engines import (
+    ENGINES,
+    METHODS,
+    QUANTIZED,
+    Served,
+    launch_line,
+    nearest,
+    quantize_notes,
+    readers,
+    require_engine,
+    require_quantizable,
+)
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
+from headstart.inference.serving.layouts.files import new_folder, require_new
+from headstart.inference.serving.layouts.layout import Layout, layouts_of
+from headstart.inference.serving.layouts.quantize import How
+from headstart.support.errors import UserError
+from headstart.support.json_text import read_json
+
+BACKBONE = "backbone"
+"""Folder of a merged backbone inside the exported folder."""
+PROVENANCE = "headstart_export.json"
+"""File of an exported folder that says what was exported, for `headstart verify`."""
+TEMPLATE = "chat_template.jinja"
+"""File of a chat template that the recipe has set."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``headstart export`` was asked for."""
+
+    heads: str
+    to: str
+    """An engine or a layout."""
+    out: Path
+    backbone: str | None = None
+    """From where engines load the backbone (None: from where it was trained)."""
+    dtype: Dtype = "auto"
+    adapter: Literal["merge", "keep"] = "merge"
+    quantize: How | None = None
+    """Store the weights of linear layers in 8 bits."""
+
+
+def export(request: Request) -> dict[str, Any]:
+    """Write heads in the layout of an engine, into a new folder, and return a report: layout, changes, engines and launch lines.
+
+    Raises UserError, before anything is written, for an unknown format, heads that it or the engine cannot hold, damaged heads, a folder
+    that is not empty, or a backbone that is missing or another one.
+    """
+    known = {one.name: one for one in layouts_of()}
+    if request.to not in known and request.to not in ENGINES:
+        raise nearest(request.to, [*ENGINES, *sorted(known)])
+    require_new(request.out)
+    heads = read_checkpoint(request.heads, request.backbone)
+    layout, engine = _chosen(request.to, heads, known)
+    rank = _rank(heads, request.adapter, engine)
+    if request.quantize is not None:
+        require_quantizable(request.quantize, heads.method, layout.name, engine)
+    if heads.adapter is not None and request.adapter == "merge":
+        heads = replace(heads, served=str(request.out.absolute() / BACKBONE))
+    layouts_of(heads.method)[0].check(heads, heads.config, heads.tensors)
+    with new_folder(request.out) as folder:
+        layout.write(heads, request.dtype, folder, request.quantize)
+        if heads.adapter is not None:
+            if request.adapter == "merge":
+                _write_merged(heads, folder)
+            else:
+                shutil.copytree(heads.adapter, folder / ADAPTER)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        served = _served(heads, request, config, rank)
+        if (template := recipe_section(heads.card["provenance"], "data").get("chat_template")) is not None:
+            (folder / TEMPLATE).write_text(template, encoding="utf-8")
+        report = _report(heads, request, layout, served, engine)
+        stated = {key: value for key, value in report.items() if key not in ("launch", "notes")}
+        (folder / PROVENANCE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _chosen(to: str, heads: Checkpoint, known: dict[str, Layout]) -> tuple[Layout, str | None]:
+    """Return the layout and, if one was asked for, the engine. Raises UserError if either cannot hold the heads."""
+    held = layouts_of(heads.method)
+    names = [one.name for one in held]
+    if to in ENGINES:
+        require_engine(to, heads.method, names)
+        layout = next(one for one in held if to in one.engines)
+        if reason := layout.unread(heads).get(to):
+            raise UserError(f"{ENGINES[to]} does not read {heads.path}: {reason}; --to {layout.name} writes the layout all the same")
+        return layout, to
+    if to not in names:
+        of = ", ".join(METHODS[method] for method in known[to].methods)
+        allowed = f"for these heads: {', '.join(names)}" if names else "no engine reads these: decode them with headstart.load"
+        raise UserError(f"{heads.path} holds {METHODS[heads.method]} heads; the layout {to} is of {of}; {allowed}")
+    return known[to], None
+
+
+def _rank(heads: Checkpoint, how: str, engine: str | None) -> int:
+    """Return the rank of an adapter that is kept; 0: none is. Raises UserError unless an engine can serve it unmerged beside heads."""
+    if how != "keep":
+        return 0
+    if heads.adapter is None:
+        raise UserError(f"{heads.path} was trained without an adapter on the backbone; leave out --adapter keep")
+    if engine not in (None, "vllm"):
+        raise UserError(f"--adapter keep is for vLLM; whether {ENGINES[engine]} drafts for an adapter is not known: use --adapter merge")
+    if read_json(heads.adapter / ADAPTER_CONFIG, "train again, or restore the file").get("use_dora"):
+        raise UserError("--adapter keep does not go with DoRA, which vLLM does not read: use --adapter merge")
+    return adapter_rank(heads.adapter)
+
+
+def adapter_rank(folder: Path) -> int:
+    """Return the largest rank of an adapter of PEFT."""
+    config = read_json(folder / ADAPTER_CONFIG, "train again, or restore the file")
+    return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+
+
+def _write_merged(heads: Checkpoint, folder: Path) -> None:
+    """Write the backbone with the adapter merged into its weights, in the dtype of its checkpoint. Raises UserError."""
+    assert heads.adapter is not None
+    backbone = heads.load_backbone()
+    backbone.require_adapter(heads.path, heads.adapter, heads.card["contract"]["adapter"])
+    assert backbone.adapter is not None
+    model = backbone.adapter.peft.merge_and_unload()
+    dtype = getattr(torch, str(heads.backbone_config.get("dtype", heads.backbone_config.get("torch_dtype"))), None)
+    (model if dtype is None else model.to(dtype)).save_pretrained(folder / BACKBONE)
+    try:
+        load_tokenizer(heads.backbone).save_pretrained(folder / BACKBONE)
+    except UserError:
+        pass   # a backbone without a tokenizer stays one
+
+
+def _served(heads: Checkpoint, request: Request, config: dict[str, Any], rank: int) -> Served:
+    out = str(request.out.absolute())
+    adapter = f"{out}/{ADAPTER}" if rank else None
+    return Served(heads.method, out, heads.served, heads.depth, config, adapter, rank)
+
+
+def _report(heads: Checkpoint, request: Request, layout: Layout, served: Served, engine: str | None) -> dict[str, Any]:
+    unread, asked = layout.unread(heads), layout.engines if engine is None else (engine,)
+    if served.adapter is not None:
+        asked = ("vllm",)
+    reading = {name: entry for name, entry in readers(heads.method).items() if name in asked and name not in unread}
+    same = "the checkpoint's own layout: names, shapes, values and layer numbers checked"
+    notes = layout.notes(heads) or [same + (", nothing changed" if request.quantize is None else "")]
+    notes += [f"not for {ENGINES[name]}: {reason}" for name, reason in unread.items() if name in asked]
+    if find_gguf(heads.backbone) is not None:
+        notes.append("the backbone is a GGUF file, which few engines load; the heads fit the model's safetensors too (--backbone)")
+    if request.quantize is not None:
+        reading = {name: entry for name, entry in reading.items() if (name, heads.method) in QUANTIZED}
+        notes += quantize_notes(request.quantize, heads.method)
+    notes += _template_notes(heads)
+    if request.dtype != "auto":
+        notes.append(f"weights are written in {request.dtype}")
+    return {
+        "format": FORMAT,
+        "layout": layout.name,
+        "method": heads.method,
+        "headstart": __version__,
+        "heads": {
+            "path": str(Path(heads.path).absolute()) if heads.folder == Path(heads.path).expanduser() else heads.path,
+            "kind": heads.card["kind"],
+            "sha256": heads.card["weights"]["sha256"],
+        },
+        "backbone": served.backbone,
+        "engines": list(reading),
+        "contract": heads.card["contract"],
+        "dtype": request.dtype,
+        "quantize": request.quantize,
+        "depth": heads.depth,
+        "adapter": None if heads.adapter is None else request.adapter,
+        "notes": notes,
+        "launch": {name: {"line": launch_line(name, served), "support": f"{ENGINES[name]}, {entry}"} for name, entry in reading.items()},
+    }
+
+
+def _template_notes(heads: Checkpoint) -> list[str]:
+    """Say what engines do not know of the chat template that the heads were trained with."""
+    data = recipe_section(heads.card["provenance"], "data")
+    own = f"trained with a chat template of the recipe's, written as {TEMPLATE}: let the engine ask with it (--chat-template)"
+    given = f"trained with variables of the chat template: send them with requests (chat_template_kwargs {data.get('template_kwargs')})"
+    return [own] * (data.get("chat_template") is not None) + [given] * bool(data.get("template_kwargs"))
+
+
+def lines(report: dict[str, Any], out: Path) -> list[str]:
+    """Return a report as text."""
+    first = f"{METHODS[report['method']]}: {report['heads']['path']} written to {out}, layout {report['layout']}"
+    notes = [f"  {note}" for note in report["notes"]]
+    launch = [line for one in report["launch"].values() for line in ("", one["support"], f"  {one['line']}")]
+    return [first, *notes, *launch]

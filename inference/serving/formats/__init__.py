@@ -1,1 +1,0 @@
-"""Layouts of exported heads, one file each; `format.py` says what a layout is."""

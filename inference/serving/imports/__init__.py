@@ -1,1 +1,0 @@
-"""Heads that other trainers wrote, as ordinary heads of Headstart."""

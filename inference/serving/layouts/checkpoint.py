@@ -1,0 +1,185 @@
+"""Heads as a checkpoint of Headstart stores them, for export and publication: read without their backbone wherever that is possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.backbone import Backbone, load_backbone
+from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
+from headstart.heads.backbone.weight_files import weight_files
+from headstart.heads.checkpoint import AGAIN, METADATA, check_contract, read_drafter, read_metadata
+from headstart.heads.draft_model import DRAFT_DEPTH
+from headstart.support.dtypes import NAMES, torch_dtype
+from headstart.support.errors import UserError
+from headstart.support.files import file_hash
+from headstart.support.hub import find_folder
+from headstart.support.json_text import read_json
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+EMBEDDING = "embed_tokens.weight"
+METHODS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE-1",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "mtp": "MTP (in the backbone)",
+    "draft_model": "draft model",
+    "pard": "parallel draft model (PARD)",
+    "medusa": "Medusa",
+    "mlp": "MLP speculator",
+    "hydra": "Hydra",
+}
+"""Methods as engines tell them apart -> their names; `method_of` gives that of heads."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A heads checkpoint and the backbone that it is exported for."""
+
+    path: str
+    """Folder or hub id, as given."""
+    folder: Path
+    card: dict[str, Any]
+    """``headstart.json``."""
+    method: str
+    """See `METHODS`."""
+    config: dict[str, Any]
+    """``config.json``."""
+    tensors: dict[str, Tensor]
+    """The weights, with the drafter's own adapter, if any, added to them."""
+    backbone: str
+    """Folder or hub id of the backbone."""
+    served: str
+    """Folder or hub id from which engines load it: another one if an adapter is merged into it."""
+
+    @property
+    def depth(self) -> int:
+        """How many tokens the heads draft beyond the root; a block head its whole block, since its drafts depend on the block's length."""
+        arguments = self.card["arguments"]
+        if self.card["kind"] == "block":
+            return int(arguments["depth"])
+        least = DRAFT_DEPTH if self.method == "draft_model" else 1
+        return int(arguments.get("draft_depth") or max(arguments["depth"], least))
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the backbone's adapter that the heads were trained with, if any."""
+        return self.folder / ADAPTER if self.card["contract"].get("adapter") is not None else None
+
+    @property
+    def weights_file(self) -> str:
+        return str(self.card["weights"]["file"])
+
+    @cached_property
+    def backbone_config(self) -> dict[str, Any]:
+        """The backbone's ``config.json``. Raises UserError if it cannot be found or is not the backbone the heads were trained on."""
+        return backbone_config(self.backbone, self.path, self.card["contract"])
+
+    def load_backbone(self) -> Backbone:
+        """Load the backbone in fp32 on the CPU, without its adapter. Raises UserError, also for a backbone of another shape."""
+        backbone = load_backbone(self.backbone, dtype="fp32", device="cpu")
+        check_contract(self.path, self.card, backbone, allow_finetuned=True)
+        return backbone
+
+    def embedding(self) -> Tensor:
+        """Return the backbone's embedding ``[V, D]``, from its files or, where they do not name one, from the model."""
+        if find_gguf(self.backbone) is not None:
+            return self.load_backbone().embed.weight.detach()
+        folder = find_folder(resolve(self.backbone), "backbone", ["*.safetensors", "*.json"])
+        size = [self.card["contract"]["vocab_size"], self.card["contract"]["hidden_size"]]
+        files = weight_files(folder)
+        names = [name for name in files if name.endswith(EMBEDDING) and ".layers." not in name]
+        if len(names) == 1:
+            with safe_open(files[names[0]], framework="pt") as file:
+                if list(file.get_slice(names[0]).get_shape()) == size:
+                    return file.get_tensor(names[0])
+        return self.load_backbone().embed.weight.detach()
+
+    def cast(self, dtype: Dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return configuration and tensors with floating-point numbers in ``dtype``; auto: as they are."""
+        wanted = torch_dtype(dtype)
+        if wanted is None:
+            return dict(self.config), dict(self.tensors)
+        stated = {key: NAMES[dtype] for key in ("dtype", "torch_dtype") if key in self.config}
+        return self.config | stated, {name: x.to(wanted) if x.is_floating_point() else x for name, x in self.tensors.items()}
+
+
+def method_of(kind: str, arguments: dict[str, object]) -> str:
+    """Return the method of heads of a kind, with the arguments that their checkpoint states, as engines tell methods apart."""
+    if kind == "block":
+        return {"none": "dflash", "markov": "dspark", "recurrent": "domino"}[str(arguments.get("correction", "markov"))]
+    return "pard" if kind == "draft_model" and arguments.get("parallel") else kind
+
+
+def read_checkpoint(path: str, backbone: str | None) -> Checkpoint:
+    """Read heads; ``backbone``: from where engines load the backbone (None: from where it was trained).
+
+    Raises UserError if the heads are missing, damaged or of no method that an engine reads, or if the backbone given is missing or not the
+    one that they were trained on.
+    """
+    folder, card = read_metadata(path)
+    name = resolve(backbone or str(card["backbone"]))
+    if not name:
+        raise UserError(f"{path} does not say which backbone it was trained on; give --backbone")
+    if backbone is not None:
+        backbone_config(name, path, card["contract"])
+    method = method_of(card["kind"], card["arguments"])
+    if method not in METHODS:
+        raise UserError(f"{path} holds heads of kind {method!r}, which is code of your own; engines read {', '.join(METHODS)}")
+    config, tensors = _files(path, folder, card) if "adapter" not in card["weights"] else _merged(path, folder, card, name)
+    return Checkpoint(path, folder, card, method, config, tensors, name, name)
+
+
+def backbone_config(name: str, heads: str, contract: dict[str, Any]) -> dict[str, Any]:
+    """Return a backbone's ``config.json``, or what the header of a GGUF file states.
+
+    Raises UserError if there is none, or if its sizes are not those that the heads state.
+    """
+    if (gguf := find_gguf(name)) is not None:
+        config = read_gguf_config(gguf).to_dict()
+    else:
+        file = find_folder(name, "backbone", ["config.json"]) / "config.json"
+        if not file.is_file():
+            raise UserError(f"no backbone at {name!r}: the folder has no config.json; give a folder or a hub id of a model")
+        config = read_json(file, "fetch the backbone again")
+    stated = config.get("text_config", config)
+    spelled = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "vocab_size": "vocab_size"}
+    for key, other in spelled.items():
+        found = stated.get(key, stated.get(other, contract[key]))
+        if found != contract[key]:
+            trained = f"{heads} was trained on a backbone with {key} {contract[key]}"
+            raise UserError(f"{trained}; {name} has {found}: give the one it was trained on with --backbone")
+    return config
+
+
+def _files(path: str, folder: Path, card: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read configuration and weights as they are stored."""
+    file = folder / card["weights"]["file"]
+    if not file.is_file() or file_hash(file) != card["weights"]["sha256"]:
+        fault = "is truncated or changed" if file.is_file() else "is missing"
+        raise UserError(f"{file} {fault} (see the hash in {METADATA}); train or fetch the heads again")
+    try:
+        return read_json(folder / "config.json", AGAIN), load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; train or fetch the heads again") from None
+
+
+def _merged(path: str, folder: Path, card: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read weights with the drafter's own adapter (drafter.lora) added to them, which takes the backbone."""
+    drafter = read_drafter(path, folder, card, load_backbone(name, dtype="fp32", device="cpu"))
+    stored = read_json(folder / "config.json", AGAIN).get("dtype")
+    dtype = getattr(torch, str(stored), None) if stored in NAMES.values() else None
+    with torch.no_grad():
+        drafter = drafter if dtype is None else drafter.to(dtype)
+        return drafter.engine_config(), {key: tensor.detach() for key, tensor in drafter.tensors().items()}

@@ -1,0 +1,187 @@
+"""EAGLE-3 as SafeAILab, SpecForge and the engines have it: ``fc``, ``midlayer`` or ``layers.0``, ``norm``, ``lm_head``, ``d2t``.
+
+vLLM, SGLang and TensorRT-LLM load the checkpoint as it is, SafeAILab's own code if ``norm_output`` is false. The number j of a top-level
+``eagle_aux_hidden_state_layer_ids`` is the residual stream after j layers (vLLM), in ``eagle_config`` the output of layer j (SGLang).
+What a file leaves open is read every way that fits: the counting of layer ids, and for a later layer which of two norms is its input norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
+from headstart.inference.serving.layouts.checkpoint import Checkpoint
+from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree, sliding_window
+from headstart.inference.serving.layouts.files import DamagedError, Files
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, without_copies
+from headstart.inference.serving.layouts.reader.base import Reading, Shapes
+from headstart.inference.serving.layouts.reader.eagle import Eagle3Reader
+from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
+from headstart.inference.serving.layouts.vocabulary import vocabulary_shapes, with_vocabulary
+from headstart.support.errors import UserError
+
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+Taps = list[tuple[tuple[int, ...], str]]
+"""Possible taps, each with the counting that gives them."""
+
+
+class Eagle3(Layout):
+    """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use. Read as ``layers.0.``, whatever the file calls it."""
+
+    name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")
+    order = 6
+    copies = frozenset({"embed_tokens.weight"})
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        reasons = {}
+        if heads.config.get("attention_bias"):
+            reasons["sglang"] = "it has no biases of queries, keys and values in EAGLE-3"
+        if has_qk_norm(heads.config):
+            reasons |= dict.fromkeys(("sglang", "trtllm"), "it has no EAGLE-3 module that norms queries and keys (drafter.qk_norm)")
+        if heads.config["norm_before_residual"]:
+            reasons |= dict.fromkeys(("sglang", "trtllm"), "it ignores norm_before_residual and would draft other tokens")
+        return reasons
+
+    def recognises(self, files: Files) -> bool:
+        return "fc.weight" in files.shapes and any(numbered(name).endswith("layers.0.hidden_norm.weight") for name in files.shapes)
+
+    def states(self, config: Mapping[str, Any]) -> bool:
+        return "Eagle3" in " ".join(config.get("architectures") or [])
+
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+        found = self.readings(files, files.config, tap_choices(files.config, on.layers, counting, files.path))
+        ignored = "norm_before_residual is true, which SGLang and TensorRT-LLM ignore"
+        return [replace(one, notes=(*one.notes, ignored)) if one.options["norm_before_residual"] else one for one in found]
+
+    def readings(self, files: Files, config: Mapping[str, Any], taps: Taps) -> list[Reading]:
+        """Return a reading for each of ``taps`` and for each norm that may be a later layer's. ``config`` is flat."""
+        nested = config.get("eagle_config") or {}
+        if "mask_hidden" in files.shapes or config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
+            raise UserError(f"{files.path} drafts all tokens in parallel (P-EAGLE), which eagle3 heads here do not")
+        if not nested.get("use_aux_hidden_state", True):
+            raise UserError(f"{files.path} reads the final hidden state alone (use_aux_hidden_state false), which eagle3 heads here do not")
+        options = {key: bool(config.get(key) or nested.get(key)) for key in NORMS}
+        options["norm_before_residual"] = bool(config.get("norm_before_residual"))
+        options["qk_norm"] = has_qk_norm(config) or any(name.endswith("self_attn.q_norm.weight") for name in files.shapes)
+        tensors = {numbered(name): tensor for name, tensor in files.read().items()}
+        remarks, notes = layer_ids_disagree(config.get(IDS), nested.get(IDS), "eagle_config's"), list[str]()
+        later = _later_norms(tensors, remarks, notes)
+        plain = Reading(Eagle3Reader, config, tensors, (), options, tuple(remarks), tuple(notes))
+        return [
+            replace(plain, taps=chosen, tensors={**tensors, **norms}, choice="; ".join(part for part in (of_taps, of_norms) if part))
+            for (chosen, of_taps), (norms, of_norms) in product(taps, later)
+        ]
+
+    def shaped(self, reading: Reading, on: Sizes) -> Reading:
+        config, options, layer = reading.config, reading.options, read_shape(reading.config)
+        (V, DV), D = on.vocabularies(config), layer.hidden
+        taps, width = config.get("num_aux_hidden_states") or len(reading.taps), config.get("target_hidden_size") or on.width
+        shapes: Shapes = {"fc.weight": (D, taps * width), "norm.weight": (D,), "lm_head.weight": (DV, D), "embed_tokens.weight": (V, D)}
+        shapes |= vocabulary_shapes(DV, V) | {"layers.0.hidden_norm.weight": (D,)}
+        for i in range(layer.layers):
+            own = layer_shapes(layer, D if i else 2 * D, options["qk_norm"]) | {"input_layernorm.weight": (D,)}
+            shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
+        shapes |= {"input_norm.weight": (taps * width,)} if options["norm_before_fc"] else {}
+        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(taps)} if options["fc_norm"] else {}
+        optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
+        return replace(reading, layer=layer, shapes=shapes, optional=frozenset(optional))
+
+    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
+        config, path = reading.config, files.path
+        if config.get("hidden_size", backbone.dim) != backbone.dim:
+            raise UserError(f"{path} has heads of width {config['hidden_size']}; heads here have the backbone's width, {backbone.dim}")
+        if config.get("logit_scale", 1.0) not in (None, 1.0):
+            raise UserError(f"{path} scales logits by {config['logit_scale']}, which eagle3 heads here do not")
+        tensors, notes = without_copies({_ours(name): x for name, x in reading.tensors.items()}, backbone, path, head=False)
+        if SECOND_NORM in tensors:
+            tensors[ITS_COPY] = tensors[SECOND_NORM]
+        if "lm_head.weight" not in tensors:
+            tensors["lm_head.weight"] = backbone.unembed.weight.detach().cpu()
+            notes.append("lm_head is missing and was copied from the backbone")
+        tensors, size, of_vocabulary = with_vocabulary(tensors, ["lm_head.weight"], backbone.vocab, path)
+        arguments = {
+            **layer_arguments(config, backbone, path),
+            **reading.options,
+            "layers": 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+            "sliding_window": sliding_window(config, Sizes.of(backbone).positions, path),
+            "draft_vocab_size": size,
+            "taps": reading.taps,
+        }
+        names = {_ours(numbered(name)): name for name in files.shapes}
+        return Imported("eagle3", arguments, tensors, names, (*notes, *of_vocabulary))
+
+
+def has_qk_norm(config: Mapping[str, Any]) -> bool:
+    """Return whether an EAGLE-3 head norms queries and keys, which its architecture says."""
+    return "Eagle3Qwen3ForCausalLM" in (config.get("architectures") or [])
+
+
+def numbered(name: str) -> str:
+    """Return a tensor's name with ``layers.0.`` for the first layer, which some layouts call ``midlayer.``."""
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def _ours(name: str) -> str:
+    """Return the name of a tensor in Headstart's EAGLE-3 heads."""
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def _later_norms(tensors: dict[str, Tensor], remarks: list[str], notes: list[str]) -> list[tuple[dict[str, Tensor], str]]:
+    """Give later layers' input norms vLLM's name, where SGLang has another; returns what may be read instead of these, if they differ."""
+    later = [name for name in tensors if name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")]
+    others: dict[str, Tensor] = {}
+    for name in sorted(later):
+        ours, norm = name.replace("hidden_norm", "input_layernorm"), tensors.pop(name)
+        if ours not in tensors:
+            tensors[ours] = norm
+            notes.append(f"{ours} is missing, which vLLM reads for a later layer; SGLang reads {name}")
+        elif not tensors[ours].equal(norm):
+            others[ours] = norm
+            remarks.append(f"{ours} and {name} differ, but engines read either as the same norm: swapped or damaged norms")
+    if not others:
+        return [({}, "")]
+    first, said = next(iter(others)), "is the second layer's input norm"
+    return [({}, f"{first} {said}"), (others, f"{first.replace('input_layernorm', 'hidden_norm')} {said}")]
+
+
+def tap_choices(config: Mapping[str, Any], layers: int, counting: Counting | None, path: str) -> Taps:
+    """Return the possible taps of an EAGLE-3 configuration, the likeliest first; ``stated``: only as its keys say.
+
+    The key at the top counts states (vLLM), the one in ``eagle_config`` outputs of layers (SGLang); files with one of them exist in both
+    countings. Without either the taps are the default, on which all engines agree.
+    """
+    top = _ids(config.get(IDS), IDS, path)
+    nested = _ids((config.get("eagle_config") or {}).get(IDS), f"eagle_config.{IDS}", path)
+    ids = top if top is not None else nested
+    if ids is None:
+        default = (2, layers // 2, layers - 3)
+        if len(set(default)) < 3 or min(default) < 0:
+            raise UserError(f"{path} names no layers to read ({IDS}), and the default {list(default)} is none for {layers} layers; add it")
+        return [(default, "")]
+    order: list[Counting] = ["hs", "layer"] if top is not None else ["layer", "hs"]
+    agree = top is not None and nested is not None and top == tuple(i + 1 for i in nested)
+    if counting == "stated" or (counting is None and agree):
+        order = order[:1]
+    elif counting is not None:
+        order = [counting]
+    choices = [(tuple(sorted({i + (one == "layer") for i in ids})), one) for one in order]
+    named = [(taps, f"layer ids {list(ids)} counted as {one}: taps {list(taps)}") for taps, one in choices]
+    fitting = [(taps, choice) for taps, choice in named if taps[0] >= 0 and taps[-1] <= layers]
+    if not fitting:
+        fault = f"{path} reads the layers {list(ids)}, and the backbone has {layers}: shifted layer ids, or heads of another backbone"
+        raise DamagedError(f"{fault}; give its own, or another --counting")
+    return [(taps, "" if agree and counting is None else choice) for taps, choice in fitting]
+
+
+def _ids(value: Any, key: str, path: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value or any(type(i) is not int for i in value):
+        raise UserError(f"{path}: {key} in config.json is a list of layer numbers; got {value!r}")
+    return tuple(sorted(set(value)))

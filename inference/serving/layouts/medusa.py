@@ -1,0 +1,126 @@
+"""Medusa as FasterDecoding, TGI and vLLM write it: heads of residual blocks, with output layers of their own (v1) or the backbone's (v2).
+
+``[ResBlock] * n`` in FasterDecoding's code repeats one block: its files hold the block n times, or once if the copies were dropped. An
+export is written twice: ``medusa_lm_head.safetensors`` for vLLM up to 0.32 and TGI, ``medusa_lm_head.pt`` for FasterDecoding and the
+TensorRT backend of TensorRT-LLM up to 1.2.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.files import Contents, Files
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
+from headstart.inference.serving.layouts.reader.base import Reading, Shapes
+from headstart.inference.serving.layouts.reader.medusa import MedusaReader
+from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
+from headstart.support.errors import UserError
+
+PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
+HEADS, LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
+BLOCK = re.compile(r"(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.(weight|bias)")
+OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
+
+
+class Medusa(Layout):
+    """FasterDecoding's names; no ``architectures``, with which TGI refuses the directory."""
+
+    name, title, methods, engines = "medusa", "Medusa", ("medusa",), ("vllm", "tgi", "trtllm")
+    order = 1
+
+    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
+        config, tensors = heads.cast(dtype)
+        stated = {key: value for key, value in config.items() if key != "draft_vocab_size"} | {"base_model_name_or_path": heads.served}
+        whole = over_whole_vocabulary(tensors, f".{config['medusa_num_layers']}.weight", config["vocab_size"])
+        return Contents(stated, whole, "medusa_lm_head.safetensors", pickled_file="medusa_lm_head.pt")
+
+    def notes(self, heads: Checkpoint) -> list[str]:
+        copy = "the weights are also written as medusa_lm_head.pt, for FasterDecoding's code"
+        return [WHOLE, copy] if "t2d" in heads.tensors else [copy]
+
+    def recognises(self, files: Files) -> bool:
+        return any(key in files.config for key in (HEADS[0], LAYERS[0])) or files.config.get("model_type") == "medusa"
+
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+        path, config = files.path, files.config
+        if "token_map" in files.shapes:
+            fault = f"token_map {list(files.shapes['token_map'])} in {path}"
+            raise UserError(f"{path} has a truncated vocabulary ({fault}), which vLLM fails on and which is not read")
+        tensors = {_renamed(_bare(name)): tensor for name, tensor in files.read().items()}
+        blocks = [match for name in tensors if (match := BLOCK.fullmatch(name))]
+        heads = {int(match[3]) for match in blocks}
+        if not blocks or heads != set(range(len(heads))):
+            raise UserError(f"{path} has no Medusa heads 0 to n - 1: blocks of the heads {sorted(heads)}")
+        layers = 1 + max(int(match[4]) for match in blocks)
+        stated, remarks, notes = _stated(config, LAYERS) or layers, [], []
+        if layers == 1 and stated > 1 and "0.1.weight" not in tensors:
+            layers = stated
+            tensors |= {name.replace(".0.", f".{i}.", 1): tensor for name, tensor in tensors.items() if BLOCK.fullmatch(name)
+                        for i in range(1, layers)}  # fmt: skip
+            notes.append(f"config.json states {layers} blocks a head and the file holds one, which FasterDecoding's code repeats")
+        for k in heads:
+            if f"{k}.lm" in tensors:
+                tensors[f"{k}.{layers}.weight"] = tensors.pop(f"{k}.lm")
+        if (count := _stated(config, HEADS) or len(heads)) != len(heads):
+            remarks.append(f"config.json states {count} heads, the file holds {len(heads)}")
+        if stated != layers:
+            remarks.append(f"config.json states {stated} blocks per head, the file holds {layers}")
+        if not config.get("medusa_fc_bias") and any(bool(x.any()) for name, x in tensors.items() if name.endswith("linear.bias")):
+            remarks.append("medusa_fc_bias is not true in config.json, so vLLM drops the biases")
+        options = {"heads": len(heads), "blocks": layers}
+        return [Reading(MedusaReader, config, tensors, (), options, tuple(remarks), tuple(notes))]
+
+    def shaped(self, reading: Reading, on: Sizes) -> Reading:
+        config, heads, layers = reading.config, reading.options["heads"], reading.options["blocks"]
+        (V, DV), D = on.vocabularies(config), config.get("hidden_size") or on.width
+        outputs = [f"{k}.{layers}.weight" for k in range(heads)]
+        blocks = [f"{k}.{i}.linear." for k in range(heads) for i in range(layers)]
+        shapes: Shapes = vocabulary_shapes(DV, V) | dict.fromkeys(outputs, (DV, D))
+        shapes |= {f"{block}weight": (D, D) for block in blocks} | {f"{block}bias": (D,) for block in blocks}
+        shared = config.get("original_lm_head") or not any(name in reading.tensors for name in outputs)
+        biased = any(f"{block}bias" in reading.tensors for block in blocks)
+        optional = {"t2d", *(outputs if shared else ()), *(() if biased else (f"{block}bias" for block in blocks))}
+        return replace(reading, shapes=shapes, optional=frozenset(optional))
+
+    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
+        depth, layers = reading.options["heads"], reading.options["blocks"]
+        tensors: dict[str, Tensor] = dict(reading.tensors)
+        counts = [f"{remark}: all {depth} are used" for remark in reading.remarks if "heads, the file" in remark]
+        notes = [*counts, *reading.notes]
+        outputs = [f"{k}.{layers}.weight" for k in range(depth)]
+        if files.config.get("original_lm_head") and outputs[0] in tensors:
+            tensors |= {name: tensors[outputs[0]] for name in outputs}
+            notes.append("original_lm_head: the first output layer is that of all heads")
+        elif not any(name in tensors for name in outputs):
+            tensors |= dict.fromkeys(outputs, backbone.unembed.weight.detach().cpu())
+            notes.append("without output layers of their own (version 2): the heads start with copies of the backbone's")
+        biases = [f"{k}.{i}.linear.bias" for k in range(depth) for i in range(layers)]
+        if not any(name in tensors for name in biases):
+            tensors |= {name: torch.zeros(backbone.dim) for name in biases}
+            notes.append("blocks without biases, which are zero here")
+        tensors, size, of_vocabulary = with_vocabulary(tensors, outputs, backbone.vocab, files.path)
+        return Imported("medusa", {"depth": depth, "layers": layers, "draft_vocab_size": size}, tensors, notes=(*notes, *of_vocabulary))
+
+
+def _stated(config: Mapping[str, Any], keys: tuple[str, str]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""))
+
+
+def _renamed(name: str) -> str:
+    """Return FasterDecoding's name, which is Headstart's, for vLLM's; its output layers are ``k.lm``."""
+    if match := BLOCK.fullmatch(name):
+        return f"{match[1] or match[3]}.{match[2] or match[4]}.linear.{match[5]}"
+    match = OUTPUT.fullmatch(name)
+    return f"{match[1]}.lm" if match else name

@@ -1,0 +1,107 @@
+"""MTP modules: alone, as Headstart saves them, or inside a whole model's checkpoint, as DeepSeek, MiMo and Qwen3.5 ship them.
+
+Engines look for them only inside the backbone's checkpoint, so an export is a copy of it with the modules' weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
+from headstart.heads.backbone.native_mtp import Layout as Names
+from headstart.heads.backbone.weight_files import weight_files
+from headstart.heads.checkpoint import read_drafter
+from headstart.heads.mtp import Mtp
+from headstart.heads.native_mtp import write_back
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
+from headstart.inference.serving.layouts.quantize import How
+from headstart.inference.serving.layouts.reader.base import Reading, Shapes
+from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
+from headstart.inference.serving.layouts.reader.mtp import MtpReader
+from headstart.support.errors import UserError
+
+SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
+"""Names of the modules and type of the backbone for which engines have a class of dense MTP modules."""
+PARTS = ("enorm", "hnorm", "eh_proj", "norm")
+
+
+class MtpStitch(Layout):
+    """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
+
+    name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")
+    order = 8
+
+    def write(self, heads: Checkpoint, dtype: Dtype, folder: Path, quantize: How | None = None) -> None:
+        if dtype != "auto":
+            raise UserError(f"--dtype {dtype} is not for mtp-stitch, which writes the dtype of the backbone's checkpoint; leave it out")
+        if heads.adapter is not None:
+            raise UserError(f"{heads.path} was trained with an adapter, which a copy of the backbone lacks: merge it and train on that")
+        drafter = read_drafter(heads.path, heads.folder, heads.card, heads.load_backbone())
+        assert isinstance(drafter, Mtp)
+        require_finite(drafter.tensors())
+        write_back(drafter, folder)
+        assert drafter.tensors().keys() <= weight_files(folder).keys()
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        names, kind = str(heads.card["arguments"]["layout"]), str(heads.card["contract"]["model_type"])
+        reason = f"it is not known to read {names} modules of dense layers in a model of type {kind}; it reads MiMo's and Qwen3.5's"
+        return {} if (names, kind) in SERVED else dict.fromkeys(self.engines, reason)
+
+    def notes(self, heads: Checkpoint) -> list[str]:
+        return [f"a copy of {heads.backbone} with the modules' weights"]
+
+    def recognises(self, files: Files) -> bool:
+        layers = _text(files).get("num_hidden_layers")
+        return isinstance(layers, int) and _names(files, layers) is not None
+
+    def sizes(self, files: Files) -> Sizes:
+        text = _text(files)
+        return Sizes(text.get("hidden_size"), text.get("vocab_size"), text.get("num_hidden_layers"))
+
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+        names, wanted, modules = _names(files, on.layers), dict[str, str](), 0
+        if names is None:
+            raise DamagedError(f"{files.path} holds MTP modules, but none that follows the {on.layers} layers of this backbone")
+        while names.native(f"mtp.{modules}.eh_proj.weight", on.layers) in files.shapes and not (names.single and modules):
+            own = {names.native(f"mtp.{modules}.{part}.weight", on.layers): f"mtp.{modules}.{part}.weight" for part in PARTS}
+            start = names.native(f"mtp.{modules}.layer.", on.layers)
+            inside = [name for name in files.names(start) if name not in own and not name.endswith(SHARED)]
+            wanted |= own | {name: f"mtp.{modules}.layer.{name.removeprefix(start)}" for name in inside}
+            modules += 1
+        tensors = {wanted[name]: tensor for name, tensor in files.read(name for name in wanted if name in files.shapes).items()}
+        rest = len(files.shapes) - len(tensors)
+        options = {"family": names.name, "modules": modules, "rest": rest}
+        return [Reading(MtpReader, _text(files), tensors, options=options)]
+
+    def shaped(self, reading: Reading, on: Sizes) -> Reading:
+        names = LAYOUTS[reading.options["family"]]
+        layer = replace(read_shape(reading.config, 1), bias=names.attention_bias)
+        D = layer.hidden
+        own = layer_shapes(layer, D, head_norms=names.gated) | {"input_layernorm.weight": (D,)}
+        if names.gated:
+            own["self_attn.q_proj.weight"] = (2 * layer.heads * layer.head_dim, D)
+        shapes: Shapes = {}
+        for i in range(reading.options["modules"]):
+            shapes |= {f"mtp.{i}.{part}.weight": (D, 2 * D) if part == "eh_proj" else (D,) for part in PARTS}
+            shapes |= {f"mtp.{i}.layer.{name}": size for name, size in own.items()}
+        return replace(reading, layer=layer, shapes=shapes)
+
+    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
+        names, modules, rest = LAYOUTS[reading.options["family"]], reading.options["modules"], reading.options["rest"]
+        tensors = {names.native(name, backbone.num_layers): tensor for name, tensor in reading.tensors.items()}
+        arguments = {"layout": names.name} | ({"shared": False, "depth": modules} if modules > 1 else {})
+        notes = (f"{rest} tensors of the model beside the modules are left out",) if rest else ()
+        return Imported("mtp", arguments, tensors, notes=notes)
+
+
+def _text(files: Files) -> dict[str, Any]:
+    return dict(files.config.get("text_config") or files.config)
+
+
+def _names(files: Files, layers: int) -> Names | None:
+    return next((one for one in LAYOUTS.values() if one.native("mtp.0.eh_proj.weight", layers) in files.shapes), None)

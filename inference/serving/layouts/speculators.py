@@ -1,0 +1,167 @@
+"""The format of vLLM's *speculators*, version 0.9: ``transformer_layer_config`` and ``speculators_config``; layers counted as states.
+
+There is no ``model_type`` beside the configuration of the layers, since vLLM takes a folder with one for an ordinary model.
+``norm_before_residual`` is stated because vLLM's default here is true and speculators' false: a file without it is read both ways. EAGLE-3
+heads carry the backbone's embedding, which speculators leaves uninitialised where it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.serving.layouts.block import Block
+from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
+from headstart.inference.serving.layouts.decoder_layer import IDS, sliding_window
+from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
+from headstart.inference.serving.layouts.files import Contents, Files
+from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding
+from headstart.inference.serving.layouts.mtp import MtpStitch
+from headstart.inference.serving.layouts.reader.base import Reading
+from headstart.inference.serving.layouts.reader.mtp import MtpReader
+from headstart.support.errors import UserError
+
+VERSION = "0.9.0"
+LAYER_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tie_word_embeddings", "sliding_window", "layer_types",
+)  # fmt: skip
+CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
+MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layernorm": "enorm", "final_layernorm": "norm"}
+"""Modules of ``mtp_layers.0.``; others are of the decoder layer."""
+EAGLE3, BLOCK = Eagle3(), Block()
+INNER: dict[str, Layout] = {"eagle3": EAGLE3, "block": BLOCK, "mtp": MtpStitch()}
+"""The layouts that have the same tensors, by the method of the reader."""
+
+
+class Speculators(Layout):
+    """EAGLE-3, DFlash and DSpark; MTP modules are read too."""
+
+    name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dspark"), ("vllm",)
+    order = 2
+    copies = Block.copies
+
+    def lay_out(self, heads: Checkpoint, dtype: Dtype) -> Contents:
+        config, tensors = heads.cast(dtype)
+        common = {
+            "architectures": [CLASSES[heads.method]],
+            KIND: heads.method,
+            "speculators_version": VERSION,
+            "draft_vocab_size": config["draft_vocab_size"],
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "dtype": config["dtype"],
+            "speculators_config": _proposal(heads),
+        }
+        layers = {key: config[key] for key in LAYER_KEYS if key in config}
+        if heads.method == "eagle3":   # a later layer's hidden_norm is a copy that SGLang alone reads
+            kept = {name: x for name, x in tensors.items() if not (name.startswith("layers.") and name.endswith(".hidden_norm.weight"))}
+            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
+            tensors["embed_tokens.weight"] = heads.embedding().to(tensors["fc.weight"].dtype)
+            own = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output", RESIDUAL)}
+            own |= {"embed_requires_grad": False, IDS: config[IDS]}
+            layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]   # vLLM reads it here only
+            layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
+        else:
+            own = _block_config(config)
+            if config["dflash_config"].get("causal"):   # here layers with a window are causal inside a block, others never
+                kinds = ["sliding_attention"] * config["num_hidden_layers"]
+                window = {"sliding_window": config["max_position_embeddings"], "use_sliding_window": True}
+                layers, own = layers | {"layer_types": kinds} | window, own | {"sliding_window_non_causal": False}
+        return Contents(common | own | {"transformer_layer_config": layers}, tensors)
+
+    def unread(self, heads: Checkpoint) -> dict[str, str]:
+        return {} if heads.method == "eagle3" else unscaled_embedding(heads, self.engines)   # EAGLE-3 norms the embedding
+
+    def notes(self, heads: Checkpoint) -> list[str]:
+        moved = ["the configuration is that of speculators 0.9"]
+        if heads.method == "eagle3":
+            moved.append("midlayer. is written as layers.0., and the backbone's embedding is added, which speculators needs")
+        return moved
+
+    def recognises(self, files: Files) -> bool:
+        return self.states(files.config)
+
+    def states(self, config: Mapping[str, Any]) -> bool:
+        return KIND in config or "speculators_config" in config
+
+    def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
+        config, path = files.config, files.path
+        kind = config.get(KIND) or (config.get("speculators_config") or {}).get("algorithm")
+        layer = config.get("transformer_layer_config")
+        if not isinstance(layer, dict):
+            raise UserError(f"{path}: config.json is of the speculators format and has no transformer_layer_config; fetch the heads again")
+        stated = {key: value for key, value in config.items() if key != "transformer_layer_config" and value is not None}
+        flat = {**layer, **stated}
+        if kind == "mtp":
+            return [_mtp(files, layer)]
+        if kind not in CLASSES:
+            raise UserError(f"{path} holds heads of speculators' type {kind!r}; the import reads {', '.join(CLASSES)} and mtp")
+        ids = {IDS: config.get(IDS if kind == "eagle3" else "aux_hidden_state_layer_ids")}
+        ((taps, _),) = tap_choices(ids, on.layers, "hs" if counting is None else counting, path)
+        if kind == "eagle3":
+            found = EAGLE3.readings(files, flat, [(taps, "")])
+            return [both for one in found for both in _residuals(one)] if RESIDUAL not in stated else found
+        kinds = set(layer.get("layer_types") or [])
+        if len(kinds) > 1:
+            raise UserError(f"{path} has layers of {' and '.join(sorted(kinds))}, and not all are causal; heads here have one kind")
+        causal = "sliding_attention" in kinds and not config.get("sliding_window_non_causal", False)
+        flat |= {"causal": causal, "sample_from_anchor": bool(config.get("sample_from_anchor", kind == "dspark"))}
+        flat |= {"layer_types": None} if sliding_window(flat, on.positions, path) is None else {}
+        reading = BLOCK.reading(files, flat, list(taps), on)
+        ignored = "sample_from_anchor is true, which vLLM's reader of this format ignores: it drops the first draft"
+        return [replace(reading, notes=(ignored,)) if reading.options["anchored"] else reading]
+
+    def shaped(self, reading: Reading, on: Sizes) -> Reading:
+        return INNER[reading.method].shaped(reading, on)
+
+    def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
+        found = INNER[reading.method].imported(reading, files, backbone)
+        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        depth = methods[0].get("speculative_tokens")   # of a block it is not that of its training
+        known = isinstance(depth, int) and depth > 0 and reading.method != "block"
+        return replace(found, arguments={**found.arguments, **({"depth": depth} if known else {})})
+
+
+def _proposal(heads: Checkpoint) -> dict[str, Any]:
+    """Return which backbone is drafted for, and how many tokens."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": heads.depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": heads.served, "architectures": heads.backbone_config.get("architectures") or []}
+    return {"algorithm": heads.method, "default_proposal_method": "greedy", "proposal_methods": [greedy], "verifier": verifier}
+
+
+def _block_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a block head; its layers are counted as in EAGLE-3 here."""
+    correction = {key: config[key] for key in ("markov_rank", "markov_head_type", "enable_confidence_head") if key in config}
+    return correction | {
+        "aux_hidden_state_layer_ids": config[IDS],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+        "block_size": config["block_size"],
+        "sample_from_anchor": "markov_rank" in config,
+        "sliding_window_non_causal": True,
+        **({"confidence_head_with_markov": False} if "markov_rank" in config else {}),
+    }
+
+
+def _residuals(reading: Reading) -> list[Reading]:
+    """Read the residual stream both ways, vLLM's first."""
+    parts = [reading.choice] if reading.choice else []
+    return [
+        replace(reading, options={**reading.options, RESIDUAL: value}, choice="; ".join([*parts, f"{RESIDUAL} {str(value).lower()}"]))
+        for value in (True, False)
+    ]
+
+
+def _mtp(files: Files, layer: dict[str, Any]) -> Reading:
+    kind, start = layer.get("model_type"), "mtp_layers.0."
+    if kind not in ("qwen3_5_text", "qwen3_next") or files.names(f"{start}mlp.experts"):
+        raise UserError(f"{files.path} holds an MTP layer of {kind}; mtp heads here have dense gated layers of Qwen3-Next and Qwen3.5")
+    tensors = {}
+    for name, tensor in files.read().items():
+        module, _, part = name.removeprefix(start).rpartition(".")
+        tensors[f"mtp.0.{MTP_NAMES.get(module, f'layer.{module}')}.{part}"] = tensor
+    return Reading(MtpReader, layer, tensors, options={"family": "qwen3_5", "modules": 1, "rest": 0})

@@ -1,0 +1,89 @@
+"""``headstart new-head`` and ``check-head``: the page docs/add_a_head.md as a reader follows it, and heads that break the contract."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.main import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "add_a_head.md").read_text()
+LINES = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()   # type: ignore[index]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, without the modules of an earlier test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_head"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_page_from_an_empty_folder_to_tau(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    smaller = {"train": ["train.steps=4", "eval.prompts=1", "eval.max_new_tokens=8"], "bench": ["--max-new-tokens", "8", "--limit", "1"]}
+    for line in LINES:
+        words = shlex.split(line, comments=True)[1:]
+        assert main([*words, *smaller.get(words[0], [])]) == 0, line
+    assert re.search(r"out/my_head.*1\.[0-9]+", capsys.readouterr().out)
+    assert main(["generate", "--heads", "out/my_head", "--debug-head", "--max-new-tokens", "4", "--json", "a.json", "def f("]) == 0
+    assert '"passes"' in (here / "a.json").read_text()
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_head"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(tests, cwd=here, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_a_new_head_keeps_the_contract_and_a_broken_one_is_told_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-head", "my_head"]) == 0
+    assert main(["check-head", "my_head.head", "depth=2"]) == 0
+    assert "keeps the contract" in capsys.readouterr().out
+    head = here / "my_head" / "head.py"
+    text = head.read_text()
+    for old, new, rule in (
+        ("torch.where((last_B >= 0)[:, None, None], last_B1D, state[:, :1])", "last_B1D", "Rows of a batch"),
+        ("tokens_BT[:, 1 + k :", "tokens_BT[:, k :", "What forward computes"),
+        ("self.lm_head(hidden)", "self.lm_head(hidden.detach())", "Every weight has a gradient"),
+        ("gather(1, parents_BN", "gather(1, 0 * parents_BN", "Siblings"),
+        ("hidden + self.mix", "hidden + self.mixed", "AttributeError"),
+    ):
+        assert old in text
+        head.write_text(text.replace(old, new))
+        for name in ("my_head.head", "my_head"):
+            sys.modules.pop(name, None)
+        assert main(["check-head", "my_head.head"]) == 1
+        out = capsys.readouterr().out
+        assert any(line.startswith("broken") and rule in line for line in out.splitlines()) or f"{rule}:" in out, out
+    assert "head.py:" in out, "where in the head the error was raised"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new-head", "my-head"], "can't name a package"),
+        (["new-head", "json"], "can't name a package"),
+        (["check-head", "nothing"], "unknown drafter 'nothing'"),
+        (["check-head", "my_own.head"], "no module 'my_own.head'"),
+        (["check-head", "medusa", "dept=2"], "did you mean drafter.depth"),
+        (["generate", "--heads", "embedded", "--head-module", "nothing.here", "a"], "no module 'nothing.here'"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert not [*here.iterdir()]
+
+
+def test_a_folder_that_is_there_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "my_head").mkdir()
+    assert main(["new-head", "my_head"]) == 2 and "is there already" in capsys.readouterr().err
+    assert not [*(here / "my_head").iterdir()]

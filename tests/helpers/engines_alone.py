@@ -1,0 +1,23 @@
+"""Headstart and the reference reading in the form of an engine of `headstart verify`: from a folder and the name of a backbone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headstart.heads.backbone.backbone import load_backbone
+from headstart.inference.generate import load
+from headstart.inference.serving.layouts.files import read_files
+from headstart.inference.serving.layouts.reader.base import Target
+from headstart.inference.serving.verify.decode import headstart_drafts, read_heads, reference_drafts
+from headstart.inference.serving.verify.drafts import EngineSettings, Transcript
+
+
+def headstart(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+    """See `Engine`; ``folder`` is a checkpoint of Headstart."""
+    return headstart_drafts(load(folder, load_backbone(backbone, dtype="fp32", device="cpu")), prompts, settings)
+
+
+def reference(folder: Path, backbone: str, prompts: list[list[int]], settings: EngineSettings) -> list[Transcript]:
+    """See `Engine`: heads as the readers of `layouts` read them."""
+    on = load_backbone(backbone, dtype="fp32", device="cpu")
+    return reference_drafts(read_heads(read_files(folder), on), Target(on.model), prompts, settings)

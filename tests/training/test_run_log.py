@@ -1,0 +1,207 @@
+"""A run's log is kept across a resume; its page, and trackers, get the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from small_run import make_recipe, read_log
+from webpage import Reader
+
+from headstart.cli.main import main as command
+from headstart.cli.train import main
+from headstart.training.log.evaluate import marked
+from headstart.training.log.runs import runs_page
+from headstart.training.log.trackers import start_trackers
+from headstart.training.recipe.recipe import load_recipe
+
+GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
+STEPS = 12
+
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run of six steps resumed to twelve."""
+    folder = tmp_path_factory.mktemp("ran")
+    recipe = make_recipe(folder, drafter={"kind": "eagle3", "depth": 3}, train={"steps": 6}, eval={"max_new_tokens": 24})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(True)
+        assert main([str(recipe), *GIVEN]) == 0
+        AcceleratorState._reset_state(True)
+        assert main([str(recipe), *GIVEN, f"train.steps={STEPS}"]) == 0
+    return folder / "out"
+
+
+def test_the_log_goes_on_where_the_run_went_on(ran: Path) -> None:
+    log = read_log(ran)
+    recipes, steps, evaluations = ([line for line in log if key in line] for key in ("recipe", "loss", "tau"))
+    assert [(line["step"], line["steps"]) for line in recipes] == [(0, 6), (6, STEPS)]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1)) and [line["step"] for line in evaluations] == [4, 6, 8, 12]
+    assert not list(ran.glob("*.html"))
+
+
+def test_its_page_has_the_numbers_of_the_log(ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
+    assert command(["compare", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    text, said = (tmp_path / "page.html").read_text(), capsys.readouterr().out
+    read, last = Reader(text), [next(line for line in reversed(read_log(ran)) if key in line) for key in ("loss", "tau")]
+    for title in ("Loss", "Mean acceptance length", "Learning rate", "Gradient norm", "Speed", "Acceptance by depth"):
+        assert f"<h2>{title}</h2>" in text, title
+    for number in (f"{last[0]['loss']:.4g}", f"{last[1]['tau']:.3f}", *(f"{share:.2f}" for share in last[1]["acceptance_per_depth"])):
+        assert number in read.words and number in said
+    assert not re.search(r"<script|<link|@import|src=", text)
+
+
+def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
+    last = next(line for line in reversed(read_log(ran)) if "tau" in line)
+    assert len(last["examples"]) == 2
+    for example in last["examples"]:
+        assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) == 24
+        assert re.sub(r"[][]", "", marked(example)) == re.sub(r"[][]", "", "".join(example["tokens"]))
+    lengths = [length for example in last["examples"] for length in example["accept_lengths"]]
+    assert last["tau"] == pytest.approx(sum(lengths) / len(lengths))   # there are two prompts, and both are shown
+    assert marked({"tokens": ["x ", "def", " fib", "(", "n", ")", ":"], "accept_lengths": [2, 3, 1]}) == "x [def fib][(n)]:"
+
+
+def test_long_examples_end_with_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.training.log.evaluate.LONGEST", 7)
+    assert main([str(make_recipe(tmp_path, train={"steps": 1}))]) == 0
+    for example in read_log(tmp_path / "out")[-1]["examples"]:
+        assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) <= 7
+
+
+def lines_of(head: str, depth: int, steps: int, **changes: Any) -> Iterator[dict[str, Any]]:
+    for step in range(1, steps + 1):
+        shares = [0.5 / (i + 1) for i in range(depth)]
+        numbers = {"loss": 1 / step, "grad_norm": 0.5, "accuracy": shares, "tokens_per_second": 1e5, "lr": 1e-5, "tokens": 1000 * step}
+        yield {"step": step, "head": head, **numbers, **changes}
+    yield {"step": steps, "head": head, "tau": 1.5, "acceptance_per_depth": shares}
+
+
+def test_several_heads_are_lines_of_one_chart() -> None:
+    recipe = {"backbone": {"path": "a<b>&c"}, "heads": {"x": {"kind": "eagle3"}, "y": {"kind": "medusa"}}}
+    nothing = {"loss": None, "grad_norm": math.nan, "skipped": 2}
+    log = [{"step": 0, "recipe": recipe, "steps": 9}, *lines_of("x", 3, 3, loss=-0.5), *lines_of("y", 1, 300, **nothing)]
+    text = runs_page({"out": log})
+    read, sections = Reader(text), dict(re.findall(r"<h2>([^<]*)</h2>(.*?)</section>", text, re.DOTALL))
+    assert "a<b>&c" in read.words and "out, x" in sections["Loss"] and "out, y" not in sections["Loss"]   # y has no loss, so no line
+    assert all("out, x" in sections[title] and "out, y" in sections[title] for title in ("Speed", "Mean acceptance length"))
+    assert "out, y" not in sections["Gradient norm"] and "600</td>" in sections["Latest values"]
+
+
+def events(folder: Path) -> Iterator[Any]:
+    """TensorBoard's records in the order they were written: length, its checksum, the event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack("<Q", data[at : at + 8])
+            yield Event.FromString(data[at + 12 : at + 12 + size])
+            at += 16 + size
+
+
+def test_tensorboard_has_the_same_numbers(ran: Path) -> None:
+    values = [(event.step, value) for event in events(ran / "tensorboard") for value in event.summary.value]
+    numbers = {(step, value.tag): value.simple_value for step, value in values if value.WhichOneof("value") == "simple_value"}
+    for line in read_log(ran):
+        wanted = {key: line[key] for key in ("loss", "grad_norm", "lr", "tau") if key in line}
+        wanted |= {f"{key}/{i}": x for key in ("accuracy", "acceptance_per_depth") for i, x in enumerate(line.get(key, []))}
+        for tag, value in wanted.items():
+            assert numbers.pop((line["step"], tag)) == pytest.approx(value, rel=1e-6), tag
+    assert {tag.partition("/")[0] for _, tag in numbers} == {"alpha", "tokens", "tokens_per_second"}
+    texts = {(step, value.tag): value.tensor.string_val[0].decode() for step, value in values if value.WhichOneof("value") == "tensor"}
+    assert {step for step, tag in texts if tag == "recipe/text_summary"} == {0, 6} and "      depth: 3" in texts[0, "recipe/text_summary"]
+    assert {step for step, tag in texts if tag == "examples/text_summary"} == {4, 6, 8, 12}
+    prompt = json.dumps(read_log(ran)[-1]["examples"][0]["prompt"])
+    assert texts[12, "examples/text_summary"].startswith(f"    {prompt}\n")
+
+
+def test_starts_in_the_same_second_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorboardX.event_file_writer.time", SimpleNamespace(time=lambda: 1e9))
+    recipe = load_recipe(make_recipe(tmp_path), ["log.tensorboard=true"])
+    for done in (0, 6):
+        AcceleratorState._reset_state(True)
+        Accelerator(cpu=True)   # trackers ask it for the main process
+        (tracker,) = start_trackers(recipe, done)
+        tracker.finish()
+    steps = [event.step for event in events(tmp_path / "out" / "tensorboard") for value in event.summary.value]
+    assert steps == [0, 6]
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of an offline wandb run: LevelDB's log format, blocks of 32 KiB with records whole (1) or in parts (2, 3, 4)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    recipe = make_recipe(tmp_path, train={"steps": 2}, log={"wandb": "offline", "name": "tried", "project": "tiny"})
+    assert main([str(recipe)]) == 0
+    wandb.teardown()   # a finished run may not be on disk until wandb's own process ends
+    (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
+    logged = list(records(path))
+    (run,) = (record.run for record in logged if record.WhichOneof("record_type") == "run")
+    config = {update.key: json.loads(update.value_json) for update in run.config.update}
+    assert run.display_name == "tried" and run.project == "tiny" and config["train"]["steps"] == 2 and config["drafter"]["kind"] == "medusa"
+    history: dict[int, dict[str, Any]] = {}
+    for record in logged:
+        if record.WhichOneof("record_type") == "history":
+            items = ((item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in record.history.item)
+            history[record.history.step.num] = dict(items)
+    evaluated, trained = read_log(tmp_path / "out")[-1], read_log(tmp_path / "out")[-2]
+    assert [history[2]["tau"], history[2]["loss"]] == [evaluated["tau"], trained["loss"]]
+    assert [history[2][f"acceptance_per_depth/{i}"] for i in (0, 1)] == evaluated["acceptance_per_depth"]
+    (table,) = path.parent.glob("files/media/table/*.json")
+    assert json.loads(table.read_text())["data"] == [[one["prompt"], marked(one)] for one in evaluated["examples"]]
+
+
+def test_a_tracker_that_is_missing_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, find = make_recipe(tmp_path), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name.startswith("tensorboard") else find(name, *rest))
+    assert main([str(recipe), "log.tensorboard=true", "backbone.path=/nowhere"]) == 2
+    output = capsys.readouterr().err
+    assert output.startswith("error: log.tensorboard=true needs") and "pip install tensorboardX" in output and output.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main([str(recipe), "log.tensorboard=maybe"]) == 2
+    assert "log.tensorboard is" in capsys.readouterr().err
+
+
+def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**kwargs: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    assert main([str(make_recipe(tmp_path)), "log.wandb=online"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: log.wandb=online: No API key configured. Use `wandb login`.; run wandb login, or set log.wandb=offline")
