@@ -22,9 +22,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
-from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows
-from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config
+from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
 from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent, find_recurrent

@@ -1,7 +1,8 @@
-"""A backbone's configuration, and the model that it describes without weights."""
+"""A backbone's configuration, the model that it describes without weights, and what is wrong with one that transformers cannot load."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -9,11 +10,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
+from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
-from headstart.heads.backbone.load_error import load_error
 from headstart.support.errors import UserError, cause
 
+ALLOWED = "a folder with config.json and safetensors, a GGUF file, a hub id, or 'embedded'"
 Attention = Literal["auto", "sdpa", "eager"]
 """Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
 
@@ -46,3 +48,19 @@ def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool 
         return model
     except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{path!r} cannot be built from its configuration ({cause(error)}); give a causal language model") from None
+
+
+def load_error(what: str, path: str, error: Exception) -> UserError:
+    """Return the error to raise; ``what``: backbone or tokenizer."""
+    cause = " ".join(str(error).split())[:300]
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and path != EMBEDDED and not Path(path).exists():
+        return UserError(f"no {what} at {path!r}: no such folder; give {ALLOWED}")
+    if "does not support an attention implementation" in str(error):
+        return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
+    if "trust_remote_code" in str(error):
+        return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
+    return UserError(f"cannot load {what} {path!r}: {cause}{hint} (allowed: {ALLOWED})")
