@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=160 save.dir=out/demo/eagle3
 	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml train.steps=60 save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl --limit 32 \
-	  --propose suffix recycling --also-alone \
+	  --propose suffix recycling --include-heads-only \
 	  --temperature 0 1 --max-new-tokens 44 --threads 2 \
 	  --json out/demo/report.json --html out/demo/report.html
 
@@ -77,7 +77,7 @@ $(DEMO)/trained: $(DEMO)/answers.jsonl
 
 $(DEMO)/measured: $(DEMO)/trained $(MEASURED)
 	@echo "== 4 of 4, bench: prompts that were never trained on, by task, some 10 minutes on two idle cores"
-	$(BIN)/headstart bench --heads $(DEMO)/heads --prompts $(MEASURED) --propose suffix recycling --also-alone $(BENCH) \
+	$(BIN)/headstart bench --heads $(DEMO)/heads --prompts $(MEASURED) --propose suffix recycling --include-heads-only $(BENCH) \
 	  --json $(DEMO)/report.json --html $(DEMO)/report.html
 	@touch $@
 

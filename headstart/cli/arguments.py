@@ -71,6 +71,13 @@ def _float(text: str) -> float:
 BATCH, NODES, WIDTH, DEPTH = count(1, MAX_BATCH), count(1, MAX_NODES), count(1, MAX_WIDTH), count(1, MAX_DEPTH)
 THREADS, SEED = count(1, max_threads()), count(0, MAX_SEED)
 TUNED_NODES = count(2, MAX_NODES)
+RENAMED = {
+    "--also-alone": "--include-heads-only",
+    "--also-fixed-tree": "--include-static-tree",
+    "--draft-offload": "--offload-draft-kv",
+    "--draft-sink": "--num-sink-tokens",
+}
+"""Flags by their old names, which are taken for one more minor version (docs/stable.md)."""
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -125,8 +132,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """Limits of the heads' KV cache."""
     about = "limit the heads' KV cache to the last N positions and a few sink tokens (default: unlimited)"
     parser.add_argument("--draft-window", type=count(1), metavar="N", help=about)
-    parser.add_argument("--draft-sink", type=count(0), metavar="N", help="sink tokens kept beside --draft-window (4)")
-    parser.add_argument("--draft-offload", action="store_true", help="keep the heads' KV cache in host memory between drafts")
+    about = "sink tokens kept beside --draft-window (4)"
+    parser.add_argument("--num-sink-tokens", "--draft-sink", dest="draft_sink", type=count(0), metavar="N", help=about)
+    about = "keep the heads' KV cache in host memory between drafts"
+    parser.add_argument("--offload-draft-kv", "--draft-offload", dest="draft_offload", action="store_true", help=about)
 
 
 class _DebugHead(argparse.Action):
@@ -142,9 +151,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add_limits(parser)
     add_model(parser)
     parser.add_argument("--max-new-tokens", type=count(1), default=128, metavar="N", help="most tokens to generate (128)")
-    parser.add_argument("--nodes", type=NODES, metavar="N", help="size of the candidate tree, root included (default: adaptive)")
-    parser.add_argument("--width", type=WIDTH, metavar="W", help="beam width: nodes expanded per draft level (8)")
-    parser.add_argument("--depth", type=DEPTH, metavar="K", help="draft length, past the trained depth too (default: the heads' own)")
+    about = "size of the candidate tree, root (bonus token) included; SGLang's num_draft_tokens (default: adaptive)"
+    parser.add_argument("--nodes", type=NODES, metavar="N", help=about)
+    parser.add_argument("--width", type=WIDTH, metavar="W", help="beam width: nodes expanded per draft level; SGLang's eagle_topk (8)")
+    about = "draft length, past the trained depth too; num_speculative_tokens in vLLM, num_steps in SGLang (default: the heads' own)"
+    parser.add_argument("--depth", type=DEPTH, metavar="K", help=about)
     about = "for breakpoints and prints in a head: trees of 12 nodes in every step, and nothing captured (--nodes 12 --capture off)"
     parser.add_argument("--debug-head", action=_DebugHead, nargs=0, help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")

@@ -30,7 +30,7 @@ BENCH_EXAMPLE = """examples:
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart bench``."""
     add_measured(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots, one self-contained page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
 
 
 def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True) -> None:
@@ -50,9 +50,10 @@ def add_measured(parser: argparse.ArgumentParser, prompts_required: bool = True)
     parser.add_argument("--seed", type=SEED, default=0, metavar="S", help="seed of the first prompt (0)")
     parser.add_argument("--sampled-nodes", type=NODES, metavar="N", help="--nodes above temperature 0 (default: the same)")
     parser.add_argument("--sampled-width", type=WIDTH, metavar="W", help="--width above temperature 0 (default: the same)")
-    beside = "measure the heads also with trees of a fixed size (set by --nodes, --width and so on) and no proposers"
-    parser.add_argument("--also-fixed-tree", action="store_true", help=beside)
-    parser.add_argument("--also-alone", action="store_true", help="measure the heads also without --propose and the like")
+    about = "measure the heads also in trees of a fixed size (set by --nodes, --width and so on), without proposers"
+    parser.add_argument("--include-static-tree", "--also-fixed-tree", dest="also_fixed_tree", action="store_true", help=about)
+    about = "measure the heads also without --propose, --draft-model and --early-exit"
+    parser.add_argument("--include-heads-only", "--also-alone", dest="also_alone", action="store_true", help=about)
     parser.add_argument("--prompt-lookup", action="store_true", help="measure transformers' prompt lookup decoding too")
     parser.add_argument("--assistant", metavar="MODEL", help="measure transformers' assisted decoding with this draft model too")
     add_style(parser)
@@ -109,9 +110,9 @@ def bench_subject(args: argparse.Namespace) -> Subject:
     trained = args.heads or []
     if args.also_alone and not (trained and drafts_untrained(args)):
         others = "--propose, --draft-model or --early-exit"
-        raise UserError(f"--also-alone measures heads without what {others} adds; give --heads and one of these, or leave it out")
+        raise UserError(f"--include-heads-only measures heads without what {others} adds; give --heads and one of these, or leave it out")
     if not trained and not drafts_untrained(args):
-        raise UserError("nothing to measure; give --heads DIR, or what drafts without training: --propose, --draft-model, --early-exit")
+        raise UserError("no heads and no drafts to measure; give --heads DIR, or --propose, --draft-model or --early-exit")
     quiet()
     name = backbone_name(args.backbone, trained)
     if sys.stderr.isatty():

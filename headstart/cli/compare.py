@@ -15,7 +15,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``headstart compare``."""
     about = "two reports of bench --json (before, after), or the folders of training runs"
     parser.add_argument("what", nargs="+", metavar="REPORT|RUN", help=about)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, complete in itself")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page with plots")
 
 
 def compare(args: argparse.Namespace) -> int:

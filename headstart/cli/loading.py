@@ -93,7 +93,7 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
     if args.head_module is not None:
         find_drafter(args.head_module)
     if args.draft_sink is not None and args.draft_window is None:
-        raise UserError(f"--draft-sink {args.draft_sink} goes with --draft-window N, without which the KV cache is not limited; add it")
+        raise UserError(f"--num-sink-tokens {args.draft_sink} needs --draft-window N, without which the KV cache is not limited; add it")
     proposers: list[str | Proposer | Drafter] = list(args.propose or [])
     if args.draft_model:
         from headstart.heads.draft_model import load_draft_model  # here, since few need it

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headstart import __version__
-from headstart.cli.arguments import DEBUG, add_debug
+from headstart.cli.arguments import DEBUG, RENAMED, add_debug
 from headstart.cli.failures import guarded
-from headstart.support.errors import one_line
+from headstart.support.errors import notice, one_line
 from headstart.support.text import open_streams, require_arguments_text
 
 
@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     require_arguments_text(words)
     args = _parser(words).parse_args(words)
+    for old, new in RENAMED.items():
+        if any(word.partition("=")[0] == old for word in words):
+            notice(f"{old} is called {new} now; the old name goes with the next minor version")
     status: int = args.command.run(args)
     return status
 

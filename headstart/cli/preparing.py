@@ -124,7 +124,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="RECIPE|CHECKPOINT", help="a recipe, or a folder of trained heads (or their hub id)")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replace values of the recipe")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="sample of the recipe's data to show, counted from 0 (0)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the sample, complete in itself")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page that shows the sample")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 
 

@@ -27,7 +27,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "eagle, dflash, dflash-hf, speculators, medusa, mlp-speculator, mtp-stitch, draft-model",
     )  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
-    parser.add_argument("--backbone", metavar="M", help="the backbone, folder or hub id, as engines shall load it (default: as trained)")
+    parser.add_argument("--backbone", metavar="M", help="backbone that engines load, a folder or hub id (default: the one of the training)")
     parser.add_argument(
         "--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="dtype of the written weights (default: auto, as stored)"
     )

@@ -181,6 +181,6 @@ leave_after tune
 html=()   # without matplotlib (headstart[report]) there is no page
 if [[ $charts == True ]]; then html=(--html "$out/report.html"); fi
 step bench "$out/report.json" "$new_tokens" \
-  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --also-fixed-tree --temperature 0 1 \
+  headstart bench --heads "$out/heads" --prompts "$out/data/bench.jsonl" --skip-long --include-static-tree --temperature 0 1 \
   --max-new-tokens "$new_tokens" ${shown[@]+"${shown[@]}"} ${html[@]+"${html[@]}"} --json "$out/report.json"
 echo "all done: $out/report.json says how fast the heads are; headstart chat --heads $out/heads talks with them"

@@ -14,7 +14,7 @@ def command_lines() -> Iterator[Mistake]:
         "--temperature": ("1e308", "1e-320", "1e39", "1e400", "nan", "inf", "-1", "x", HUGE, "١"), "--seed": ("18446744073709551616", "9223372036854775808", "-1", "x", HUGE, "٣", "²"),
         "--width": ("100000", "100000000", big, "0", HUGE), "--nodes": ("100000", "100000000", big, "0"), "--depth": ("5000", "100000000", big, "0"),
         "--threads": ("100000", "1025", big, "0", "-1", HUGE), "--max-new-tokens": ("10000000", big, "0", HUGE), "--top-k": (big, "-1", HUGE), "--top-p": ("0", "1e-320", "2", "nan"),
-        "--draft-window": (big, "0", "1"), "--draft-sink": (big, "3"), "--early-exit": (big, "100", "3", "1"), "--json": ("/proc/x/y.json", "/dev/full", "heads", "rows.jsonl/x.json", ""),
+        "--draft-window": (big, "0", "1"), "--num-sink-tokens": (big, "3"), "--early-exit": (big, "100", "3", "1"), "--json": ("/proc/x/y.json", "/dev/full", "heads", "rows.jsonl/x.json", ""),
         "--heads": ("", "rows.jsonl", "/dev/zero", "no/such", "a\0b", "../../..", "x" * 5000), "--backbone": ("", "rows.jsonl", "/dev/zero", "a\0b", "no/such", "heads"),
         "--adapter": ("rows.jsonl", "heads", "a\0b"), "--draft-model": ("heads", "rows.jsonl", "a\0b"), "--propose": ("wizard", ""), "--dtype": ("fp64",), "--capture": ("x",),
     }.items():  # fmt: skip

@@ -157,7 +157,7 @@ def test_manifests_of_features(cached: Path, command: str, data: st.DataObject) 
         hold(folder, [command, "recipe.yaml", "cache.dir=features"])
 
 
-FLAGS = ("--temperature", "--seed", "--width", "--nodes", "--depth", "--threads", "--top-k", "--top-p", "--max-new-tokens", "--draft-window", "--draft-sink",
+FLAGS = ("--temperature", "--seed", "--width", "--nodes", "--depth", "--threads", "--top-k", "--top-p", "--max-new-tokens", "--draft-window", "--num-sink-tokens",
          "--early-exit", "--stop", "--json", "--file", "--propose", "--dtype", "--capture", "--heads", "--backbone", "--adapter", "--draft-model", "--wizard")  # fmt: skip
 
 

@@ -265,17 +265,17 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         random_drafter(kind, on, depth=2).save_pretrained(tmp_path / kind)
     command = ["generate", "--heads", str(tmp_path / "eagle3"), "def f(x):", "--max-new-tokens", "6", "--raw"]
     outputs = []
-    for limits in ([], ["--draft-window", "4", "--draft-sink", "1"], ["--draft-offload"]):
+    for limits in ([], ["--draft-window", "4", "--num-sink-tokens", "1"], ["--offload-draft-kv"]):
         assert main([*command, *limits, "--json", str(tmp_path / "out.json")]) == 0
         outputs.append((capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())["tokens"]))
     assert outputs[0] == outputs[1] == outputs[2]
     (tmp_path / "prompts.jsonl").write_text('{"text": "def f(x):"}\n')
     bench = ["bench", "--heads", command[2], "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--json"]
-    assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--draft-sink", "1"]) == 0
+    assert main([*bench, str(tmp_path / "report.json"), "--draft-window", "4", "--num-sink-tokens", "1"]) == 0
     (row,) = json.loads((tmp_path / "report.json").read_text())["results"]
     assert row["draft_limits"] == {"window": 4, "sink": 1, "offload": False} and row["identical"]
-    assert main([*command, "--draft-sink", "1"]) == 2
-    assert "--draft-sink 1 goes with --draft-window N" in capsys.readouterr().err
+    assert main([*command, "--num-sink-tokens", "1"]) == 2
+    assert "--num-sink-tokens 1 needs --draft-window N" in capsys.readouterr().err
     command[2] = str(tmp_path / "medusa")
     assert main([*command, "--draft-window", "4"]) == 2
     assert "Medusa has no KV cache" in capsys.readouterr().err

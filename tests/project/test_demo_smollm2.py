@@ -89,4 +89,4 @@ def test_prompts_and_settings_are_handed_on(make: Any, tmp_path: Path) -> None:
     done, _ = make(f"PROMPTS={mine}", "SETTINGS=train.epochs=1", "BENCH=--per-task 2")
     assert f"eagle3.yaml train.epochs=1 data.train={mine} regenerate.out={tmp_path / 'demo'}/answers.jsonl" in done.stdout
     assert f"train.epochs=1 data.train={tmp_path / 'demo'}/answers.jsonl save.dir={tmp_path / 'demo'}/heads" in done.stdout
-    assert "--prompts recipes/smollm2/measure.jsonl --propose suffix recycling --also-alone --per-task 2" in done.stdout
+    assert "--prompts recipes/smollm2/measure.jsonl --propose suffix recycling --include-heads-only --per-task 2" in done.stdout

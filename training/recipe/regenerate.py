@@ -22,7 +22,7 @@ class Regenerate(StrictModel):
     out: Annotated[str, AfterValidator(_jsonl)] | None = None
     """The .jsonl file that ``headstart regenerate`` writes: the prompts of ``data.train`` with the backbone's own answers."""
     limit: PositiveInt | None = None
-    """Answer at most this many rows; null: all that ``data.limit`` lets in."""
+    """Maximum number of rows to answer; null: as many as ``data.limit`` allows."""
     samples: PositiveInt = 1
     """Answers to each row, each sampled with a seed of its own: for few prompts. Above 1 every temperature is above 0."""
     temperature: Temperature | Annotated[tuple[Temperature, ...], MinLen(1)] = (0.0, 1.0)

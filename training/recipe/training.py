@@ -19,9 +19,9 @@ class Objective(StrictModel):
     terms: Annotated[dict[str, NonNegativeFloat], Field(json_schema_extra={"propertyNames": {"enum": list(TERMS)}})] = {"kl": 1.0}
     """Term -> weight: kl, reverse_kl, js, ce, tv, lk_alpha, lk, topk_kl, features; see the table of terms."""
     lk_eta: NonNegativeFloat = 3.0
-    """Of ``lk``: how soon KL gives way to acceptance; 10 suits Medusa."""
+    """For ``lk``: how fast the weight of KL falls as acceptance rises; 10 suits Medusa."""
     top_k: PositiveInt = 32
-    """Of ``topk_kl``: how many of the backbone's most probable tokens are told apart."""
+    """For ``topk_kl``: number of most probable tokens that are compared one by one; all others share a bin."""
     depth_weights: Literal["expected", "geometric"] = "expected"
     """``expected``: by what each depth adds to the expected acceptance length (D-PACE); ``geometric``: by ``depth_decay``."""
     depth_decay: Annotated[float, Gt(0), Le(1)] = 0.8

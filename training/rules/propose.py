@@ -197,7 +197,7 @@ def _assumed(facts: ModelFacts, preset: Preset, data: str | None) -> list[str]:
         what = "it has a chat template" if facts.chat else "it has no chat template"
         assumed.append(f"data: {preset.about}, because {what} (--data names yours)")
     if facts.thinks:
-        assumed.append("rows of up to 4,096 tokens, since its chat template knows thoughts before an answer")
+        assumed.append("rows of up to 4,096 tokens, since it is a reasoning model by its chat template")
     return assumed
 
 

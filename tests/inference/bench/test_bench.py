@@ -67,9 +67,9 @@ def test_heads_are_measured_alone_and_in_fixed_trees_beside_their_proposers(head
 
 @pytest.mark.parametrize("given", [["--heads", "embedded"], ["--propose", "suffix"]])
 def test_heads_alone_take_heads_and_something_to_leave_out(given, capsys):
-    assert main(["bench", *given, "--prompts", "quickstart:prompts.jsonl", "--also-alone"]) == 2
+    assert main(["bench", *given, "--prompts", "quickstart:prompts.jsonl", "--include-heads-only"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --also-alone measures heads without what --propose, --draft-model or --early-exit adds; give")
+    assert error.startswith("error: --include-heads-only measures heads without what --propose, --draft-model or --early-exit adds; give")
 
 
 def test_a_system_warms_up_until_nothing_is_captured_any_more(heads, monkeypatch):
