@@ -106,7 +106,7 @@ def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> 
                 form = format_of(cache, backbone, drafter.taps)
                 contents = contents_of(splits.train, form, backbone, tokenizer, data)
                 manifest = Manifest(Path(cache.dir or ""), contents, plan_shards(splits.train, form, cache.shard_mb))
-                write_missing(manifest, form, splits.train, backbone, progress=False)
+                write_missing(manifest, form, splits, LiveFeatures(backbone, form.taps), progress=False)
                 print(f"{store}: {measured_errors(manifest)}", file=sys.stderr)
             source, _ = open_source(settings, [drafter], tokenizer, splits.train)
             yield f"{store or 'live'}{', packed' if packing else ''}", Way(settings, feed, source, {}, [], [])

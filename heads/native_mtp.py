@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.backbone.native_mtp import checkpoint_folder, weight_files
+from headstart.heads.backbone.native_mtp import checkpoint_folder
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.mtp import Mtp
 from headstart.support.errors import UserError
 from headstart.support.files import atomic

@@ -15,7 +15,10 @@ from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
+from headstart.training.features.supplement import evaluated
 from headstart.training.log.evaluate import backbone_losses, evaluate
+from headstart.training.objective.acceptance import acceptance
+from headstart.training.objective.fused import FusedLoss
 from headstart.training.run.processes import StopSignal, any_of
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import save_results
@@ -60,6 +63,8 @@ def _guarded(run: Run, work: Callable[[], None]) -> None:
 
 def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSignal) -> bool:
     """Decode the held-out prompts, and log the results unless a signal ended it."""
+    if not run.backbone.whole:
+        return _measure_stored(run, trainer, drafter)
     settings, prompts = run.recipe.eval, run.prompts
     run.log.say(
         f"step {run.done}/{run.feed.steps}: evaluating {trainer.name or 'the heads'} on {len(prompts)} prompts of up to "
@@ -83,6 +88,23 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
     run.log.line(run.done, scores, trainer.name)
     if "prompts" in scores:
         run.log.say(f"ended by eval.max_seconds={settings.max_seconds:g} after {scores['prompts'][0]} of {len(prompts)} prompts")
+    return True
+
+
+def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool:
+    """Log the teacher-forced acceptance on the held-out rows' features: there are no layers here to decode with."""
+    loss, sampled = FusedLoss(trainer.recipe.objective, run.source.teacher, drafter), run.recipe.eval.temperature > 0
+    training = drafter.training
+    drafter.eval()
+    try:
+        found = acceptance(loss, run.source.read_held_out(evaluated(run.held_out)), sampled, run.recipe.seed)
+    finally:
+        drafter.train(training)
+    if found is None:
+        run.log.say(f"step {run.done}: not evaluated, since the features of these held-out rows are not in the cache (headstart cache)")
+        return True
+    trainer.teacher_forced = found
+    run.log.line(run.done, found, trainer.name)
     return True
 
 

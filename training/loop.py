@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.training.data.packing import Batch
 from headstart.training.evaluation import evaluate_all, prepare_evaluations
+from headstart.training.features.served import FeaturesLost
 from headstart.training.log.log import Meter, Result
 from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import Sums
@@ -53,7 +54,12 @@ def train(run: Run) -> int:
             return 0
         for step in range(run.done + 1, steps + 1):
             start = time.perf_counter()
-            outcome = training_step(run, step, signal)
+            try:
+                outcome = training_step(run, step, signal)
+            except FeaturesLost:   # the weights are those of the last step
+                if run.accelerator.num_processes == 1 and run.saved != run.done:
+                    save(run)
+                raise
             run.done, run.tokens, seconds = step, run.tokens + outcome.tokens, time.perf_counter() - start
             for trainer, result in zip(run.trainers, outcome.results, strict=True):
                 trainer.meter.add(result, outcome.tokens, seconds)
@@ -74,7 +80,7 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     last = run.done == run.feed.steps
     run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
     for trainer in run.trainers if run.pending else []:
-        trainer.tau = trainer.acceptance = None   # those before were of other weights
+        trainer.tau = trainer.acceptance = trainer.teacher_forced = None   # those before were of other weights
     try:
         _log(run, last)
     finally:   # a log that cannot be written costs no training either
@@ -102,6 +108,8 @@ def _log(run: Run, last: bool) -> None:
 def training_step(run: Run, step: int, signal: StopSignal) -> Outcome:
     """Run one optimiser step of every trainer. Raises UserError, with weights unchanged, if a non-finite loss or gradient ends the run."""
     accelerator, batches = run.accelerator, list(run.feed.local_batches(step, run.accelerator.device))
+    for later in range(step, min(step + run.source.ahead, run.feed.steps) + 1 if run.source.ahead else step):
+        run.source.prefetch(run.feed.local_batches(later, torch.device("cpu")))
     for trainer in run.trainers:
         trainer.set_learning_rate(step, run.feed.steps)
     by_batch = [count_label_tokens(batch.loss_mask_BT, batch.document_BT) for batch in batches]

@@ -66,7 +66,7 @@ def save_results(run: Run) -> None:
     """Add the results of this step's evaluation to what was saved at this step, if it was."""
     if run.accelerator.is_main_process and run.saved == run.done:
         for trainer in run.trainers:
-            if trainer.tau is not None:
+            if trainer.tau is not None or trainer.teacher_forced is not None:
                 add_provenance(trainer.folder, trainer.results)
         add_results(run.folder, run.done, {trainer.name: trainer.results for trainer in run.trainers}, evaluated=not run.pending)
 

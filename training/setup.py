@@ -29,7 +29,7 @@ from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
 from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
-from headstart.training.features.backbone import dtype_in_training, open_backbone, read_config
+from headstart.training.features.backbone import dtype_in_training, open_for_training, opens_head_only, read_config
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import cached_time
 from headstart.training.features.on_policy import require_on_policy, with_cache
@@ -100,16 +100,17 @@ def prepare(recipe: Recipe) -> Run:
     state = _find_state(recipe, accelerator)
     backbone, tokenizer = _load_backbone(recipe, accelerator)
     recipe = _with_time(recipe, tokenizer, state)
-    drafters = _build_drafters(recipe, backbone, fresh=state is None)
+    drafters = _build_drafters(recipe, backbone, fresh=state is None and backbone.whole)
     starts = read_starts(recipe, drafters) if state is None else {}
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
+    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
+    if state is None and not backbone.whole:
+        drafters = _build_drafters(recipe, backbone, fresh=True)   # whose start values are computed from what the source has
     counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
     started = [start.apply(drafters[name]) for name, start in starts.items()]
-    source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
-    fresh = [drafter for name, drafter in drafters.items() if state is None and name not in starts]
-    started += fit_starts(fresh, splits.train, source, accelerator)
+    started += fit_starts([drafters[name] for name in drafters if state is None and name not in starts], splits.train, source, accelerator)
     source = with_cache(recipe, source)
     step_tokens = recipe.train.batch_size * splits.stats.tokens / feed.rows
     trainers = [_trainer(name, one, drafters[name], source, state, (step_tokens, feed.steps)) for name, one in recipe.per_drafter().items()]
@@ -174,11 +175,11 @@ def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
 
 def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
     section = recipe.backbone
-    sharded = section.shard and accelerator.num_processes > 1
+    sharded = section.shard and accelerator.num_processes > 1 and not opens_head_only(recipe)
     if sharded and not accelerator.is_main_process:   # the main process reads the files, once for all
         backbone = Backbone(shard_layers(empty_model(section), accelerator.device))
     else:
-        backbone = open_backbone(section, accelerator.device, shard_layers if sharded else None)
+        backbone = open_for_training(recipe, accelerator.device, shard_layers if sharded else None)
     require_packable(recipe, backbone)
     if (lora := section.lora) is not None:
         if accelerator.is_fsdp2:
@@ -283,7 +284,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
 
 def _trained_part(backbone: Backbone) -> str:
     if backbone.adapter is None:
-        return "frozen"
+        return "frozen" if backbone.whole else "frozen; its embedding, final norm and output layer alone are loaded"
     size = f"{sum(weight.numel() for weight in backbone.adapter.parameters.values()):,} parameters"
     return f"frozen but for an adapter of {size}" if backbone.trainable else f"frozen, with adapter {backbone.adapter_digest} of {size}"
 

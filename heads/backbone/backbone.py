@@ -5,7 +5,7 @@ All handling of model classes is here. Shape suffixes: B batch, T positions, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,35 +13,34 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import load_adapter, new_adapter, remove, unwrap
+from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
-from headstart.heads.backbone.gguf_file import GgufFile, find_gguf, read_gguf_config
+from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
-from headstart.heads.backbone.load_error import load_error
 from headstart.heads.backbone.masks import additive_mask, attention_windows, rope_switch
+from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
 from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
-from headstart.heads.backbone.recurrent import find_recurrent
+from headstart.heads.backbone.recurrent import Recurrent, find_recurrent
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-Attention = Literal["auto", "sdpa", "eager"]
-"""Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
-
-
 class Backbone:
     """A causal language model with `embed`, `readout` and `read`. The model stays the caller's, as it was after each of these.
 
     It is not trained, but for the adapter of a ``PeftModel`` with ``trainable``.
     """
+
+    whole = True
+    """The layers are in memory."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False) -> None:
         model, self.adapter = unwrap(model)
@@ -68,15 +67,21 @@ class Backbone:
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(model, self.num_layers)
-        self.windows = attention_windows(stated, model)
-        self.recurrent = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
+        self.windows: dict[str, int | None] = {}
+        self.recurrent: Recurrent | None = None
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
         self.forward = vars(model).get("forward")
         with self.evaluation():
-            self.postprocess = find_postprocessing(self)
-            require_masks(self)
+            self._probe(stated)
         if trainable:
             self._unfreeze()
+
+    def _probe(self, stated: dict[str, Any]) -> None:
+        """Find out how the model attends and makes its logits. Raises UserError if it cannot read trees."""
+        self.windows = attention_windows(stated, self.model)
+        self.recurrent = find_recurrent(type(self.model).__name__, self.layers, stated.get("layer_types") or [])
+        self.postprocess = find_postprocessing(self)
+        require_masks(self)
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
@@ -132,6 +137,11 @@ class Backbone:
     def without_adapter(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes as it does without its adapter, if any."""
         return nullcontext() if self.adapter is None else self.adapter.disabled()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights and buffers that are in memory."""
+        return [*self.model.parameters(), *self.model.buffers()]
 
     @property
     def name(self) -> str:
@@ -206,6 +216,11 @@ class Backbone:
         with nullcontext() if itself else self.evaluation(), dropout, kernel, repeated:
             yield
 
+    def layer(self, index: int, names: Iterable[str]) -> dict[str, Tensor] | None:
+        """Return weights of a layer by their names in it; None if they cannot be had."""
+        parameters = base_parameters(self.layers[index], self.adapter)
+        return {name: parameters[name] for name in names}
+
     def fingerprint(self) -> list[float]:
         """Return 32 values each of the embedding and the output layer, in the current dtype (fingerprint.py)."""
         return fingerprint(self._matrices)
@@ -265,25 +280,6 @@ def load_backbone(
     backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False))
     backbone.gguf = gguf
     return backbone
-
-
-def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
-    try:
-        gguf = find_gguf(path)
-        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
-        raise load_error("backbone", path, error) from error
-    if config.is_encoder_decoder:
-        raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
-    return config
-
-
-def attention_kernel(attention: Attention) -> str | None:
-    """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
-    return None if attention == "auto" else attention
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from headstart.heads.backbone.backbone import load_config
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.model_config import load_config
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:

@@ -27,17 +27,19 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
     too. Weights of norms are the factors they multiply by, also where the backbone stores them less one (Qwen3.5). With a sharded backbone
     all processes must call this.
     """
-    parameters = base_parameters(backbone.layers[index], backbone.adapter)
-    weights = {name: weight for name, weight in parameters.items() if not name.endswith(".bias")}
+    names = {name for name in base_parameters(backbone.layers[index], backbone.adapter) if not name.endswith(".bias")}
     decoder = backbone.model.get_decoder()
     final = dict(decoder.named_parameters()).get(NORM)
-    norms = {*weights} & QUERY_NORMS
-    if final is None or {*weights} - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
+    norms = names & QUERY_NORMS
+    if final is None or names - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
     new_norm: nn.Module = type(decoder.get_submodule("norm"))(1)
     less = 0.0 if new_norm.get_parameter("weight").any() else 1.0   # a weight less one starts at zero
-    plain = {name: plain_weight(weight) for name, weight in weights.items() if name not in left_out}
+    weights = backbone.layer(index, names - left_out)
+    if weights is None:
+        return None
+    plain = {name: plain_weight(weight) for name, weight in weights.items()}
     return {name: weight + less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + less
 
 

@@ -12,6 +12,8 @@ from headstart.heads.backbone.recurrent import KIND
 from headstart.support.errors import UserError
 
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
+TRAINABLE = "heads for it are trained on a server's hidden states (features.endpoint), exported, and decoded by engines"
+"""What is left for a model whose trees cannot be verified here."""
 REASONS = {
     "recurrent": "their state has read every drafted token, so that it can neither branch along a tree nor be taken back",
     "conv": "their window holds the last tokens read, so that it can neither branch along a tree nor be taken back",
@@ -29,7 +31,8 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
     if unknown or (model._is_stateful and KIND not in kinds):
         kind, known = (unknown or ["recurrent"])[0], ", ".join(KINDS_OF_LAYER)
         reason = REASONS.get(kind, "they choose what they attend to in a way that the masks of a tree do not govern")
-        raise UserError(f"{type(model).__name__} has layers of kind {kind!r}: {reason}; supported: {known}, {KIND} (gated delta rule)")
+        fault = f"{type(model).__name__} has layers of kind {kind!r}: {reason}; supported: {known}, {KIND} (gated delta rule)"
+        raise UserError(f"{fault}; {TRAINABLE}")
     return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
 
@@ -100,18 +101,6 @@ def checkpoint_folder(backbone: Backbone) -> Path:
     if backbone.gguf is not None:
         raise UserError(f"MTP weights are read from safetensors, and {backbone.name} is a GGUF file: set drafter.native=false")
     return find_folder(resolve(backbone.name), "checkpoint of the backbone", ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Map the name of every tensor in a folder's safetensors files to its file."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; fetch the backbone again") from None
-    return files
 
 
 def find_native(backbone: Backbone) -> str:

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headstart.heads.backbone.masks import TRAINABLE
 from headstart.heads.backbone.recurrent import Branch
 from headstart.support.errors import UserError
 
@@ -47,7 +48,8 @@ def require_masks(backbone: Backbone) -> None:
         beside = None
     if beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item():
         name = type(backbone.model).__name__
-        raise UserError(f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees; use one that does")
+        fault = f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
+        raise UserError(f"{fault}; use one that does, or {TRAINABLE}")
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {

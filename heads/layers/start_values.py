@@ -19,8 +19,13 @@ from headstart.support.devices import spread
 
 def probe(backbone: Backbone, taps: tuple[int, ...] = ()) -> Features:
     """Return the backbone's features of a few tokens spread over the vocabulary."""
+    return backbone.read(probe_tokens(backbone), taps=taps)
+
+
+def probe_tokens(backbone: Backbone) -> Tensor:
+    """Return the tokens of `probe`, ``[1, T]``."""
     count = min(64, backbone.max_positions or 64)
-    return backbone.read(torch.tensor([spread(0, backbone.vocab - 1, count)], device=backbone.device), taps=taps)
+    return torch.tensor([spread(0, backbone.vocab - 1, count)], device=backbone.device)
 
 
 @torch.no_grad()

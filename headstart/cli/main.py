@@ -70,6 +70,7 @@ COMMANDS = (
     Command("compare", "compare", "Compare two reports of bench, or several training runs"),
     Command("tune", "tune", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
     Command("cache", "preparing", "Cache target hidden states for training"),
+    Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),
     Command("plan", "preparing", "Estimate memory, disk and time of a training run, and what fits"),
     Command("inspect", "preparing", "Show a training sample and dataset statistics, or the contents of a checkpoint"),

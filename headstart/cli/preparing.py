@@ -9,12 +9,16 @@ import argparse
 import json
 from pathlib import Path
 
-from headstart.cli.arguments import add_recipe
+from headstart.cli.arguments import add_recipe, count
 
 CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
 REGENERATE_EXAMPLE = """examples:
   headstart regenerate recipes/qwen3-0.6b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.temperature=0.7
-  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1"""
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=data/answers.jsonl regenerate.endpoint=http://localhost:8000/v1
+  headstart regenerate recipes/qwen3-8b/eagle3.yaml regenerate.out=answers.jsonl cache.dir=out/states features.endpoint=http://localhost:8000"""
+SERVE_FEATURES_EXAMPLE = """examples:
+  headstart serve-features --gpus 4 recipes/llama-3.3-70b-instruct/eagle3.yaml
+  headstart serve-features --run --port 8001 recipes/quickstart/eagle3.yaml"""
 PLAN_EXAMPLE = """examples:
   headstart plan recipes/quickstart/eagle3.yaml
   headstart plan recipes/qwen3-8b/eagle3.yaml train.micro_batch=4 --gpus 8 --memory 80 --no-calibration"""
@@ -40,6 +44,34 @@ def cache(args: argparse.Namespace) -> int:
 
     require_writable("--json", args.json)
     write_json(args.json, write_cache(load_recipe(args.recipe, args.overrides), args.estimate))
+    return 0
+
+
+def add_serve_features(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart serve-features``."""
+    add_recipe(parser, "training recipe, whose features.folder the server writes to")
+    parser.add_argument("--run", action="store_true", help="start the server, from this environment, instead of printing the line alone")
+    parser.add_argument("--port", type=count(1), default=8000, metavar="N", help="port that it listens on (8000)")
+    parser.add_argument("--gpus", type=count(1), metavar="N", help="GPUs of a server, by tensor parallelism (1)")
+    parser.add_argument("--cpu", action="store_true", help="for vLLM's CPU build (default where there is no accelerator)")
+
+
+def serve_features(args: argparse.Namespace) -> int:
+    """Print the line that starts a vLLM server of a recipe's hidden states, or start it."""
+    from headstart.cli.loading import quiet
+    from headstart.training.features.serve import on_cpu, run_server, server_line
+    from headstart.training.plan.fake_model import make_fake_models
+    from headstart.training.recipe.recipe import load_recipe
+
+    quiet()
+    recipe = load_recipe(args.recipe, args.overrides)
+    served = recipe.features.model_copy(update={"endpoint": recipe.features.endpoint or [f"http://localhost:{args.port}"]})
+    models = make_fake_models(recipe.model_copy(update={"features": served}), accelerator=not args.cpu)
+    cpu = args.cpu or (args.gpus is None and on_cpu())
+    line = server_line(recipe, models.taps, models.backbone.num_layers, port=args.port, gpus=args.gpus, cpu=cpu)
+    print(line, flush=True)
+    if args.run:
+        run_server(line, recipe.features.folder)
     return 0
 
 

@@ -63,6 +63,7 @@ def _train(recipe: Recipe) -> int:
             try:
                 return train(run)
             finally:
+                run.source.close()
                 run.log.close()
                 keep_group()
                 run.accelerator.end_training()

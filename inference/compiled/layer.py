@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,21 @@ def compile_region(region: Region, folder: Path) -> None:
     space = dict(SPACE)
     exec(region.text, space)   # written by regions.py
     fakes = Fakes(region.inputs)
-    with fakes.mode, torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):   # torch's, of its own code
+    with fakes.mode, torch.no_grad(), _quiet():
         graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
     if fakes.sizes() != [sizes for _, sizes in region.inputs]:
         raise RuntimeError("a size of a layer that changes was taken for a constant")
     discard(folder)   # what is left of a damaged one
-    with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+    with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad(), _quiet():
         built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
         for suffix in (".so", ".json"):   # the latter says how operations of ours are called
             shutil.copyfile(built.with_suffix(suffix), path / f"layer{suffix}")
         seal(path / FILE)
+
+
+def _quiet() -> AbstractContextManager[Any]:
+    """Without warnings of torch about its own code."""
+    return warnings.catch_warnings(action="ignore", category=FutureWarning)
 
 
 class Layer:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.backbone.backbone import Backbone, load_config, load_tokenizer
+from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.model_config import load_config
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
 from headstart.heads.methods import construct_drafter, require_weights

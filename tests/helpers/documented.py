@@ -22,6 +22,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 NOT_RUN = {
     "regenerate.endpoint=": "asks a server; tests/training/data/test_endpoint.py runs one",
+    "serve-features": "starts or names a server; tests/training/test_served_features.py",
+    "features.endpoint=": "asks a server; tests/training/test_served_features.py runs one",
+    "eagle3.yaml data.train=answers.jsonl cache.dir": "needs that cache; tests/training/data/test_regenerate_and_cache.py",
     "--bench report.json": "uploads; tests/inference/serving/test_push.py",
     "--engine vllm": "needs vLLM; make test-engines",
     "headstart import": "downloads; tests/inference/serving/test_import.py imports every layout",

@@ -191,7 +191,7 @@ def test_start_values_are_fitted_once_for_all_processes_from_the_cache(
 ) -> None:
     from headstart.cli.main import main as headstart
     from headstart.heads.eagle3 import Eagle3
-    from headstart.training.run import start
+    from headstart.training.features.source import LiveFeatures
     from headstart.training.setup import prepare
 
     recipe = make_recipe(tmp_path, drafter={"kind": "eagle3", "depth": 2}, train={"steps": 1})
@@ -210,7 +210,7 @@ def test_start_values_are_fitted_once_for_all_processes_from_the_cache(
         return line
 
     monkeypatch.setattr(Eagle3, "fit_start", once)
-    monkeypatch.setattr(start, "LiveFeatures", broken)
+    monkeypatch.setattr(LiveFeatures, "read", broken)
     assert Forked(2, [str(recipe), *cached, "train.lr=1e-30"], tmp_path / "said").wait() == 0, (tmp_path / "said").read_text()
     assert (tmp_path / "fitted").read_text() == "once "
     trained = load_drafter(tmp_path / "out", load_backbone(str(tmp_path / "backbone"), device="cpu"))

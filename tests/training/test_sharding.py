@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from headstart.cli.train import main
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.training import setup
+from headstart.training.features import backbone as opened
 from headstart.training.plan.fake_model import make_fake_models
 from headstart.training.plan.memory import TARGET_FORWARD, MemoryPlan, MicroBatch
 from headstart.training.recipe.recipe import load_recipe
@@ -91,13 +91,13 @@ def test_the_backbone_is_sharded_too(whole: Path, tmp_path: Path, processes: int
 
 
 def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = setup.open_backbone
+    real = opened.open_backbone
 
     def only_in_the_first(*arguments: Any, **options: Any) -> Any:
         assert os.environ["RANK"] == "0", "another process reads the model's files"
         return real(*arguments, **options)
 
-    monkeypatch.setattr(setup, "open_backbone", only_in_the_first)   # the processes are forked from this one
+    monkeypatch.setattr(opened, "open_backbone", only_in_the_first)   # the processes are forked from this one
     for tied in (False, True):
         recipe = make_recipe(tmp_path, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
         model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))

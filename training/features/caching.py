@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,19 @@ import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
-from headstart.heads.methods import build_drafter
+from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import gigabytes
 from headstart.training.data.data import load_data, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.tokenise import begun_at, now, prints_date
-from headstart.training.features.backbone import open_backbone
-from headstart.training.features.cached import require_taps_only
+from headstart.training.features.backbone import open_to_cache
+from headstart.training.features.cached import computed, require_taps_only
 from headstart.training.features.codec import CacheFormat
+from headstart.training.features.kept import FOLDER, KeptFeatures
 from headstart.training.features.manifest import (
     Manifest,
     cached_time,
@@ -33,7 +36,7 @@ from headstart.training.features.manifest import (
     read_manifest,
     record_size,
 )  # fmt: skip
-from headstart.training.features.source import taps_of
+from headstart.training.features.source import FeatureSource, taps_of
 from headstart.training.features.writer import bytes_missing, free_bytes, measured_errors, write_missing
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
@@ -47,6 +50,8 @@ class PlannedCache:
     form: CacheFormat
     splits: Splits
     backbone: Backbone
+    positions: int
+    """Positions of texts that start values of heads are fitted to."""
 
 
 def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
@@ -56,8 +61,11 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     if estimate:
         return report
     start = time.perf_counter()
-    written = write_missing(planned.manifest, planned.form, planned.splits.train, planned.backbone)
-    missing = len(planned.manifest.missing())
+    with closing(_source(recipe, planned)) as source:
+        written = write_missing(planned.manifest, planned.form, planned.splits, source, positions=planned.positions)
+        missing = len(planned.manifest.missing())
+        if isinstance(source, KeptFeatures) and not missing:
+            source.discard()
     report |= {"shards_written": written, "seconds": time.perf_counter() - start, "shards_missing": missing}
     if missing:
         print(f"wrote {written} shards; {missing} are being written by another process", file=sys.stderr)
@@ -72,13 +80,21 @@ def write_cache(recipe: Recipe, estimate: bool) -> dict[str, Any]:
     return report | {"errors": errors}
 
 
+def _source(recipe: Recipe, planned: PlannedCache) -> FeatureSource:
+    """Return what computes the features: the backbone, servers, or what was kept while a server answered."""
+    kept = planned.manifest.folder / FOLDER
+    if recipe.features.endpoint is not None and kept.is_dir() and isinstance(planned.backbone, HeadOnlyBackbone):
+        return KeptFeatures(recipe, planned.backbone, planned.form.taps)
+    return computed(recipe, planned.backbone, planned.form.taps)
+
+
 def _plan(recipe: Recipe) -> PlannedCache:
     """Plan a recipe's cache. Raises UserError if ``cache.dir`` is not set or holds another cache."""
     cache, where = recipe.cache, recipe.backbone
     if cache.dir is None:
         raise UserError("cache.dir is not set; name the folder to write to, as in cache.dir=out/features")
     folder = require_folder("cache.dir", cache.dir)
-    backbone = open_backbone(where, _device())
+    backbone = open_to_cache(recipe, _device())
     drafters = [_build(one, backbone) for one in recipe.per_drafter().values()]
     form = format_of(cache, backbone, taps_of(drafters))
     require_taps_only(recipe, drafters, form)
@@ -93,12 +109,22 @@ def _plan(recipe: Recipe) -> PlannedCache:
     if manifest is None:
         manifest = Manifest(folder, contents, plan_shards(splits.train, form, cache.shard_mb))
     manifest.require(contents)
-    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone)
+    positions = max(drafter.start_positions for drafter in drafters)
+    return PlannedCache(manifest, format_on_disk(form, manifest), splits, backbone, positions)
+
+
+def open_kept(recipe: Recipe) -> KeptFeatures:
+    """Return what keeps the hidden states of answers for a recipe's cache. Raises UserError."""
+    backbone = open_to_cache(recipe, _device())
+    taps = taps_of([_build(one, backbone) for one in recipe.per_drafter().values()])
+    assert recipe.cache.dir is not None and isinstance(backbone, HeadOnlyBackbone)
+    require_folder("cache.dir", recipe.cache.dir)
+    return KeptFeatures(recipe, backbone, taps)
 
 
 def _build(recipe: Recipe, backbone: Backbone) -> Drafter:
     options, arguments = split_drafter(recipe.drafter)
-    return build_drafter(options.kind, backbone, arguments)
+    return construct_drafter(options.kind, backbone, arguments)
 
 
 def _print_sizes(planned: PlannedCache) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class CacheFormat:
 
         sample_P = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
         states = {
-            tap: scatter(self._dequantize(on_device, name, sample_P), position_P)
+            tap: scatter(self.dequantize(on_device, name, sample_P), position_P)
             for name, tap in self.states.items()
             if tap is None or tap in taps
         }
@@ -125,7 +125,8 @@ class CacheFormat:
         hidden_BTD = states.pop(None)
         return Features(batch.tokens_BT, hidden_BTD, {tap: states[tap] for tap in taps} or None, batch.loss_mask_BT, batch.document_BT)
 
-    def _dequantize(self, record: Record, name: str, sample_P: Tensor) -> Tensor:
+    def dequantize(self, record: Record, name: str, sample_P: Tensor) -> Tensor:
+        """Return a stored state of concatenated samples, ``[P, D]``; ``sample_P`` is the index of each position's sample."""
         if self.dtype != "int8":
             return record[name].to(self.backbone_dtype)
         scale_PD = record[f"{name}.token"].float()[:, None] * record[f"{name}.channel"].float()[sample_P]

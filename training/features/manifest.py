@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
@@ -24,7 +25,7 @@ from headstart.heads.checkpoint import same_weights
 from headstart.support.chat.template import template_hash
 from headstart.support.dtypes import dtype_name
 from headstart.support.errors import UserError
-from headstart.support.files import value_hash, write_json
+from headstart.support.files import atomic, value_hash, write_json
 from headstart.support.hub import inside
 from headstart.support.json_text import read_json
 from headstart.training.data.batch_sampler import samples_hash
@@ -223,6 +224,15 @@ def open_shard(manifest: Manifest, number: int) -> Any:
             "delete it and run headstart cache with this recipe again"
         )
     return file
+
+
+def save_tensors(tensors: Record, path: Path, header: dict[str, str]) -> None:
+    """Write a file of a cache atomically. Raises UserError on disk errors."""
+    try:
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, metadata=header)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def format_of(cache: Cache, backbone: Backbone, taps: tuple[int, ...]) -> CacheFormat:

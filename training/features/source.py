@@ -6,7 +6,7 @@ Shape suffixes: B batch, T positions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,7 +18,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import document_masks, document_positions
 from headstart.support.errors import UserError
-from headstart.training.data.packing import Batch
+from headstart.training.data.packing import Batch, collate
+from headstart.training.data.sample import Sample
 from headstart.training.recipe.recipe import Recipe
 
 
@@ -38,11 +39,37 @@ class Teacher(Protocol):
 class FeatureSource(ABC):
     """Returns the features of batches; ``teacher`` computes logits from their final hidden states."""
 
+    backbone: Backbone
     teacher: Teacher
+    samples: Sequence[int] | None = None
+    """The samples that it has; None: all."""
+    lacks_last = False
+    """The features of a sample's last token, which no loss reads, are not its own."""
+    ahead = 0
+    """Optimiser steps whose batches `prefetch` wants."""
 
     @abstractmethod
     def read(self, batch: Batch) -> Features:
         """Return features on the batch's device, with its loss mask and documents."""
+
+    @abstractmethod
+    def probe(self, tokens_1T: Tensor) -> Features:
+        """Return the features of a few tokens, with all taps that can be had, for the start values of heads."""
+
+    def for_starts(self, taps: tuple[int, ...]) -> FeatureSource | None:
+        """Return the source that start values are fitted to, with these taps and final hidden states; None if there is none."""
+        return self
+
+    def read_held_out(self, samples: Sequence[Sample]) -> Iterator[Features]:
+        """Yield the features of each of the held-out rows that are evaluated without decoding; none if they cannot be had."""
+        for i in range(len(samples)):
+            yield self.read(collate(samples, [[i]]).to(self.backbone.device))
+
+    def prefetch(self, batches: Iterable[Batch]) -> None:  # noqa: B027  (most sources have nothing to do)
+        """Begin to read the batches of a later step."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what the source holds open."""
 
 
 class LiveFeatures(FeatureSource):
@@ -50,6 +77,12 @@ class LiveFeatures(FeatureSource):
 
     def __init__(self, backbone: Backbone, taps: tuple[int, ...]) -> None:
         self.backbone, self.teacher, self.taps = backbone, backbone, taps
+
+    def for_starts(self, taps: tuple[int, ...]) -> FeatureSource:
+        return LiveFeatures(self.backbone, taps)
+
+    def probe(self, tokens_1T: Tensor) -> Features:
+        return self.backbone.read(tokens_1T, taps=tuple(range(self.backbone.num_layers + 1)))
 
     def read(self, batch: Batch) -> Features:
         tokens_BT, document_BT = batch.tokens_BT, batch.document_BT

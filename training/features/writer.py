@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
-from headstart.support.files import atomic, discard_unfinished, locked
+from headstart.support.files import discard_unfinished, locked
 from headstart.support.text import gigabytes
+from headstart.training.data.kept import Splits
 from headstart.training.data.packing import batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.codec import CHUNK, CacheFormat, Record, TopKTeacher, concatenate, label_positions, single_row
-from headstart.training.features.manifest import Manifest, open_shard, record_size
-from headstart.training.features.source import LiveFeatures, Teacher
+from headstart.training.features.manifest import Manifest, open_shard, record_size, save_tensors
+from headstart.training.features.source import FeatureSource, Teacher
+from headstart.training.features.supplement import write_supplement
 
 MEASURED_POSITIONS = 512
 """Label positions per shard at which the rounding error is measured."""
@@ -49,7 +50,7 @@ class Job:
     manifest: Manifest
     form: CacheFormat
     samples: list[Sample]
-    live: LiveFeatures
+    source: FeatureSource
     teacher: Teacher
     """Computes logits from cached features, to measure the error of the distribution."""
 
@@ -74,12 +75,20 @@ def require_disk_space(folder: Path, needed: int) -> None:
         )
 
 
-def write_missing(manifest: Manifest, form: CacheFormat, samples: list[Sample], backbone: Backbone, *, progress: bool = True) -> int:
-    """Write missing shards that no other process is writing; returns their number."""
+def write_missing(
+    manifest: Manifest, form: CacheFormat, splits: Splits, source: FeatureSource, *, positions: int = 0, progress: bool = True
+) -> int:
+    """Write missing shards that no other process is writing, and the supplement; returns the number of shards.
+
+    ``positions``: of texts for the start values of heads.
+    """
+    samples = splits.train
     require_disk_space(manifest.folder, bytes_missing(manifest, form, samples))
     manifest.write()
-    live = LiveFeatures(backbone, form.taps)
-    job = Job(manifest, form, samples, live, open_teacher(manifest, form, samples, live))
+    if form.top_k:
+        _write_tail(manifest, form, samples, source)
+    write_supplement(manifest, form, source, splits, positions)
+    job = Job(manifest, form, samples, source, open_teacher(manifest, form, source.backbone))
     missing, written = manifest.missing(), 0
     total = sum(len(sample.tokens) for number in missing for sample in samples[slice(*manifest.shards[number])])
     with tqdm(total=total, desc="caching", unit="token", unit_scale=True, disable=not progress) as bar:
@@ -95,31 +104,24 @@ def write_missing(manifest: Manifest, form: CacheFormat, samples: list[Sample], 
 
 
 def _write_shard(job: Job, number: int, bar: tqdm) -> None:
-    manifest, form, samples, live = job.manifest, job.form, job.samples, job.live
+    manifest, form, samples, source = job.manifest, job.form, job.samples, job.source
+    backbone = source.backbone
     records: dict[int, Record] = {}
     errors: list[dict[str, Tensor]] = []
     for indices in batches_by_length(samples, range(*manifest.shards[number])):
-        batch = collate(samples, [[i] for i in indices]).to(live.backbone.device)
-        features = live.read(batch)
+        batch = collate(samples, [[i] for i in indices]).to(backbone.device)
+        features = source.read(batch)
         for row, i in enumerate(indices):
             alone = single_row(features, row, len(samples[i].tokens))
-            records[i] = form.encode(alone, live.backbone.readout)
+            records[i] = form.encode(alone, backbone.readout)
             if sum(len(each["teacher_kl"]) for each in errors) < MEASURED_POSITIONS:
-                single = collate(samples, [[i]]).to(live.backbone.device)
-                errors.append(rounding_errors(alone, form.decode(records[i], single, form.taps), live.backbone, job.teacher))
+                single = collate(samples, [[i]]).to(backbone.device)
+                errors.append(rounding_errors(alone, form.decode(records[i], single, form.taps), backbone, job.teacher))
         bar.update(sum(len(samples[i].tokens) for i in indices))
     measured = {name: torch.cat([each[name] for each in errors]) for name in errors[0]}
     means = {name: values.mean().item() for name, values in measured.items() if len(values)}
-    _save(concatenate([records[i] for i in sorted(records)]), manifest.shard(number), {"cache": manifest.id, "error": json.dumps(means)})
-
-
-def _save(tensors: Record, path: Path, header: dict[str, str]) -> None:
-    """Write a file atomically. Raises UserError on disk errors."""
-    try:
-        with atomic(path) as temporary:
-            save_file(tensors, temporary, metadata=header)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+    header = {"cache": manifest.id, "error": json.dumps(means)}
+    save_tensors(concatenate([records[i] for i in sorted(records)]), manifest.shard(number), header)
 
 
 @torch.no_grad()
@@ -150,33 +152,36 @@ def measured_errors(manifest: Manifest) -> dict[str, float]:
     return {name: statistics.fmean(errors[name] for errors in shards if name in errors) for name in names}
 
 
-def open_teacher(manifest: Manifest, form: CacheFormat, samples: list[Sample], live: LiveFeatures) -> Teacher:
-    """Return the teacher for a cache: the backbone, or with ``top_k`` a `TopKTeacher`.
-
-    Its tail distribution is estimated once from the first samples and stored in the cache.
-    """
+def open_teacher(manifest: Manifest, form: CacheFormat, backbone: Backbone) -> Teacher:
+    """Return the teacher for a cache: the backbone, or with ``top_k`` a `TopKTeacher`. Raises UserError if the latter's tail is missing."""
     if not form.top_k:
-        return live.backbone
+        return backbone
     path = manifest.folder / TAIL
-    if not path.exists():   # no lock if it exists, since a complete cache may be on a read-only disk
-        with locked(manifest.folder / LOCKS / "tail", "cache.dir", wait=True):
-            if not path.exists():
-                _save({"tail_V": _tail(form, samples, live)}, path, {"cache": manifest.id})
-    tail_V = load_file(path, device=str(live.backbone.device))["tail_V"]
-    return TopKTeacher(tail_V)
+    if not path.exists():
+        raise UserError(f"{manifest.folder} lacks {TAIL}; run headstart cache with this recipe to write it")
+    return TopKTeacher(load_file(path, device=str(backbone.device))["tail_V"])
+
+
+def _write_tail(manifest: Manifest, form: CacheFormat, samples: Sequence[Sample], source: FeatureSource) -> None:
+    """Write the tail distribution of a `TopKTeacher`, once: estimated from the first samples."""
+    path = manifest.folder / TAIL
+    with locked(manifest.folder / LOCKS / "tail", "cache.dir", wait=True):
+        if not path.exists():
+            save_tensors({"tail_V": _tail(form, samples, source)}, path, {"cache": manifest.id})
 
 
 @torch.no_grad()
-def _tail(form: CacheFormat, samples: list[Sample], live: LiveFeatures) -> Tensor:
+def _tail(form: CacheFormat, samples: Sequence[Sample], source: FeatureSource) -> Tensor:
     """Sum each token's probability over positions where it is not in the ``top_k``; tokens always in it get a small constant."""
     assert form.top_k
-    sum_V, count = torch.zeros(form.vocab, device=live.backbone.device), 0
+    backbone = source.backbone
+    sum_V, count = torch.zeros(form.vocab, device=backbone.device), 0
     for i, sample in enumerate(samples):
         if count >= TAIL_POSITIONS:
             break
-        features = live.read(collate(samples, [[i]]).to(live.backbone.device))
+        features = source.read(collate(samples, [[i]]).to(backbone.device))
         for position_C in label_positions(sample.loss_mask)[: TAIL_POSITIONS - count].split(CHUNK):
-            p_CV = live.backbone.readout(features.hidden_BTD[0, position_C.to(live.backbone.device)]).float().softmax(-1)
+            p_CV = backbone.readout(features.hidden_BTD[0, position_C.to(backbone.device)]).float().softmax(-1)
             sum_V += p_CV.scatter(-1, p_CV.topk(form.top_k, -1).indices, 0).sum(0)
             count += len(position_C)
     return (sum_V + 1e-3 * sum_V.mean()).clamp(min=1e-12).cpu()

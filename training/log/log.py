@@ -198,6 +198,10 @@ def _summary(record: dict[str, Any]) -> str:
         if "backbone_loss" in record:
             backbone = f"; the backbone's loss {record['backbone_loss']:.4f}, {record['backbone_loss_before']:.4f} without the adapter"
         return f"tau {record['tau']:.3f} tokens a pass (the backbone's own included), accepted per depth {accepted}{backbone}"
+    if "teacher_forced_tau" in record:
+        accepted = " ".join(f"{x:.0%}" for x in record["teacher_forced_acceptance_per_depth"])
+        tau = f"tau {record['teacher_forced_tau']:.3f} as a teacher-forced chain on held-out features"
+        return f"{tau} (not decoded: the backbone's layers are not loaded), accepted per depth {accepted}"
     accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
     loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
     skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""

@@ -26,6 +26,8 @@ STEPS = 4
 
 def why_not_loadable(recipe: Recipe) -> str | None:
     """Return the reason why the backbone's weights cannot be loaded without a download; None if they can."""
+    if recipe.features.endpoint is not None and recipe.cache.dir is None:
+        return "its hidden states come from servers (features.endpoint), which are as fast as they are"
     path = resolve(recipe.backbone.path)
     if find_gguf(path) is not None:
         return None

@@ -64,7 +64,8 @@ def arithmetic(models: FakeModels, drafter: Drafter, read: tuple[float, float], 
     vocabulary = backbone.vocab if drafter.vocabulary is None else len(drafter.vocabulary)
     layer = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad and vocabulary not in weight.shape)
     readouts, teacher = read[0] * depth * tokens * drafter.width, read[1] * backbone.vocab * backbone.dim
-    other = FORWARD * active_parameters(backbone.layers, backbone.config.to_dict()) + STEP * depth * layer
+    forward = FORWARD * active_parameters(backbone.layers, backbone.config.to_dict()) if backbone.whole else 0
+    other = forward + STEP * depth * layer
     return other + teacher + readouts, readouts
 
 

@@ -82,7 +82,7 @@ def step_operations(memory_plan: MemoryPlan, size: MicroBatch) -> dict[str, int]
     with _Counter() as counter, counter.pause_in(backbone):
         memory_plan.step(sample)
     lora = recipe.backbone.lora
-    passes = 0 if recipe.cache.dir is not None else 2 if lora is not None and lora.kl_weight else 1
+    passes = 0 if recipe.cache.dir is not None or recipe.features.endpoint is not None else 2 if lora is not None and lora.kl_weight else 1
     tokens = size.rows * size.length
     return {
         "backbone": passes * 2 * active_parameters(backbone.layers, backbone.config.to_dict()) * tokens,

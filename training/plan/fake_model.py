@@ -20,18 +20,20 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import Backbone, attention_kernel
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.head_only import HeadOnlyBackbone
+from headstart.heads.backbone.model_config import attention_kernel
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import read_metadata
 from headstart.heads.lora import add_lora, lora_weights
 from headstart.heads.methods import construct_drafter
 from headstart.heads.warm_start import require_kind
 from headstart.support.errors import UserError, cause
-from headstart.training.features.backbone import dtype_in_training, read_config
+from headstart.training.features.backbone import dtype_in_training, opens_head_only, read_config
 from headstart.training.features.source import taps_of
 from headstart.training.recipe import sections
 from headstart.training.recipe.drafter import split_drafter
@@ -135,7 +137,7 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:
         with mode, values:
-            backbone = _backbone(config, settings, dtype)
+            backbone = _backbone(config, settings, dtype, HeadOnlyBackbone if opens_head_only(recipe) else Backbone)
             if settings.adapter is not None:
                 backbone.attach(settings.adapter, weights=False)
             if (lora := settings.lora) is not None:
@@ -152,20 +154,7 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     return FakeModels(backbone, drafters, values, mode)
 
 
-def make_empty_model(settings: sections.Backbone) -> PreTrainedModel:
-    """Build a backbone's model on the meta device, in a second and without memory: shapes only. Raises UserError if there is none."""
-    config = read_config(settings)
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
-        model.tie_weights()
-        return model
-    except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{settings.path!r} cannot be built from its configuration ({cause}); give a causal language model") from None
-
-
-def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype) -> Backbone:
+def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype, kind: type[Backbone]) -> Backbone:
     with no_init_weights():
         kernel = attention_kernel(settings.attention)
         model = AutoModelForCausalLM.from_config(
@@ -173,7 +162,7 @@ def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torc
         )
     model.tie_weights()
     model.config.name_or_path = resolve(settings.path)
-    return Backbone(model.eval().requires_grad_(False))
+    return kind(model.eval().requires_grad_(False))
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:

@@ -37,6 +37,7 @@ from headstart.support.dtypes import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 from headstart.training.data.packing import Batch
+from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
 from headstart.training.objective.anchors import SampledAnchors
@@ -107,10 +108,10 @@ class MemoryPlan:
     def persistent(self) -> Parts:
         """Return the bytes by part that are allocated throughout training."""
         recipes = self.recipe.per_drafter()
-        drafters, model = self.models.drafters, self.models.backbone.model
+        drafters = self.models.drafters
         return {
             "torch runtime": RUNTIME[self.accelerator],
-            "backbone weights": size_of([*model.parameters(), *model.buffers()]) - self._on_other_processes(),
+            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimizer state": sum(self._optimizer_state(name) for name in drafters),
             "weight average": sum(trained(drafter) for name, drafter in drafters.items() if recipes[name].train.ema_decay is not None),
@@ -118,7 +119,7 @@ class MemoryPlan:
 
     def _sharded_layers(self) -> list[int]:
         """Return the bytes of each backbone layer if they are sharded, else nothing."""
-        sharded = self.recipe.backbone.shard and self.processes > 1
+        sharded = self.recipe.backbone.shard and self.processes > 1 and not opens_head_only(self.recipe)
         return [size_of(list(layer.parameters())) for layer in self.models.backbone.layers] if sharded else []
 
     def _on_other_processes(self) -> int:
@@ -171,17 +172,17 @@ class MemoryPlan:
         return target_forward, max(draft_steps, key=lambda parts: sum(parts.values()))
 
     def _features(self, size: MicroBatch, counter: MemoryCounter) -> tuple[Features, Teacher]:
-        """Return a micro-batch's features, live or as read from a cache, and the teacher."""
+        """Return a micro-batch's features, live or as read from a cache or a server, and the teacher."""
         backbone, taps, cache = self.models.backbone, self.models.taps, self.recipe.cache
         counter.part = "features"
         tokens_BT = torch.zeros(size.rows, size.length, dtype=torch.int64)
         members = ((0, 1) if self.recipe.data.packing else (0,),) * size.rows
         batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.zeros_like(tokens_BT), members)
-        if cache.dir is None:
+        if cache.dir is None and self.recipe.features.endpoint is None:
             counter.part = "backbone activations"
             return LiveFeatures(backbone, taps).read(batch), backbone
         states = {tap: torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype) for tap in taps} or None
-        if cache.teacher == "hidden":
+        if cache.teacher == "hidden" or cache.dir is None:
             hidden_BTD = torch.zeros(*tokens_BT.shape, backbone.dim, dtype=backbone.dtype)
             return Features(tokens_BT, hidden_BTD, states, batch.loss_mask_BT, batch.document_BT), backbone
         top_k = torch.zeros(*tokens_BT.shape, 2 * min(cache.top_k, backbone.vocab) + 1)

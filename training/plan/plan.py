@@ -250,8 +250,8 @@ def _time(recipe: Recipe, report: dict[str, Any], machine: Machine, calibrate: b
     reason = reason or ("how many steps there are depends on data that are not here" if steps is None else None)
     reason = reason or (None if machine.here else "this machine has no accelerator to time it on")
     reason = reason or (None if report["memory"]["fits"] else "it does not fit")
-    reason = reason or why_not_loadable(recipe)
     time, timed = None, live_until_cached(recipe)
+    reason = reason or why_not_loadable(timed)
     if reason is None:
         print("timing a few steps of this recipe on this machine (--no-calibration leaves that out)", file=sys.stderr, flush=True)
         try:

@@ -18,6 +18,7 @@ from headstart.training.recipe.drafter import by_name, per_drafter, require_argu
 from headstart.training.recipe.extends import read_extended
 from headstart.training.recipe.regenerate import Regenerate
 from headstart.training.recipe.sections import Backbone, Cache, Data
+from headstart.training.recipe.served import Features
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
 from headstart.training.recipe.yaml_text import dump_yaml, override
 
@@ -34,6 +35,8 @@ class Recipe(StrictModel):
     """What to train on."""
     cache: Cache = Cache()
     """Cached features of the backbone."""
+    features: Features = Features()
+    """Hidden states from servers."""
     regenerate: Regenerate = Regenerate()
     """The backbone's own answers to the data's prompts."""
     objective: Objective = Objective()
@@ -68,7 +71,18 @@ class Recipe(StrictModel):
         if self.backbone.adapter is not None and self.regenerate.endpoint is not None and self.regenerate.model is None:
             rule = f"is the server's name of the backbone with backbone.adapter={self.backbone.adapter!r}; set it"
             raise RuleError("regenerate.model", rule, None)
+        if self.features.endpoint is not None:
+            self._check_served()
         return self
+
+    def _check_served(self) -> None:
+        for key, used, rule in (
+            ("backbone.adapter", self.backbone.adapter is not None, "is not served with hidden states; merge it into the model with PEFT"),
+            ("backbone.lora", self.backbone.lora is not None, "changes hidden states, and servers have those before; set either to null"),
+            ("objective.on_policy", self.objective.on_policy > 0, "runs the backbone on drafts, and servers do not; set either back"),
+        ):
+            if used:
+                raise RuleError(key, rule, True)
 
     def _check_drafter(self) -> None:
         options = require_arguments(self.drafter, "drafter")

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headstart.support.config import RuleError, StrictModel, Temperature
-from headstart.support.errors import UserError
 from headstart.support.numeric_limits import MAX_BATCH
-
-VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
+from headstart.training.recipe.served import address, variable
 
 
 def _jsonl(name: str) -> str:
     if not name.endswith(".jsonl") or name == ".jsonl":
         raise ValueError("is the name of a .jsonl file, or null")
     return name
-
-
-def _address(text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        if parts.username is not None or parts.password is not None or parts.query:   # it would stand in logs and cards
-            raise UserError(
-                "regenerate.endpoint is an address without user, password and query (what was given is not shown); "
-                "name the environment variable with the server's key in regenerate.api_key"
-            )
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return text
-    except UserError:
-        raise
-    except ValueError:   # a port that is no number
-        pass
-    raise ValueError("is an http(s) address, or null")
-
-
-def _variable(name: str) -> str:
-    if VARIABLE.fullmatch(name):
-        return name
-    raise UserError(
-        "regenerate.api_key is the name of an environment variable in capitals, as SERVER_KEY, or null; what was given, perhaps the key "
-        "itself, is not shown"
-    )
 
 
 class Regenerate(StrictModel):
@@ -71,11 +41,11 @@ class Regenerate(StrictModel):
     """Rows decoded at once; changes the speed only, as do ``heads``."""
     heads: str | None = None
     """Trained heads to decode faster with, a folder or hub id; null drafts from n-grams of the text and earlier answers."""
-    endpoint: Annotated[str, AfterValidator(_address)] | None = None
+    endpoint: Annotated[str, AfterValidator(address("regenerate"))] | None = None
     """Ask this OpenAI-compatible server, as http://localhost:8000/v1, instead of loading the backbone."""
     model: str | None = None
     """The backbone's name on that server; null: ``backbone.path``."""
-    api_key: Annotated[str, AfterValidator(_variable)] | None = None
+    api_key: Annotated[str, AfterValidator(variable("regenerate"))] | None = None
     """Name of the environment variable that holds the server's key; null sends none."""
     concurrency: PositiveInt = 16
     """Requests in flight at once."""

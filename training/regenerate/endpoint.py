@@ -26,10 +26,11 @@ from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
 from headstart.support.chat.template import TemplateRefusal, template_hash
 from headstart.support.errors import UserError, one_line
 from headstart.support.json_text import parse_json, repaired
+from headstart.support.post import post
 from headstart.training.data.tokenise import chat_settings
+from headstart.training.features.kept import KeptFeatures
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.regenerate.items import Completion, Conversation, Item, Response, failure
-from headstart.training.regenerate.post import post
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 """Seconds before the first retry, doubled for each further one up to the maximum, which also bounds the server's Retry-After."""
@@ -65,12 +66,14 @@ class Choice:
 class Endpoint:
     """Responses from the server at ``regenerate.endpoint``."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Raises UserError if the API key is not in the environment. No request is sent."""
+    def __init__(self, recipe: Recipe, keeper: KeptFeatures | None = None) -> None:
+        """``keeper``: keeps the hidden states of the answers, which the server extracts.
+
+        Raises UserError if the API key is not in the environment. No request is sent."""
         settings = self.settings = recipe.regenerate
         assert settings.endpoint is not None
         self.recipe, self.url = recipe, settings.endpoint.rstrip("/")
-        self.model = settings.model or recipe.backbone.path
+        self.model, self.keeper = settings.model or recipe.backbone.path, keeper
         key = self.key = None if settings.api_key is None else os.environ.get(settings.api_key)
         if settings.api_key is not None and not key:
             raise UserError(f"regenerate.api_key={settings.api_key} names no environment variable that is set; set it, or null for no key")
@@ -204,7 +207,8 @@ class Endpoint:
         settings, seed = self.settings, self.recipe.seed
         sampling = {"temperature": item.temperature(settings, seed), "top_p": settings.top_p, "seed": item.seed(seed) % (1 << 31)}
         filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's API, so sent only if set
-        request = {"model": self.model, **prompt, "max_tokens": settings.max_new_tokens, **sampling, **filters}
+        kept = {} if self.keeper is None else self.keeper.parameters
+        request = {"model": self.model, **prompt, **kept, "max_tokens": settings.max_new_tokens, **sampling, **filters}
         try:
             body = self._post(path, request | self.extra)
         except Refused as refusal:
@@ -219,6 +223,8 @@ class Endpoint:
                 raise TypeError
             ids = [_token_ids(choice.get("prompt_token_ids") or body.get("prompt_token_ids")), _token_ids(choice.get("token_ids"))]
             prompt_ids, answer_ids = ids if all(ids) else ([], [])
+            if self.keeper is not None:
+                self.keeper.keep(body, prompt_ids, answer_ids)
             return Choice(choice[part], tokens, choice.get("finish_reason") == "length", prompt_ids, answer_ids)
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._protocol(path, str(body)) from None

@@ -20,7 +20,10 @@ from headstart.support.terminal import FILE_SECONDS
 from headstart.training.data.columns import TEXTS, sound_rows
 from headstart.training.data.rows import read_rows
 from headstart.training.data.tokenise import begun_at, now
+from headstart.training.features.caching import open_kept, write_cache
+from headstart.training.features.kept import KeptFeatures
 from headstart.training.recipe.recipe import Data, Recipe, to_dict
+from headstart.training.recipe.sections import Dataset
 from headstart.training.regenerate.endpoint import Endpoint
 from headstart.training.regenerate.in_process import InProcess
 from headstart.training.regenerate.items import ERRORS, Item, read_items
@@ -118,7 +121,8 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
     if bad.count:
         print(f"data      {bad.count:,} bad rows left out ({bad.first})", file=sys.stderr)
     items = read_items(rows * settings.samples, data, data.name)
-    responder: Responder = InProcess(recipe) if settings.endpoint is None else Endpoint(recipe)
+    keeper = open_kept(recipe) if _caches(recipe) else None
+    responder = _responder(recipe, keeper)
     with PartialFile(out, _dependencies(recipe, items) | responder.dependencies()) as partial:
         missing = [item for item in items if item.row not in partial.offsets]
         before, start = partial.counts["tokens"], time.perf_counter()
@@ -132,7 +136,29 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
         "seconds": seconds, "tokens_per_second": tokens / seconds, **responder.report(),
     }  # fmt: skip
     _print(report, recipe, detail)
+    if keeper is not None:
+        keeper.close()
+        report["cache"] = write_cache(_of_answers(recipe, str(out)), estimate=False)
     return report
+
+
+def _caches(recipe: Recipe) -> bool:
+    """Return True if the answers' features are cached as they are generated: a server extracts them, and there is a folder to keep them."""
+    return recipe.features.endpoint is not None and recipe.cache.dir is not None
+
+
+def _responder(recipe: Recipe, keeper: KeptFeatures | None) -> Responder:
+    if keeper is None:
+        return InProcess(recipe) if recipe.regenerate.endpoint is None else Endpoint(recipe)
+    given, settings = keeper.servers, recipe.regenerate
+    served = settings.model_copy(update={"endpoint": f"{given.urls[0]}/v1", "model": given.model, "api_key": recipe.features.api_key})
+    return Endpoint(recipe.model_copy(update={"regenerate": served}), keeper)
+
+
+def _of_answers(recipe: Recipe, out: str) -> Recipe:
+    """Return the recipe that trains on the answers."""
+    data = recipe.data.model_copy(update={"train": [Dataset(path=out)], "format": "auto", "column": None})
+    return recipe.model_copy(update={"data": data})
 
 
 def _one_dataset(recipe: Recipe) -> Data:
@@ -204,7 +230,7 @@ def _print(report: dict[str, Any], recipe: Recipe, detail: str) -> None:
                 *([f"          {report['rows_dropped']:,} rows had no whole answer and were dropped"] if report["rows_dropped"] else []),
                 *_said_of_tokens(report),
                 f"speed     {report['tokens_per_second']:,.1f} tokens/s{tau}",
-                f"next      train with data.train={report['out']}{reset}",
+                f"next      train with data.train={report['out']}{reset}{f' cache.dir={recipe.cache.dir}' if _caches(recipe) else ''}",
             ]
         ),
         file=sys.stderr,

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED
 from headstart.heads.backbone.gguf_file import SUFFIX
+from headstart.heads.backbone.model_config import empty_model
 from headstart.heads.backbone.probes import decoder_layers
 from headstart.heads.backbone.recurrent import find_recurrent
 from headstart.support.errors import UserError
+from headstart.training.features.backbone import read_config
 from headstart.training.plan.compute import active_parameters
-from headstart.training.plan.fake_model import make_empty_model
 from headstart.training.recipe import sections
 
 THOUGHTS = ("<think>", "<|channel|>analysis", "enable_thinking")
@@ -57,7 +58,8 @@ class ModelFacts:
 
 def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Look at a model, a folder or hub id. Raises UserError if it is no backbone."""
-    model = make_empty_model(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
+    config = read_config(sections.Backbone(path=path, trust_remote_code=trust_remote_code))
+    model = empty_model(config, path, trust_remote_code=trust_remote_code)
     config = model.config.get_text_config()
     stated, readout = config.to_dict(), model.get_output_embeddings()
     layers = decoder_layers(model, config.num_hidden_layers)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.backbone import attention_kernel, load_config
+from headstart.heads.backbone.model_config import attention_kernel, load_config
 from headstart.heads.backbone.probes import decoder_layers
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from accelerate import Accelerator
@@ -16,8 +15,9 @@ from headstart.support.terminal import progress
 from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
 from headstart.training.data.vocabulary import LabelCounts, most_frequent
-from headstart.training.features.cached import CachedFeatures
-from headstart.training.features.source import FeatureSource, LiveFeatures
+from headstart.training.features.source import FeatureSource
+from headstart.training.features.supplement import FILE as SUPPLEMENT
+from headstart.training.features.supplement import chosen_texts
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
 
@@ -45,7 +45,9 @@ def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, Wa
         drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
 
 
-def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], source: FeatureSource, accelerator: Accelerator) -> list[str]:
+def fit_starts(
+    drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator
+) -> list[str]:
     """Let new drafters fit their start values to texts of the training data; returns lines for the log, in the main process.
 
     The main process does so for all; with a sharded backbone, all read the texts together.
@@ -53,7 +55,11 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], source: F
     lines: list[str] = []
     fresh = [drafter for drafter in drafters if drafter.start_positions]
     if fresh and (accelerator.is_main_process or is_sharded(fresh[0].backbone)):
-        lines = [drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process)) for drafter in fresh]
+        for drafter in fresh:
+            source, line = features.for_starts(drafter.taps), f"start values are not fitted: the feature cache lacks {SUPPLEMENT}"
+            if source is not None:
+                line = drafter.fit_start(_features(drafter, samples, source, accelerator.is_main_process))
+            lines.append(line)
     if accelerator.num_processes > 1:
         for drafter in fresh:
             for weight in drafter.parameters():
@@ -63,12 +69,8 @@ def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], source: F
 
 @torch.no_grad()
 def _features(drafter: Drafter, samples: Sequence[Sample], source: FeatureSource, shown: bool) -> Iterator[Features]:
-    """Read as many texts as the drafter asks for, from the feature cache if that holds what it reads."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()   # of a mix, some of each part
-    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)   # whose neighbours are known too
-    chosen = [i for i, positions in zip(order, before, strict=False) if positions < drafter.start_positions]
-    if not isinstance(source, CachedFeatures) or source.form.top_k:
-        source = LiveFeatures(drafter.backbone, drafter.taps)
+    """Read as many texts as the drafter asks for, as far as the source has them."""
+    chosen = [i for i in chosen_texts(samples, drafter.start_positions) if source.samples is None or i in source.samples]
     with progress("fitting start values", "token", sum(len(samples[i].tokens) for i in chosen), shown) as bar:
         for indices in batches_by_length(samples, chosen, CPU_POSITIONS if drafter.backbone.device.type == "cpu" else FORWARD_TOKENS):
             yield source.read(collate(samples, [[i] for i in indices]).to(drafter.backbone.device))

@@ -61,6 +61,8 @@ class DrafterTrainer:
     """Mean acceptance length at the last evaluation."""
     acceptance: dict[str, Any] | None = None
     """What drafts were worth there, by score and depth (`evaluate`)."""
+    teacher_forced: dict[str, Any] | None = None
+    """The acceptance on stored features there, where it was evaluated without decoding (`acceptance`)."""
     step: int = 0
     """Current optimiser step, from 1."""
     start: dict[str, Any] | None = None
@@ -194,7 +196,7 @@ class DrafterTrainer:
     @property
     def results(self) -> dict[str, Any]:
         """The results of the last evaluation, as JSON."""
-        return {"tau": self.tau, "acceptance": self.acceptance}
+        return {"tau": self.tau, "acceptance": self.acceptance, "teacher_forced": self.teacher_forced}
 
     def progress(self) -> dict[str, Any]:
         """Return the state other than tensors, as JSON."""
@@ -214,7 +216,7 @@ class DrafterTrainer:
         unpack_optimizer(self.trained, self.optimizer, tensors)
         if self.average is not None:
             unpack_average(self.average, tensors)
-        self.tau, self.acceptance = progress["tau"], progress.get("acceptance")
+        self.tau, self.acceptance, self.teacher_forced = progress["tau"], progress.get("acceptance"), progress.get("teacher_forced")
         self.start, self.meter = progress["start"], Meter(**progress["meter"])
         self.skipped, self.consecutive_skips = progress["skipped"]
         if self.accelerator.scaler is not None and progress["scaler"] is not None:

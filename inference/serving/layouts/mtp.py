@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, weight_files
+from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED
 from headstart.heads.backbone.native_mtp import Layout as Names
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.heads.native_mtp import write_back

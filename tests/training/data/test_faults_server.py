@@ -17,8 +17,9 @@ import pytest
 from server import in_thread
 
 from headstart.cli.main import main
+from headstart.support import post
 from headstart.training.recipe.yaml_text import dump_yaml
-from headstart.training.regenerate import endpoint, post
+from headstart.training.regenerate import endpoint
 
 Manner = Callable[[Any, str], None]
 """Answers a question by writing to the connection."""

@@ -1,0 +1,194 @@
+"""A backbone without its layers: the embedding, the final norm and the output layer, which is what heads need in training besides the
+hidden states of a cache or a server.
+
+The model is built on the meta device, and the weights of these three are read by name from the checkpoint's files. Fresh heads that start
+as one of the backbone's layers read that layer's weights in the same way and keep nothing of it.
+
+Shape suffixes: B batch, T positions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from headstart.heads.backbone.backbone import Backbone
+from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.hooks import replaced_forward
+from headstart.heads.backbone.model_config import empty_model, load_config
+from headstart.heads.backbone.probes import decoder_layers, find_postprocessing
+from headstart.heads.backbone.quantization import INTEGERS, loaded_dtype, quantizing
+from headstart.heads.backbone.weight_files import WeightFiles
+from headstart.support.errors import UserError
+
+LOGIT = 20.0
+"""The largest logit of the states that show how logits are made."""
+Reader = Callable[[Tensor, tuple[int, ...]], Features]
+"""The features of tokens ``[1, T]``, with these taps."""
+
+
+class HeadOnlyBackbone(Backbone):
+    """`embed`, `norm` and `readout` of a backbone, without its layers. It computes no features; `reader` may give those of a few tokens."""
+
+    whole = False
+
+    def __init__(self, model: PreTrainedModel, files: WeightFiles | None = None) -> None:
+        self.files = files
+        self.reader: Reader | None = None
+        """What `read` returns, for the start values of fresh heads."""
+        super().__init__(model)
+        self.norm = final_norm(self.model)
+
+    def _probe(self, stated: dict[str, Any]) -> None:
+        """Find out how logits are made: the layers have no part in that, and other states stand in for theirs."""
+        rows_TD = self.unembed.weight[1:3].float()   # so that some logits are large, and a cap on them is seen
+        hidden_1TD = (LOGIT * rows_TD / rows_TD.square().sum(-1, keepdim=True).clamp(min=1e-6))[None].to(self.dtype)
+
+        def states(*args: Any, **kwargs: Any) -> _Output:
+            return _Output((hidden_1TD,))
+
+        self.base = _decoder(self.model) if self.base is self.model else self.base   # Llama-4's
+        with replaced_forward(self.base, states), replaced_forward(_decoder(self.model), states):   # OPT calls the latter
+            self.postprocess = find_postprocessing(self)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that are in memory."""
+        return [self.embed, self.norm, self.unembed]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in (*part.parameters(), *part.buffers())]
+
+    def read(
+        self,
+        tokens_BT: Tensor,
+        cache: Any = None,
+        positions_BT: Tensor | None = None,
+        attention_mask: dict[str, Tensor] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Features:
+        """Return what `reader` does. Raises UserError without one, and for anything but a few tokens alone."""
+        if self.reader is None or cache is not None or attention_mask is not None:
+            raise UserError(f"only the embedding and the output layer of {self.name} are here, which cannot read text; load it whole")
+        return self.reader(tokens_BT, taps)
+
+    def layer(self, index: int, names: Iterable[str]) -> dict[str, Tensor] | None:
+        """Read weights of a layer in the dtype of the others; None if the checkpoint lacks one of them."""
+        assert self.files is not None
+        prefix, weights = next(name for name, module in self.model.named_modules() if module is self.layers[index]), {}
+        for name in sorted(names):
+            weight = self.files.read(f"{prefix}.{name}")
+            if weight is None:
+                return None
+            weights[name] = weight.to(self.device, self.dtype)
+        return weights
+
+
+class _Output(tuple[Tensor]):
+    """What a decoder returns: the final hidden states, and None for all else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def load_head_only(
+    path: str, *, dtype: str = "auto", trust_remote_code: bool = False, device: str | torch.device | None = None
+) -> HeadOnlyBackbone:
+    """Load the embedding, final norm and output layer of a backbone from a folder or hub id with safetensors, or ``embedded``.
+
+    ``dtype`` as for `load_backbone`; int8 and int4 leave these three in the model's dtype. Raises UserError.
+    """
+    on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    if find_gguf(path) is not None:
+        raise UserError(f"backbone {path} is a GGUF file, which is loaded whole: give the model's folder or hub id with safetensors")
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    model = empty_model(config, path, trust_remote_code=trust_remote_code)
+    settings = config.to_dict().get("quantization_config") or config.get_text_config().to_dict().get("quantization_config")
+    files = WeightFiles(path, settings if isinstance(settings, dict) else None)
+    files.rename = _renaming(model)
+    chosen, stored = loaded_dtype(dtype, config, on), config.get_text_config().dtype
+    _fill(model, files, next((one for one in (chosen, stored) if isinstance(one, torch.dtype)), None), on)
+    model.config.name_or_path = resolve(path)
+    if dtype in INTEGERS:
+        model.config.quantization_config = quantizing(dtype, gguf=False)
+    model.generation_config = _generation_config(path, config)
+    return HeadOnlyBackbone(model.eval().requires_grad_(False), files)
+
+
+def _renaming(model: PreTrainedModel) -> Callable[[str], str]:
+    """Return what transformers makes of the names in a checkpoint of this model, as of DeepSeek-V4's; without such a function, nothing."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:
+        return str
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    return lambda name: str(rename_source_key(name, renamings, [])[0])
+
+
+def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
+    """Return what `from_pretrained` would give the model."""
+    try:
+        return GenerationConfig.from_pretrained(resolve(path))
+    except (OSError, ValueError, TypeError):   # there is none, or one that transformers cannot read
+        return GenerationConfig.from_model_config(config)
+
+
+def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Read the weights of the three modules. Raises UserError if the files lack one."""
+    names = {module: name for name, module in model.named_modules()}
+    embed, unembed = model.get_input_embeddings(), model.get_output_embeddings()
+    one_matrix, norm = unembed.weight is embed.weight, final_norm(model)
+    read: dict[tuple[nn.Module, str], Tensor | None] = {}
+    for module in (embed, norm, unembed):
+        if any(True for _ in module.buffers()):   # as the scale of Gemma's embedding, which no file holds
+            module.to_empty(device="cpu")
+            model._init_weights(module)
+        for name, parameter in module.named_parameters():
+            weight = files.read(f"{names[module]}.{name}")
+            if weight is not None and weight.shape != parameter.shape:
+                found, expected = list(weight.shape), list(parameter.shape)
+                raise UserError(f"{names[module]}.{name} of {files.path} is {found}, by its configuration {expected}; fetch it again")
+            if weight is not None:
+                dtype = dtype or (weight.dtype if weight.dtype.itemsize > 1 else torch.float32)
+                weight = weight.to(device, dtype)
+            read[module, name] = weight
+    table, readout = read[embed, "weight"], read[unembed, "weight"]
+    one_matrix = one_matrix and (table is None or readout is None or torch.equal(table, readout))   # as transformers decides it
+    if one_matrix:
+        read[embed, "weight"] = read[unembed, "weight"] = table if table is not None else readout
+    for (module, name), weight in read.items():
+        if weight is None:
+            raise UserError(f"backbone {files.path!r} lacks {names[module]}.{name}, so it cannot train heads; fetch or save it again")
+        module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    for module in (embed, norm, unembed):
+        module.to(device)   # its buffers
+    if one_matrix:
+        unembed.weight = embed.weight
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm after the last layer: the last one that stands beside the layers. Raises UserError if there is none."""
+    named = [(f"{name} {type(child).__name__}".lower(), child) for name, child in _decoder(model).named_children()]
+    norms = [child for name, child in named if "norm" in name or name.startswith("ln_f ")]
+    if not norms:
+        raise UserError(f"{type(model).__name__} has no norm after its last layer that can be found; load it whole (cache.dir=null)")
+    return norms[-1]
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the module that holds the list of layers."""
+    layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
+    return next(module for module in model.modules() if any(child is layers for child in module.children()))

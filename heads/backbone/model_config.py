@@ -1,0 +1,66 @@
+"""A backbone's configuration, the model that it describes without weights, and what is wrong with one that transformers cannot load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
+from headstart.heads.backbone.embedded import EMBEDDED, resolve
+from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
+from headstart.support.errors import UserError, cause
+
+ALLOWED = "a folder with config.json and safetensors, a GGUF file, a hub id, or 'embedded'"
+Attention = Literal["auto", "sdpa", "eager"]
+"""Attention kernels; auto: sdpa, or eager for architectures without it (Gemma-2, gpt-oss)."""
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Load a backbone's configuration and nothing else. Raises UserError if there is none, or if it is an encoder-decoder's."""
+    try:
+        gguf = find_gguf(path)
+        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
+        raise load_error("backbone", path, error) from error
+    if config.is_encoder_decoder:
+        raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")
+    return config
+
+
+def attention_kernel(attention: Attention) -> str | None:
+    """The argument ``attn_implementation`` of transformers, which chooses by itself without one."""
+    return None if attention == "auto" else attention
+
+
+def empty_model(config: PretrainedConfig, path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model on the meta device, in a second and without memory: shapes only. Raises UserError if there is none."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        return model
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UserError(f"{path!r} cannot be built from its configuration ({cause(error)}); give a causal language model") from None
+
+
+def load_error(what: str, path: str, error: Exception) -> UserError:
+    """Return the error to raise; ``what``: backbone or tokenizer."""
+    cause = " ".join(str(error).split())[:300]
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return UserError(f"{path} is a PEFT adapter: give it as backbone.adapter (--adapter), and its base model as the backbone")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and path != EMBEDDED and not Path(path).exists():
+        return UserError(f"no {what} at {path!r}: no such folder; give {ALLOWED}")
+    if "does not support an attention implementation" in str(error):
+        return UserError(f"{what} {path!r} cannot compute attention with sdpa (transformers has only eager for it); set attention to auto")
+    if "trust_remote_code" in str(error):
+        return UserError(f"{what} {path!r} wants to run code from its repository; read that code, then set trust_remote_code=true")
+    hint = "; of a repository of GGUF files name one: USER/REPO/FILE.gguf" if "gguf" in path.lower() else ""
+    return UserError(f"cannot load {what} {path!r}: {cause}{hint} (allowed: {ALLOWED})")

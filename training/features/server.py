@@ -1,0 +1,243 @@
+"""Hidden states of given tokens from vLLM servers that extract them (``extract_hidden_states`` of vLLM 0.32), through a folder.
+
+A request for one generated token has the server write a safetensors file with ``hidden_states`` ``[T, layers, D]``, the layers in
+ascending order and without their numbers, and ``token_ids`` ``[T]``. Layer l is the residual stream after l layers, the last one before the
+final norm.
+The answer names the file and comes before it: the server holds a lock beside it until the file is there. A file appears whole, or not at
+all where the disk is full or the server dies. One prompt a request: of several only the first one's file is named.
+
+Shape suffixes: T positions, L layers, D width.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from headstart.support.errors import UserError, one_line
+from headstart.support.hub import inside
+from headstart.support.json_text import parse_json
+from headstart.support.post import post
+from headstart.training.recipe.served import Features
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds that a failing server rests, doubled for each further failure up to the maximum."""
+GRACE = 2.0
+"""Seconds in which a file must follow its lock, on shared disks that are slow to show it."""
+MISSING_FILES = 4
+"""Answers without a file after which the run ends."""
+STALE = 3600.0
+"""Age in seconds from which files that runs have left behind are deleted."""
+PREFIX = "headstart-"
+START = "start the server as headstart serve-features RECIPE prints it"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server gave for one sample."""
+
+    hidden_TLD: Tensor
+    tokens: list[int]
+    """The tokens of these positions, as the server has them."""
+    generated: list[int]
+    choice: dict[str, Any]
+    """The rest of the answer."""
+    url: str
+
+
+class Away(Exception):
+    """The server does not answer, or not as a sound one; the message says how."""
+
+
+class Servers:
+    """Asks the servers of ``features.endpoint`` in turn, passing over those that fail until they have rested."""
+
+    def __init__(self, settings: Features, layers: tuple[int, ...], model: str) -> None:
+        """``layers``: those that the servers extract, ascending. Raises UserError if the key is not in the environment."""
+        assert settings.endpoint is not None
+        self.settings, self.layers, self.model = settings, layers, settings.model or model
+        self.urls, self.folder = [url.rstrip("/").removesuffix("/v1") for url in settings.endpoint], Path(settings.folder)
+        key = self.key = None if settings.api_key is None else os.environ.get(settings.api_key)
+        if settings.api_key is not None and not key:
+            raise UserError(f"features.api_key={settings.api_key} names no environment variable that is set; set it, or null for no key")
+        self.client = httpx2.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else None, timeout=settings.timeout,
+            limits=httpx2.Limits(max_connections=settings.concurrency),
+        )  # fmt: skip
+        self.run, self.numbers = f"{PREFIX}{os.urandom(6).hex()}", count()
+        self.lock, self.stopped = threading.Lock(), threading.Event()
+        self.turn, self.missing = 0, 0
+        self.resting: dict[str, tuple[float, int]] = {}
+        """Address -> until when it rests, and how often it has failed in a row."""
+        self._sweep(STALE)
+
+    def ask(self, tokens: Sequence[int], *, new_tokens: int = 0, **options: Any) -> Answer:
+        """Return the hidden states of the tokens and, with ``new_tokens``, of those that the server generates after them, but for the last.
+
+        ``options``: further parameters of the request. Raises UserError if the servers refuse it, or all fail for ``features.patience``.
+        """
+        body = {
+            "model": self.model, "prompt": list(tokens), "max_tokens": max(1, new_tokens), "temperature": 0, "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": new_tokens > 0}, **options,
+        }  # fmt: skip
+        end, problem = time.monotonic() + self.settings.patience, ""
+        while not self.stopped.is_set():
+            url, wait = self._next()
+            if time.monotonic() + wait > end:
+                break
+            if self.stopped.wait(wait):
+                break
+            try:
+                answer = self._ask(url, body)
+                with self.lock:
+                    self.resting.pop(url, None)
+                return answer
+            except Away as away:
+                problem = f"{url}: {away}"
+                self._rest(url)
+        raise UserError(
+            f"no hidden states for {self.settings.patience:g} s (features.patience), at last {problem or 'since the run ends'}; see that a "
+            "server of features.endpoint runs; the same command then goes on from here"
+        )
+
+    def _next(self) -> tuple[str, float]:
+        """Return the server whose turn it is among those that do not rest, or the one that rests least, and the seconds until then."""
+        with self.lock:
+            self.turn += 1
+            order = [self.urls[(self.turn + i) % len(self.urls)] for i in range(len(self.urls))]
+            waits = {url: max(0.0, self.resting.get(url, (0.0, 0))[0] - time.monotonic()) for url in order}
+            url = min(order, key=lambda one: waits[one])
+            return url, waits[url]
+
+    def _rest(self, url: str) -> None:
+        with self.lock:
+            failures = self.resting.get(url, (0.0, 0))[1] + 1
+            self.resting[url] = (time.monotonic() + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1)), failures)
+
+    def _ask(self, url: str, body: dict[str, Any]) -> Answer:
+        body = body | {"request_id": self.new_id()}
+        try:
+            response = post(self.client, f"{url}/v1/completions", body, self.settings.timeout)
+        except httpx2.RequestError as error:
+            raise Away(f"{type(error).__name__}: {self._shown(str(error))}") from None
+        if response.status_code != 200:
+            self._refused(url, response)
+        try:
+            body = parse_json(response.text, url, whole_characters=False)
+        except UserError:
+            body = {}
+        try:
+            return self.taken(body, url)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise Away(f"does not answer as OpenAI's protocol has it: {self._shown(response.text)}") from None
+
+    def new_id(self) -> str:
+        """Return an id for a request, which the server makes part of the file's name: by it abandoned ones are found."""
+        return f"{self.run}-{next(self.numbers)}"
+
+    def taken(self, answer: dict[str, Any], url: str) -> Answer:
+        """Return what the server at ``url`` has answered, with the hidden states from its file, which is deleted.
+
+        Raises Away if there is none this time, UserError if there will be none.
+        """
+        choice = answer["choices"][0]
+        params = answer.get("kv_transfer_params") or choice.get("kv_transfer_params") or {}
+        generated, path = choice.get("token_ids") or [], params.get("hidden_states_path")
+        if not isinstance(path, str):
+            raise UserError(f"{url} gives no hidden states; {START}, or one that does")
+        tensors = self._take(Path(path).name, url)
+        hidden_TLD, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
+        if hidden_TLD is None or tokens is None or hidden_TLD.ndim != 3:
+            raise UserError(f"{url} writes {sorted(tensors)}, not hidden_states [tokens, layers, width] and token_ids; vLLM 0.32 does")
+        return Answer(hidden_TLD, tokens.tolist(), list(generated), choice, url)
+
+    def _refused(self, url: str, response: httpx2.Response) -> None:
+        """Raise what a status other than 200 means: `Away`, or UserError where asking again is of no use."""
+        status = response.status_code
+        problem = f"status {status}: {self._shown(response.text) or '(no body)'}"
+        if status >= 500 or status in (408, 409, 425, 429):
+            raise Away(problem)
+        if status == 404:
+            raise UserError(f"{url} does not serve {self.model!r} ({problem}); {START}, or name it by features.model")
+        if status in (401, 403):
+            raise UserError(f"{url} refuses with {problem}; name the environment variable that holds the key with features.api_key")
+        raise UserError(f"{url} refuses a sample with {problem}; {START}, whose --max-model-len holds data.max_length")
+
+    def _take(self, name: str, url: str) -> dict[str, Tensor]:
+        """Read and delete a file of hidden states, when the server has written it."""
+        file, lock = inside(self.folder, name), inside(self.folder, f"{name}.lock")
+        try:
+            _wait_for(lock, time.monotonic() + self.settings.timeout)
+            end = time.monotonic() + GRACE
+            while not file.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            content = file.read_bytes()   # not mapped, since it is deleted now
+        except FileNotFoundError:
+            self._count_missing(url)
+            raise Away("answered but wrote no file") from None
+        except PermissionError:
+            raise UserError(f"{file} belongs to another user, as which it alone can be read; run server and training as one user") from None
+        finally:
+            lock.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise Away(f"{name} is damaged ({error})") from None
+
+    def _count_missing(self, url: str) -> None:
+        with self.lock:
+            self.missing += 1
+        if not self.folder.is_dir() or self.missing >= MISSING_FILES * len(self.urls):
+            here = "" if self.folder.is_dir() else ", which is not there"
+            raise UserError(
+                f"{url} answers but its files do not arrive in features.folder={self.folder}{here}: it writes to another folder, or its "
+                "disk is full; give both the same folder, with room"
+            )
+
+    def _sweep(self, age: float) -> None:
+        """Delete files that requests without a reader have left: this run's, and from an age on those of others."""
+        for file in self.folder.glob(f"*{PREFIX}*") if self.folder.is_dir() else ():
+            try:
+                if self.run in file.name or time.time() - file.stat().st_mtime > age:
+                    file.unlink()
+            except OSError:   # another run's, or gone
+                continue
+
+    def close(self) -> None:
+        """End requests that wait, and delete what they leave behind."""
+        self.stopped.set()
+        self.client.close()
+        self._sweep(STALE)
+
+    def _shown(self, text: str) -> str:
+        """Shorten what a server says, without the key, which it may echo."""
+        return one_line(" ".join((text.replace(self.key, "(the key)") if self.key else text).split()), 300)
+
+
+def _wait_for(lock: Path, end: float) -> None:
+    """Wait until the server releases its lock. Raises Away when it takes too long."""
+    try:
+        with lock.open() as held:
+            while True:
+                try:
+                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise Away("holds the lock of a file that it does not write") from None
+                    time.sleep(0.005)
+    except FileNotFoundError:   # not every connector locks
+        return
