@@ -104,7 +104,7 @@ class Speculation:
                     source.draft(draft, depths)
                 draft.seconds[source], draft.depths[source] = watch.seconds, min(depths, max(draft.remaining))
                 if not watch.valid:
-                    self.costs.forget_part(source.timed_as(), len(draft.pools), draft.depths[source])
+                    self.costs.forget_part(source.timed_as(done=True), len(draft.pools), draft.depths[source])
 
     def depths(self, draft: Draft, source: Source) -> int:
         """The number of depths that the source drafts in this step; 0: none."""
@@ -227,7 +227,7 @@ class Speculation:
             draft.trial[0].purse -= (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
         for source, drafting in draft.seconds.items():
             assert isinstance(source, Source)
-            self.costs.add_part(source.timed_as(), rows, draft.depths[source], drafting)
+            self.costs.add_part(source.timed_as(done=True), rows, draft.depths[source], drafting)
         for source in self.sources:
             earned = TRIAL_SHARE * seconds / self.costs.of_pass(rows, 1) / len(self.sources)
             source.purse = min(source.purse + earned, FULL_PURSE)

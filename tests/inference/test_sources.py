@@ -21,6 +21,7 @@ from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.levels import Progress
 from headstart.inference.speculation.speculation import Speculation
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
@@ -224,6 +225,35 @@ def test_beams_on_a_cpu_are_narrow_and_wider_when_sampling() -> None:
     sampled = source.timed_as()
     source.start(sampled=False)
     assert source.timed_as() != sampled, "their costs are kept apart"
+
+
+class CompiledToOneDepth:
+    """Stands for compiled drafts, of which those deeper than one depth are not there yet."""
+
+    active = True
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def begin(self) -> None: ...
+
+    def __call__(self, progress: Progress, *inputs: Any) -> tuple[Any] | None:
+        return (self.function(progress, *inputs),) if progress.count == 1 else None
+
+
+def test_a_depth_that_is_not_compiled_yet_is_expected_to_cost_what_it_will(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed with the slow drafts of its first steps it would never be drafted again, and so never be compiled."""
+    on = backbone("llama")
+    source = source_of(random_drafter("eagle3", on, depth=4))
+    source._compiled = {of: CompiledToOneDepth(of.function) for of in (source._steps, source._round)}
+    source.start(False)
+    source.join([0], [[]], on.read(torch.arange(1, 6)[None], taps=source.drafter.taps))
+    compiled = source.timed_as()
+    for depths in (1, 4):
+        source.prepare(30, 2, None)
+        source.grow(Draft([Pool(3)], [9], shape=TreeShape(9, 2)), depths)
+        assert (source.timed_as(done=True) == compiled) == (depths == 1)
+    assert source.timed_as() == compiled == ("0", "compiled", False)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
