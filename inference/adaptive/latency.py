@@ -31,6 +31,8 @@ DEFAULT_SLOPE = 0.03
 """Cost of one more position as a fraction of a pass, before two sizes have been timed."""
 DEFAULT_SECONDS = 1e-3
 """Seconds of an autoregressive step before anything has been timed; only ratios matter then."""
+LEAST_GROWTH = 0.25
+"""A part of twice the largest size that was timed takes at least this fraction more."""
 MAX_SECONDS = 1e6
 """Seconds of a pass in a file are below this."""
 MIN_CONTEXT = 256
@@ -107,7 +109,12 @@ class Costs:
         """Seconds of a part of a step by those of other sizes and of about that many rows; None until one was timed."""
         near = [r for name, r in self.parts if name == part and octave(r) == octave(rows)]
         known = self.parts[part, min(near, key=lambda r: (abs(r - rows), r))] if near else {}
-        return interpolated([(0, 0.0), *sorted((n, times.median) for n, times in known.items())], size) if known else None
+        if not known:
+            return None
+        curve = [(0, 0.0), *sorted((n, times.median) for n, times in known.items())]
+        largest, seconds = curve[-1]
+        least = seconds * (1 + LEAST_GROWTH * (size / largest - 1)) if size > largest else 0.0   # the slope may be noise
+        return max(interpolated(curve, size), least)
 
     def of_pass(self, rows: int, nodes: int) -> float:
         """Seconds of a pass over that many nodes per row; at most the measured time of any larger pass."""

@@ -32,8 +32,8 @@ from headstart.support.text import gigabytes
 
 MOST_SHAPES = 4096
 """Exact shapes of calls that are remembered."""
-PATIENCE = 24
-"""Calls before a function is traced, which takes as long as some tens of them."""
+PATIENCE, BESIDE = 24, 3
+"""Calls before a function is traced, which takes as long as some tens of them; the second beside calls of other sizes that are compiled."""
 logger = logging.getLogger(__name__)
 Shapes = Callable[[Call], list[Shape] | None]
 """The sizes of a call's tensors, with names for those that change between calls; None: such a call is not compiled."""
@@ -97,7 +97,8 @@ class CompiledPass:
             if variant.text != self._text:
                 self._choose(variant, call)
             variant.calls += 1
-            if not variant.active and variant.calls > PATIENCE and not self._traced and not variant.requested:
+            patience = BESIDE if self.active else PATIENCE
+            if not variant.active and variant.calls > patience and not self._traced and not variant.requested:
                 self._traced = True
                 variant.request(call)
             return variant.run(call) if variant.active else None

@@ -43,8 +43,8 @@ class DrafterSource(DrafterRows):
         self._round = capturer.capture(function, "drafting", drafter, unless)
         one_row = unless is None and drafter.capturable
         self._compiled = {of: compiled_drafts(drafter, capturer, function) if one_row else None for of in (self._steps, self._round)}
-        self._by_compiled = False
-        """Whether the last draft was made by compiled code."""
+        self._by_compiled: dict[tuple[int, int], bool] = {}
+        """Whether the last draft of so many rows and depths was made by compiled code."""
         self.in_one_call = not (capturer.accelerator or drafter.uses_backbone_cache)
         """Extend the state in the call that drafts the first levels."""
 
@@ -140,7 +140,7 @@ class DrafterSource(DrafterRows):
         compiled = self._compiled.get(function)
         arguments = (progress, features, before, width, scoring)
         found = None if compiled is None else compiled(*arguments)
-        self._by_compiled = found is not None
+        self._by_compiled[rows, len(depths)] = found is not None
         levels, packed_BX, self.state, self._hidden_BKD = function(*arguments) if found is None else found[0]
         self._pending = []
         return map_tensors(lambda value_B: value_B[:rows], (levels, packed_BX)) if self.fixed else (levels, packed_BX)
@@ -151,9 +151,10 @@ class DrafterSource(DrafterRows):
             if compiled is not None:
                 compiled.begin()
 
-    def timed_as(self, done: bool = False) -> tuple[str, str, bool]:
-        # A depth whose code is not there yet is expected to cost what it will: else it is not drafted, and never compiled.
-        compiled = self._by_compiled if done else any(one is not None and one.active for one in self._compiled.values())
+    def timed_as(self, rows: int, depths: int) -> tuple[str, str, bool]:
+        compiled = self._by_compiled.get((rows, depths))   # of one that was never made: as others are
+        if compiled is None:
+            compiled = any(one is not None and one.active for one in self._compiled.values())
         made = "compiled" if compiled else "captured" if self.captured else ""
         return self.name, made, self.sampled   # sampling has noise to add and wider beams
 

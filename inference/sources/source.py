@@ -77,8 +77,8 @@ class Source(ABC):
         """The number of depths to draft for a tree of this shape, where so many tokens may still be written."""
         return min(self.depth, remaining)
 
-    def timed_as(self, done: bool = False) -> Hashable:
-        """The name of its drafts in the cost model: of the next draft, or of the one that is ``done``."""
+    def timed_as(self, rows: int, depths: int) -> Hashable:
+        """The name of its drafts of so many rows and depths in the cost model."""
         return self.name
 
     # The rows being decoded.

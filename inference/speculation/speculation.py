@@ -104,7 +104,8 @@ class Speculation:
                     source.draft(draft, depths)
                 draft.seconds[source], draft.depths[source] = watch.seconds, min(depths, max(draft.remaining))
                 if not watch.valid:
-                    self.costs.forget_part(source.timed_as(done=True), len(draft.pools), draft.depths[source])
+                    made = source.timed_as(len(draft.pools), draft.depths[source])
+                    self.costs.forget_part(made, len(draft.pools), draft.depths[source])
 
     def depths(self, draft: Draft, source: Source) -> int:
         """The number of depths that the source drafts in this step; 0: none."""
@@ -135,7 +136,7 @@ class Speculation:
         passes = self._passes(rows, max(1 + len(known) + sum(map(len, new)), 2))
         choices, drafts = [best_tree(0, before, [known], passes)], {nodes: passes[nodes] for nodes in passes if nodes > 1}
         for count in counts:
-            seconds = self.costs.of_part(source.timed_as(), rows, count)
+            seconds = self.costs.of_part(source.timed_as(rows, count), rows, count)
             seconds = source.first_cost * passes[1] * count if seconds is None else seconds
             choices.append(best_tree(count, before + seconds, [known + [prob for level in new[:count] for prob in level]], drafts))
         return choices
@@ -224,10 +225,11 @@ class Speculation:
         if tree.size > 1 or self.plain_steps > 1:   # a draft leaves less of the weights in the caches
             self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
         if draft.trial is not None:   # what it took beyond what was expected
-            draft.trial[0].purse -= (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
+            over = (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
+            draft.trial[0].purse = max(draft.trial[0].purse - over, -FULL_PURSE)   # what else the machine did is not the source's debt
         for source, drafting in draft.seconds.items():
             assert isinstance(source, Source)
-            self.costs.add_part(source.timed_as(done=True), rows, draft.depths[source], drafting)
+            self.costs.add_part(source.timed_as(rows, draft.depths[source]), rows, draft.depths[source], drafting)
         for source in self.sources:
             earned = TRIAL_SHARE * seconds / self.costs.of_pass(rows, 1) / len(self.sources)
             source.purse = min(source.purse + earned, FULL_PURSE)

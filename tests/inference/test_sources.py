@@ -57,7 +57,7 @@ def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
     source = source_of(random_drafter("medusa", backbone("llama"), depth=3))
     speculation = Speculation([source])
     speculation.costs = measured()
-    speculation.costs.add_part(source.timed_as(), 1, 3, 1e-3)
+    speculation.costs.add_part(source.timed_as(1, 3), 1, 3, 1e-3)
     source.purse, source.acceptance.levels = 0.0, [[0.9]]   # no trials
 
     def depths(*probs: float) -> int:
@@ -89,7 +89,7 @@ def test_adaptive_trees_are_deeper_than_trained_where_drafts_are_accepted(accept
     source = source_of(drafter)
     speculation = Speculation([source])
     speculation.costs = measured()
-    speculation.costs.add_part(source.timed_as(), 1, drafter.depth, drafter.depth * 1e-3)
+    speculation.costs.add_part(source.timed_as(1, drafter.depth), 1, drafter.depth, drafter.depth * 1e-3)
     source.purse, source.acceptance.levels = 0.0, [[0.9], [acceptance]]
     assert speculation.depths(Draft([Pool(3)], [20]), source) == drafted
     assert speculation.depths(Draft([Pool(3)], [1]), source) == 1
@@ -222,9 +222,9 @@ def test_beams_on_a_cpu_are_narrow_and_wider_when_sampling() -> None:
         source.start(sampled)
         widths[sampled] = [source.width(rows) for rows in (1, 2, 8)]
     assert widths == {False: [2, 1, 1], True: [4, 1, 1]}
-    sampled = source.timed_as()
+    sampled = source.timed_as(1, 3)
     source.start(sampled=False)
-    assert source.timed_as() != sampled, "their costs are kept apart"
+    assert source.timed_as(1, 3) != sampled, "their costs are kept apart"
 
 
 class CompiledToOneDepth:
@@ -241,19 +241,18 @@ class CompiledToOneDepth:
         return (self.function(progress, *inputs),) if progress.count == 1 else None
 
 
-def test_a_depth_that_is_not_compiled_yet_is_expected_to_cost_what_it_will(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed with the slow drafts of its first steps it would never be drafted again, and so never be compiled."""
+def test_drafts_are_timed_by_how_they_were_made() -> None:
+    """A depth that was never drafted is expected to be compiled as others are; one that was not compiled costs what it did."""
     on = backbone("llama")
     source = source_of(random_drafter("eagle3", on, depth=4))
     source._compiled = {of: CompiledToOneDepth(of.function) for of in (source._steps, source._round)}
     source.start(False)
     source.join([0], [[]], on.read(torch.arange(1, 6)[None], taps=source.drafter.taps))
-    compiled = source.timed_as()
     for depths in (1, 4):
+        assert source.timed_as(1, depths) == ("0", "compiled", False)
         source.prepare(30, 2, None)
         source.grow(Draft([Pool(3)], [9], shape=TreeShape(9, 2)), depths)
-        assert (source.timed_as(done=True) == compiled) == (depths == 1)
-    assert source.timed_as() == compiled == ("0", "compiled", False)
+        assert (source.timed_as(1, depths) == ("0", "compiled", False)) == (depths == 1)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

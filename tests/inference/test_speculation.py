@@ -92,6 +92,9 @@ def test_drafts_cost_what_those_of_other_depths_and_of_about_as_many_rows_do() -
     costs.add_part("0", 4, 5, 4e-3)
     costs.add_part("0", 4, 1, 2e-3)
     assert [costs.of_part("0", 4, depths) for depths in (1, 3, 5)] == pytest.approx([2e-3, 3e-3, 4e-3])
+    costs.add_part("2", 1, 1, 2e-3)
+    costs.add_part("2", 1, 2, 2.001e-3)
+    assert costs.of_part("2", 1, 10) == pytest.approx(2.001e-3 * 2), "twice as many take a quarter more at least"
     assert costs.of_part("0", 6, 5) == 4e-3 and costs.of_part("0", 8, 5) is None and costs.of_part("1", 4, 5) is None
     assert costs.at_another_length().of_part("0", 4, 5) == 4e-3
 
