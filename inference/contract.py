@@ -25,8 +25,8 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 
 Module = TypeVar("Module", bound=nn.Module)
-TOLERANCE = {torch.float32: (3e-5, 1e-4), torch.float64: (1e-6, 1e-6)}
-"""Absolute and relative difference that rounding may bring about; rotations and norms are in fp32 in either."""
+TOLERANCE = {torch.float32: (3e-5, 1e-4), torch.float64: (1e-10, 1e-10)}
+"""Absolute and relative difference that rounding may bring about."""
 
 
 class Broken(AssertionError):
@@ -210,7 +210,8 @@ def packed_documents(drafter: Drafter) -> None:
     for features, length in zip(parts, lengths, strict=True):
         for k, alone in enumerate(drafter(features)):
             found = together[k][:, start : start + alone.shape[1]]
-            require_close(found, alone, f"depth {k} of a packed document, beside it alone", "document_BT in forward_dense")
+            what = f"depth {k} of a packed document, beside it alone"
+            require_close(found, alone, what, "document_BT in forward_dense", torch.float32)   # rotations of other positions are in fp32
         start += length
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast
 from headstart.support.errors import UserError
+
+if TYPE_CHECKING:
+    from headstart.inference.beam.beam import BeamDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +181,7 @@ class SpeculativeModel:
                 engine.reader.start(request.limit)
                 self_check(engine.reader, engine.speculation.of_kind(DrafterSource), engine.capturer)
             with engine.speculation.beside(self._forced_source if speculate and request.processing.forces else None):
-                decoder: Any
+                decoder: Decoder | BeamDecoder
                 if request.beams is not None:
                     decoder = engine.beams.decoder(request, shape, batch_size or len(request.ids_BT))
                 else:
@@ -186,7 +189,7 @@ class SpeculativeModel:
                     self._forced.texts = decoder.texts
                 passes = list(decoder.run(timed))
             if request.processing.forked:
-                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])
+                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
                 engine.spot_check.after(decoder)
                 decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)

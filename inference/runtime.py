@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,7 @@ from headstart.inference.speculation.speculation import Speculation
 from headstart.inference.spot_check import SpotCheck
 
 if TYPE_CHECKING:
+    from headstart.inference.beam.beam import Beams
     from headstart.inference.generate import SpeculativeModel
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ class Engine:
                     acceptance.calibration = heads.tuned.calibration_of(source.name, sampled)
         self.spot_check = SpotCheck(heads.backbone, self.capturer)
         self.reader = Reader(heads.backbone, tuple(sorted({tap for drafter in drafters for tap in drafter.taps})), self.capturer)
-        self._beams: Any = None
+        self._beams: Beams | None = None
 
     @property
-    def beams(self) -> Any:
+    def beams(self) -> Beams:
         """The `Beams`, made when first asked for."""
         if self._beams is None:
             from headstart.inference.beam.beam import Beams

@@ -30,7 +30,7 @@ from headstart.inference.serving.engines import (
 )
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype, read_checkpoint
 from headstart.inference.serving.layouts.files import new_folder, require_new
-from headstart.inference.serving.layouts.layout import Layout, layouts_of
+from headstart.inference.serving.layouts.layout import ServedLayout, layouts_of
 from headstart.inference.serving.layouts.quantize import How
 from headstart.support.errors import UserError
 from headstart.support.json_text import read_json
@@ -95,7 +95,7 @@ def export(request: Request) -> dict[str, Any]:
     return report
 
 
-def _chosen(to: str, heads: Checkpoint, known: dict[str, Layout]) -> tuple[Layout, str | None]:
+def _chosen(to: str, heads: Checkpoint, known: dict[str, ServedLayout]) -> tuple[ServedLayout, str | None]:
     """Return the layout and, if one was asked for, the engine. Raises UserError if either cannot hold the heads."""
     held = layouts_of(heads.method)
     names = [one.name for one in held]
@@ -152,7 +152,7 @@ def _served(heads: Checkpoint, request: Request, config: dict[str, Any], rank: i
     return Served(heads.method, out, heads.served, heads.depth, config, adapter, rank)
 
 
-def _report(heads: Checkpoint, request: Request, layout: Layout, served: Served, engine: str | None) -> dict[str, Any]:
+def _report(heads: Checkpoint, request: Request, layout: ServedLayout, served: Served, engine: str | None) -> dict[str, Any]:
     unread, asked = layout.unread(heads), layout.engines if engine is None else (engine,)
     if served.adapter is not None:
         asked = ("vllm",)

@@ -58,14 +58,17 @@ def in_thread(server: BaseServer) -> Iterator[None]:
 
 
 @contextmanager
-def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> Iterator[Server]:
-    """Run the server in the block; its ``url`` is a value for ``regenerate.endpoint``."""
-    server = Server(reply, seconds)
+def answering(answer: Callable[[str, dict[str, Any], dict[str, str]], Reply]) -> Iterator[str]:
+    """Serve JSON in the block; yields the address. ``answer(path, body, headers)`` may raise ConnectionAbortedError: no answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = server.answer(self.path.removeprefix("/v1"), body, dict(self.headers))
+            try:
+                status, reply = answer(self.path, body, dict(self.headers))
+            except ConnectionAbortedError:
+                self.connection.close()
+                return
             content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
@@ -76,6 +79,14 @@ def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0)
             """Silence the request log."""
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}/v1"
     with in_thread(http):
+        yield f"http://127.0.0.1:{http.server_port}"
+
+
+@contextmanager
+def serving(reply: Callable[[str, dict[str, Any]], Reply], seconds: float = 0.0) -> Iterator[Server]:
+    """Run the server in the block; its ``url`` is a value for ``regenerate.endpoint``."""
+    server = Server(reply, seconds)
+    with answering(lambda path, body, headers: server.answer(path.removeprefix("/v1"), body, headers)) as url:
+        server.url = f"{url}/v1"
         yield server

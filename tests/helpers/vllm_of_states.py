@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from server import in_thread
+from server import answering
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
@@ -105,25 +103,5 @@ def states_server(
 ) -> Iterator[StatesServer]:
     """Serve in the block; ``url`` is a value for ``features.endpoint``."""
     server = kind(backbone, folder, layers, name)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            try:
-                status, reply = server.answer(body)
-            except ConnectionAbortedError:
-                self.connection.close()
-                return
-            content = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Silence the request log."""
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    with in_thread(http):
+    with answering(lambda path, body, headers: server.answer(body)) as server.url:
         yield server

@@ -15,7 +15,15 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding, whole_number, without_copies
+from headstart.inference.serving.layouts.layout import (
+    Counting,
+    Imported,
+    RenamedLayout,
+    Sizes,
+    unscaled_embedding,
+    whole_number,
+    without_copies,
+)
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.block import BlockReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
@@ -35,7 +43,7 @@ KEPT = (
 """Keys of transformers' class."""
 
 
-class Block(Layout):
+class Block(RenamedLayout):
     """Embedding and output layer are the backbone's; no file of a mask embedding, since the mask is a token of the backbone."""
 
     name, title = "dflash", "DFlash, DSpark or Domino"

@@ -19,7 +19,7 @@ from headstart.heads.checkpoint import METADATA
 from headstart.heads.draft_model import DraftModel as Drafter
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, require_shapes
+from headstart.inference.serving.layouts.layout import Counting, Imported, ServedLayout, Sizes, require_shapes
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.inference.serving.layouts.reader.draft_model import DraftModelReader
 from headstart.support.errors import UserError
@@ -32,7 +32,7 @@ PARALLEL_DEPTH = 8
 """Tokens that a parallel model drafts where its files do not say; PARD's configurations do not."""
 
 
-class DraftModel(Layout):
+class DraftModel(ServedLayout):
     """Weights, configuration and the backbone's tokenizer."""
 
     name, title, methods = "draft-model", "draft model", ("draft_model", "pard")

@@ -12,7 +12,7 @@ from headstart.heads.eagle import BIAS
 from headstart.inference.serving.layouts.checkpoint import Checkpoint
 from headstart.inference.serving.layouts.decoder_layer import layer_arguments
 from headstart.inference.serving.layouts.files import Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding, without_copies
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding, without_copies
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.eagle import EagleReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
@@ -24,7 +24,7 @@ FURTHER_NORMS = (
 """Of variants of EAGLE."""
 
 
-class Eagle(Layout):
+class Eagle(RenamedLayout):
     """Two architectures: vLLM takes ``EagleLlamaForCausalLM``, SGLang ``LlamaForCausalLMEagle``."""
 
     name, title, methods, engines = "eagle", "EAGLE-1/2", ("eagle",), ("vllm", "sglang")

@@ -19,7 +19,7 @@ from headstart.heads.eagle3 import ITS_COPY, SECOND_NORM
 from headstart.inference.serving.layouts.checkpoint import Checkpoint
 from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree, sliding_window
 from headstart.inference.serving.layouts.files import DamagedError, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, without_copies
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, without_copies
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.eagle import Eagle3Reader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
@@ -31,7 +31,7 @@ Taps = list[tuple[tuple[int, ...], str]]
 """Possible taps, each with the counting that gives them."""
 
 
-class Eagle3(Layout):
+class Eagle3(RenamedLayout):
     """Architecture ``LlamaForCausalLMEagle3``, layers counted in both ways in use. Read as ``layers.0.``, whatever the file calls it."""
 
     name, title, methods, engines = "eagle3", "EAGLE-3", ("eagle3",), ("vllm", "sglang", "trtllm")

@@ -25,7 +25,6 @@ class Hydra(Layout):
 
     title = "Hydra"
     order = 3
-    readable = False
 
     def recognises(self, files: Files) -> bool:
         return "hydra_head_arch" in files.config or bool(files.names("hydra_mlp."))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -63,20 +65,41 @@ class Imported:
     """See `Reading.choice`."""
 
 
-class Layout:
-    """A layout that holds the heads of some methods. By default it is written as the checkpoint is."""
+class Layout(ABC):
+    """A layout of heads on disk, which can be imported."""
 
-    name: ClassVar[str] = ""
-    """Its name for ``export --to``; empty: nothing writes it."""
     title: ClassVar[str]
-    methods: ClassVar[tuple[str, ...]] = ()
-    """Methods of `engines.METHODS` whose heads it holds."""
-    engines: ClassVar[tuple[str, ...]] = ()
-    """Engines that read this layout, where they read the method."""
     order: ClassVar[int] = 0
     """When it is asked whether a folder is its own; 0: never."""
-    readable: ClassVar[bool] = True
-    """Whether there is a reader of it, in `reader/`."""
+
+    @abstractmethod
+    def recognises(self, files: Files) -> bool:
+        """Return whether a folder has this layout, by its tensors."""
+
+    def states(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a configuration says that a folder has this layout, whatever its tensors."""
+        return False
+
+    def sizes(self, files: Files) -> Sizes:
+        """Return the sizes of the backbone that the heads are for, as far as the configuration says."""
+        config = {**files.config, **(files.config.get("transformer_layer_config") or {})}
+        width = files.config.get("target_hidden_size") or config.get("hidden_size", config.get("emb_dim"))
+        return Sizes(width, (files.shapes.get("t2d") or (config.get("vocab_size"),))[0], config.get("num_target_layers"))
+
+    @abstractmethod
+    def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
+        """Return all readings of the folder as heads of Headstart, the likeliest first. Raises UserError."""
+
+
+class ServedLayout(Layout):
+    """A layout that engines read, of the heads of some methods. By default it is written as the checkpoint is."""
+
+    name: ClassVar[str]
+    """Its name for ``export --to``."""
+    methods: ClassVar[tuple[str, ...]]
+    """Methods of `engines.METHODS` whose heads it holds."""
+    engines: ClassVar[tuple[str, ...]]
+    """Engines that read this layout, where they read the method."""
     copies: ClassVar[frozenset[str]] = frozenset()
     """Tensors of the backbone that files may hold and checkpoints do not."""
 
@@ -115,26 +138,12 @@ class Layout:
 
     # Reading.
 
-    def recognises(self, files: Files) -> bool:
-        """Return whether a folder has this layout, by its tensors."""
-        return False
-
-    def states(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a configuration says that a folder has this layout, whatever its tensors."""
-        return False
-
-    def sizes(self, files: Files) -> Sizes:
-        """Return the sizes of the backbone that the heads are for, as far as the configuration says."""
-        config = {**files.config, **(files.config.get("transformer_layer_config") or {})}
-        width = files.config.get("target_hidden_size") or config.get("hidden_size", config.get("emb_dim"))
-        return Sizes(width, (files.shapes.get("t2d") or (config.get("vocab_size"),))[0], config.get("num_target_layers"))
-
+    @abstractmethod
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         """Return the ways to read the folder for a backbone of these sizes, the likeliest first; ``counting`` None: all.
 
         Raises UserError for what is not read, DamagedError for files that contradict each other or the backbone.
         """
-        raise NotImplementedError
 
     def shaped(self, reading: Reading, on: Sizes) -> Reading:
         """Return the reading with the shapes that its tensors should have, and that of its decoder layers."""
@@ -144,14 +153,15 @@ class Layout:
         """Return the reading that engines make of the folder, with shapes."""
         return self.shaped(self.read(files, on, "stated")[0], on)
 
-    # Importing.
 
+class RenamedLayout(ServedLayout):
+    """A layout of which each reading is heads of Headstart under other names."""
+
+    @abstractmethod
     def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
         """Return a reading as heads of Headstart. Raises UserError for what these cannot compute."""
-        raise NotImplementedError
 
     def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
-        """Return all readings of the folder as heads of Headstart, the likeliest first. Raises UserError."""
         readings = self.read(files, Sizes.of(backbone), counting)
         return [replace(self.imported(one, files, backbone), choice=one.choice) for one in readings]
 
@@ -162,21 +172,25 @@ def layouts() -> list[Layout]:
     for one in pkgutil.iter_modules(package.__path__):
         module = f"{package.__name__}.{one.name}"
         classes = [value for value in vars(importlib.import_module(module)).values() if isinstance(value, type)]
-        found += [cls() for cls in classes if issubclass(cls, Layout) and cls.__module__ == module and cls is not Layout]
+        found += [cls() for cls in classes if issubclass(cls, Layout) and cls.__module__ == module and not isabstract(cls)]
     return sorted(found, key=lambda one: one.order)
 
 
-def layouts_of(method: str | None = None) -> list[Layout]:
+def layouts_of(method: str | None = None) -> list[ServedLayout]:
     """Return the layouts that can be written, or those that hold a method's heads, the checkpoint's own first: most engines read it."""
-    held = [one for one in layouts() if one.name and (method is None or method in one.methods)]
+    held = [one for one in layouts() if isinstance(one, ServedLayout) and (method is None or method in one.methods)]
     return sorted(held, key=lambda one: -len(one.engines))
 
 
-def recognise(files: Files, readable: bool = False) -> Layout | None:
-    """Return the layout of a folder by its tensors; ``readable``: of those with a reader, by its configuration if that says it."""
-    asked = [one for one in layouts() if one.order and (one.readable or not readable)]
-    stated = [one for one in asked if one.states(files.config)] if readable else []
-    return next(iter(stated), None) or next((one for one in asked if one.recognises(files)), None)
+def recognise(files: Files) -> Layout | None:
+    """Return the layout of a folder by its tensors."""
+    return next((one for one in layouts() if one.order and one.recognises(files)), None)
+
+
+def recognise_served(files: Files) -> ServedLayout | None:
+    """Return the layout that engines read in a folder: by its configuration if that says it, else by its tensors."""
+    asked = [one for one in layouts() if one.order and isinstance(one, ServedLayout)]
+    return next((one for one in asked if one.states(files.config)), None) or next((one for one in asked if one.recognises(files)), None)
 
 
 # Checks.

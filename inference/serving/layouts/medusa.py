@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.medusa import MedusaReader
 from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
@@ -30,7 +30,7 @@ BLOCK = re.compile(r"(?:blocks\.(\d+)\.layers\.(\d+)|(\d+)\.(\d+)\.linear)\.(wei
 OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 
 
-class Medusa(Layout):
+class Medusa(RenamedLayout):
     """FasterDecoding's names; no ``architectures``, with which TGI refuses the directory."""
 
     name, title, methods, engines = "medusa", "Medusa", ("medusa",), ("vllm", "tgi", "trtllm")

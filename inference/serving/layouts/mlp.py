@@ -12,7 +12,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.mlp import PREFIX
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, whole_number
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, whole_number
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.mlp import MlpReader
 from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
@@ -21,7 +21,7 @@ from headstart.support.errors import UserError
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
 
-class MlpSpeculator(Layout):
+class MlpSpeculator(RenamedLayout):
     """A stack of linear layers, embeddings and norms, one of each a depth."""
 
     name, title, methods, engines = "mlp-speculator", "IBM accelerator (MLP speculator)", ("mlp",), ("vllm", "tgi")

@@ -18,7 +18,7 @@ from headstart.heads.mtp import Mtp
 from headstart.heads.native_mtp import write_back
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
 from headstart.inference.serving.layouts.quantize import How
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
@@ -30,7 +30,7 @@ SERVED = {("mimo", "mimo"), ("qwen3_5", "qwen3_5"), ("qwen3_5", "qwen3_5_text")}
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
-class MtpStitch(Layout):
+class MtpStitch(RenamedLayout):
     """The copy has the backbone's own dtype; of its files only safetensors, configuration and tokenizer."""
 
     name, title, methods, engines = "mtp-stitch", "MTP modules", ("mtp",), ("vllm", "sglang")

@@ -17,7 +17,7 @@ from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.decoder_layer import IDS, sliding_window
 from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
 from headstart.inference.serving.layouts.files import Contents, Files
-from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, unscaled_embedding
+from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding
 from headstart.inference.serving.layouts.mtp import MtpStitch
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.inference.serving.layouts.reader.mtp import MtpReader
@@ -34,11 +34,11 @@ KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
 MTP_NAMES = {"input_proj": "eh_proj", "hidden_layernorm": "hnorm", "token_layernorm": "enorm", "final_layernorm": "norm"}
 """Modules of ``mtp_layers.0.``; others are of the decoder layer."""
 EAGLE3, BLOCK = Eagle3(), Block()
-INNER: dict[str, Layout] = {"eagle3": EAGLE3, "block": BLOCK, "mtp": MtpStitch()}
+INNER: dict[str, RenamedLayout] = {"eagle3": EAGLE3, "block": BLOCK, "mtp": MtpStitch()}
 """The layouts that have the same tensors, by the method of the reader."""
 
 
-class Speculators(Layout):
+class Speculators(RenamedLayout):
     """EAGLE-3, DFlash and DSpark; MTP modules are read too."""
 
     name, title, methods, engines = "speculators", "speculators", ("eagle3", "dflash", "dspark"), ("vllm",)

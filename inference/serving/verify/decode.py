@@ -19,7 +19,7 @@ from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.layouts.files import Files
-from headstart.inference.serving.layouts.layout import Sizes, layouts, recognise
+from headstart.inference.serving.layouts.layout import ServedLayout, Sizes, layouts, recognise_served
 from headstart.inference.serving.layouts.reader.base import Reading, Target, Text
 from headstart.inference.serving.verify.drafts import EngineSettings, Round, Transcript, judged
 from headstart.support.errors import UserError
@@ -81,10 +81,10 @@ def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int
 
 def read_heads(files: Files, on: Backbone) -> Reading:
     """Read heads as the engines do, in fp32. Raises UserError, or DamagedError for files that contradict each other."""
-    layout = recognise(files, readable=True)
+    layout = recognise_served(files)
     if layout is None:
         stated = files.config.get("architectures") or files.config.get("model_type") or "no architecture"
-        known = ", ".join(one.name for one in layouts() if one.order and one.readable)
+        known = ", ".join(one.name for one in layouts() if isinstance(one, ServedLayout))
         raise UserError(f"{files.folder} ({stated}) holds no heads that the reference engine reads; it reads {known}")
     reading = layout.stated(files, Sizes.of(on))
     return replace(reading, tensors={name: x.float() if x.is_floating_point() else x for name, x in reading.tensors.items()})
