@@ -84,7 +84,7 @@ def read_heads(files: Files, on: Backbone) -> Reading:
     layout = recognise_served(files)
     if layout is None:
         stated = files.config.get("architectures") or files.config.get("model_type") or "no architecture"
-        known = ", ".join(one.name for one in layouts() if isinstance(one, ServedLayout))
+        known = ", ".join(one.name for one in layouts() if one.order and isinstance(one, ServedLayout))
         raise UserError(f"{files.folder} ({stated}) holds no heads that the reference engine reads; it reads {known}")
     reading = layout.stated(files, Sizes.of(on))
     return replace(reading, tensors={name: x.float() if x.is_floating_point() else x for name, x in reading.tensors.items()})
