@@ -42,13 +42,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # Training in two processes of one thread each, decoding in one of two. Each run trains afresh: an earlier one would be resumed.
+# Traced: compiling the layers and the drafts of four kinds of heads would take longer than all the rest.
 demo: $(INSTALLED)
 	rm -rf out/demo
 	$(LAUNCH) train_heads.py recipes/quickstart/eagle3.yaml train.steps=160 save.dir=out/demo/eagle3
 	$(LAUNCH) train_heads.py recipes/quickstart/medusa.yaml train.steps=60 save.dir=out/demo/medusa
 	$(BIN)/headstart bench --heads embedded embedded-mlp out/demo/eagle3 out/demo/medusa --prompts recipes/quickstart/prompts.jsonl --limit 32 \
 	  --propose suffix recycling --include-heads-only \
-	  --temperature 0 1 --max-new-tokens 44 --threads 2 \
+	  --temperature 0 1 --max-new-tokens 44 --threads 2 --capture trace \
 	  --json out/demo/report.json --html out/demo/report.html
 
 # A file for each stage that is done; regenerate and train go on by themselves where they were stopped. DEMO belongs to one pair of files.

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
-from headstart.inference.capture import capture
+from headstart.inference.capture.backend import Backend
 from headstart.inference.early_exit import EarlyExit
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -186,7 +186,7 @@ def resident_mib() -> float:
 
 def soak(minutes: float, seed: int) -> dict[str, Any]:
     """Generate for that long; returns the figures."""
-    capture.MOST_CAPTURES = KEPT
+    Backend.most_captures = KEPT
     logging.set_verbosity_error()   # of lengths that cannot be reached
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)

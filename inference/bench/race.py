@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,10 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
-from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, LONGEST_WAIT, QUIET, WARM_UP, wait, warm_up
+from headstart.inference.bench.timing import LONGEST_RACE_WARM_UP, LONGEST_WAIT, QUIET, WAITS, WARM_UP, wait, warm_up
 from headstart.inference.measure import Settings
 from headstart.support.chat.prompts import Prompt, Prompter
 
+logger = logging.getLogger(__name__)
 TIMED = 4
 """Batches decoded once more on an accelerator for exact times of the parts of a step (synchronizing after each part costs speed)."""
 WARM_UP_SHARE = 0.5
@@ -63,20 +65,23 @@ class Race:
     def _warm_up(self, asked: dict[int, Prompt]) -> None:
         """Let every system continue prompts, at most all of them, until it captures nothing more or `WARM_UP_SHARE` is reached.
 
-        Layers that are compiled beside are waited for.
+        What is compiled beside is waited for, since compiling slows every system.
         """
-        waits: float = LONGEST_WAIT
-        with tqdm(total=len(self.results), desc="warm-up", unit="system", mininterval=self.pace) as progress:
-            for one in self.results:
-                rounds = partial(self._warm_up_rounds, one.system, asked, progress)
-                measured = len(asked) * self.settings.max_new_tokens
-                longest = min(LONGEST_RACE_WARM_UP, max(WARM_UP, int(WARM_UP_SHARE * measured)))
-                warm_up(rounds(), at_most=longest, quiet=QUIET if one.system.drafting else 1)
-                if one.system.compiling:
-                    progress.set_postfix_str(f"{one.system.name}: compiling")
-                    waits -= wait(partial(getattr, one.system, "compiling"), progress.refresh, waits)
-                    warm_up(rounds())
-                progress.update()
+        left, systems = float(LONGEST_WAIT), [one.system for one in self.results]
+        longest = min(LONGEST_RACE_WARM_UP, max(WARM_UP, int(WARM_UP_SHARE * len(asked) * self.settings.max_new_tokens)))
+        with tqdm(total=len(systems), desc="warm-up", unit="system", mininterval=self.pace) as progress:
+            for waited in range(1 + WAITS):
+                for system in systems:
+                    warm_up(self._warm_up_rounds(system, asked, progress), at_most=longest, quiet=QUIET if system.drafting else 1)
+                    progress.update()
+                systems = [one for one in systems if one.compiling]
+                if not systems or waited == WAITS:
+                    break
+                progress.total += len(systems)
+                progress.set_postfix_str("compiling")
+                left -= wait(lambda: any(one.system.compiling for one in self.results), progress.refresh, left)
+        if left_over := [one.system.name for one in self.results if one.system.compiling]:
+            logger.warning("%s: still being compiled beside, which slows every system; measure again in some minutes", ", ".join(left_over))
 
     def _warm_up_rounds(self, system: System, asked: dict[int, Prompt], progress: tqdm) -> Iterator[Callable[[], int]]:
         def passes(group: dict[int, Tensor]) -> int:

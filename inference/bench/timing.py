@@ -15,8 +15,8 @@ WARM_UP, LONGEST_WARM_UP = 40, 240
 """Forward passes before timing starts: the minimum, and the maximum while functions are still captured."""
 QUIET, LONGEST_RACE_WARM_UP = 400, 2000
 """The same of a system that drafts: passes without a capture, and the maximum. Adaptive trees take new shapes for long."""
-LONGEST_WAIT = 120
-"""Seconds that a race waits in all for what is compiled beside; for layers alone it takes half a minute."""
+LONGEST_WAIT, WAITS = 600, 3
+"""Seconds that a race waits in all for what is compiled beside (for layers alone half a minute), and how often: deeper drafts follow."""
 
 
 def warm_up(rounds: Iterable[Callable[[], int]], at_least: int = WARM_UP, at_most: int = LONGEST_WARM_UP, quiet: int = 1) -> None:
