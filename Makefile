@@ -2,7 +2,7 @@
 # make demo-smollm2   the same on a model that people know, SmolLM2-135M-Instruct: fetches it (93 MB), has it answer 98 prompts of seven tasks,
 #              trains on the answers and measures by task on 42 other prompts, in 30 to 45 minutes on two idle cores. A run that was stopped
 #              goes on. PROMPTS=FILE MEASURED=FILE DEMO=FOLDER: your own; SETTINGS="train.epochs=4 ..." for the recipe, BENCH="--temperature 0 1"
-# make test    the tests that are fast     make lint    ruff, mypy, the documentation's links
+# make test    the tests that are fast     make lint    ruff (rules and format), mypy, the documentation's links
 # make test-all               every test, those marked slow too (about 25 minutes on two cores)
 # make soak    generation with random arguments for an hour (MINUTES=10 make soak): memory, texts, what is left behind
 # make wheel   the wheel, in dist, and its test in an environment of its own
@@ -102,6 +102,7 @@ fuzz: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(SITE) --quiet

@@ -1,6 +1,6 @@
 """Prints the machine and the versions that a measurement belongs to, as JSON.
 
-    python benchmarks/environment.py [--note TEXT] [--json FILE]
+python benchmarks/environment.py [--note TEXT] [--json FILE]
 """
 
 import os

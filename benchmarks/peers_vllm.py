@@ -31,8 +31,8 @@ def load(job: dict[str, Any]) -> Any:
         dtype=job["dtype"],
         enforce_eager=job["eager"],
         skip_tokenizer_init=True,
-        enable_prefix_caching=False,   # a warmed-up prompt would be read from it
-        disable_log_stats=False,       # without it there are no metrics
+        enable_prefix_caching=False,  # a warmed-up prompt would be read from it
+        disable_log_stats=False,  # without it there are no metrics
         max_num_seqs=job["rows"],
         max_model_len=job["max_model_len"],
     )
@@ -81,7 +81,7 @@ def main(descriptor: int) -> None:
                     found = {"version": vllm.__version__, "threads": torch.get_num_threads()}
                 else:
                     found = write(engine, job, json.loads(line))
-            except Exception as error:   # vLLM's own refusals are of many types
+            except Exception as error:  # vLLM's own refusals are of many types
                 found = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(found), file=answers, flush=True)
 

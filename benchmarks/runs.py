@@ -36,7 +36,7 @@ def train_heads(recipe: Recipe) -> Run:
     run.prompts = []
     try:
         if train(run):
-            sys.exit(1)   # stopped by a signal
+            sys.exit(1)  # stopped by a signal
     finally:
         run.log.close()
     return run

@@ -40,7 +40,7 @@ def drafting(args: argparse.Namespace, backbone: Backbone, drafts: str, capture:
 
 def rows(args: argparse.Namespace, dtype: str, prompts: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
     """A row for each setting of one dtype; autoregressive decoding and drafts go on with what they have captured."""
-    backbone = load_backbone(args.model, dtype=dtype, device="cpu")   # type: ignore[arg-type]
+    backbone = load_backbone(args.model, dtype=dtype, device="cpu")  # type: ignore[arg-type]
     for capture in args.capture:
         ar = HeadstartSystem(AR, SpeculativeModel(backbone, capture=capture))
         systems = {drafts: HeadstartSystem(drafts, drafting(args, backbone, drafts, capture)) for drafts in args.drafts}

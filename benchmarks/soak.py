@@ -187,7 +187,7 @@ def resident_mib() -> float:
 def soak(minutes: float, seed: int) -> dict[str, Any]:
     """Generate for that long; returns the figures."""
     Backend.most_captures = KEPT
-    logging.set_verbosity_error()   # of lengths that cannot be reached
+    logging.set_verbosity_error()  # of lengths that cannot be reached
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
     backbone = Backbone(LlamaForCausalLM(CONFIG).eval().requires_grad_(False))

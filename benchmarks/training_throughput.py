@@ -113,7 +113,7 @@ def ways(recipe: Recipe, drafter: Drafter, backbone: Backbone, folder: Path) -> 
 
 
 def report(way: Way, warm: int) -> dict[str, object]:
-    middle: Callable[[list[float]], float] = lambda times: 1e3 * statistics.median(times[warm:])   # noqa: E731
+    middle: Callable[[list[float]], float] = lambda times: 1e3 * statistics.median(times[warm:])  # noqa: E731
     spent = {part: middle(way.seconds[part]) for part in PARTS}
     whole = [sum(way.seconds[part][i] for part in PARTS) for i in range(len(way.tokens))]
     alone = [step / way.seconds["backbone alone"][i] for i, step in enumerate(whole)]

@@ -32,7 +32,7 @@ def anchors_by_row(at: Anchors, rows: int) -> tuple[Tensor, Tensor]:
     order_M = at.row_M.argsort(stable=True)
     row_M, rank_M = at.row_M[order_M], torch.empty_like(order_M)
     rank_M[order_M] = torch.arange(len(row_M), device=row_M.device) - torch.searchsorted(row_M, row_M)
-    average = -(-len(row_M) // rows)   # memory planning knows no values, only shapes
+    average = -(-len(row_M) // rows)  # memory planning knows no values, only shapes
     most = int(rank_M.max().item()) + 1 if len(row_M) else 1
     anchor_BR = rank_M.new_full((rows, max(most, average)), -2)
     anchor_BR[at.row_M, rank_M] = at.position_M

@@ -110,7 +110,7 @@ class AutoregressiveDrafter(Drafter):
         states_BTD = self.states(features, torch.cat([offsets_BT - shift, last_B[:, None]], 1).clamp(min=0))
         before_BTD, last_BD = states_BTD[:, :-1], states_BTD[:, -1]
         if state is None:
-            last_BD = last_BD.contiguous()   # as later ones are: captures depend on strides
+            last_BD = last_BD.contiguous()  # as later ones are: captures depend on strides
         else:
             before_BTD = torch.where((offsets_BT == 0)[..., None], state.pending_BD[:, None], before_BTD)
             last_BD = torch.where((counts_B > 0)[:, None], last_BD, state.pending_BD)

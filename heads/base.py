@@ -86,11 +86,11 @@ class Drafter(nn.Module, ABC):
 
     def __init__(self, backbone: Backbone, config: DrafterConfig) -> None:
         super().__init__()
-        object.__setattr__(self, "backbone", backbone)   # nn.Module.__setattr__ would register a submodule
+        object.__setattr__(self, "backbone", backbone)  # nn.Module.__setattr__ would register a submodule
         self.width, self.config = backbone.dim, config
         self.trained_depth = config.depth
         self.set_depth(config.draft_depth)
-        self.register_buffer("vocabulary", None, persistent=False)   # a buffer, so that .to() moves it
+        self.register_buffer("vocabulary", None, persistent=False)  # a buffer, so that .to() moves it
 
     @property
     def arguments(self) -> dict[str, Any]:

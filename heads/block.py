@@ -113,9 +113,7 @@ class Block(Drafter):
         elif config.correction == "recurrent":
             state, rank = config.recurrent_size or max(1, D // 4), config.correction_rank
             self.prefix_gru = nn.GRU(D, state, bias=False, batch_first=True)
-            self.embed_proj = nn.Sequential(
-                nn.Linear(D + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, backbone.vocab, bias=False)
-            )
+            self.embed_proj = nn.Sequential(nn.Linear(D + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, backbone.vocab, bias=False))
 
     @property
     def max_depth(self) -> int:
@@ -147,7 +145,7 @@ class Block(Drafter):
         tokens_BT, K = features.tokens_BT, self.trained_depth
         if at is None:
             return dense_from_anchors(lambda anchors: self.forward(features, anchors), tokens_BT)
-        inputs_MK = at.position_M[:, None] + 1 + torch.arange(K, device=tokens_BT.device)   # depth k follows x_{t+1+k}
+        inputs_MK = at.position_M[:, None] + 1 + torch.arange(K, device=tokens_BT.device)  # depth k follows x_{t+1+k}
         tokens_MK = tokens_BT[at.row_M[:, None], inputs_MK.clamp(max=tokens_BT.shape[1] - 1)]
         hidden = list(self._blocks(features, at, tokens_MK[:, 0]).unbind(1))
         if self.config.correction != "recurrent":
@@ -200,7 +198,7 @@ class Block(Drafter):
             cached.limit(window, sink, offload)
 
     def reserve(self, state: State, length: int) -> State:
-        return state.reserve(length + self.elements)   # a block is whole, however few of its tokens a tree takes
+        return state.reserve(length + self.elements)  # a block is whole, however few of its tokens a tree takes
 
     def begin(self, features: Features, state: State | None = None) -> State:
         """Extend every layer's cache by keys and values of the context."""

@@ -1,12 +1,12 @@
 """Drafter checkpoints: a directory that serving engines load, plus ``headstart.json`` with metadata.
 
-    config.json             for serving engines (`Drafter.engine_config`)
-    <file_name>             safetensors weights under the engines' names (`Drafter.tensors`)
-    ...                     further files that engines expect (`Drafter.engine_files`)
-    headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
-    adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
-    custom_generate/        code for transformers' `custom_generate`; loading heads does not run it
-    drafter_adapter/        the drafter's own PEFT adapter, if any (drafter.lora), which loading adds to the weights
+config.json             for serving engines (`Drafter.engine_config`)
+<file_name>             safetensors weights under the engines' names (`Drafter.tensors`)
+...                     further files that engines expect (`Drafter.engine_files`)
+headstart.json          kind and arguments, the backbone's contract, a hash of the weights, provenance
+adapter/                the backbone's PEFT adapter, if any: heads trained with it draft for the adapted backbone
+custom_generate/        code for transformers' `custom_generate`; loading heads does not run it
+drafter_adapter/        the drafter's own PEFT adapter, if any (drafter.lora), which loading adds to the weights
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def chat_of(path: str | Path | None, tokenizer: PreTrainedTokenizerBase | None, 
 
 def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
     """Write the checkpoint; its files replace those of an earlier save in one step (see `transaction`)."""
-    config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()   # may raise: before anything is written
+    config, tensors, files = drafter.engine_config(), drafter.tensors(), drafter.engine_files()  # may raise: before anything is written
     backbone, weights = drafter.backbone, {"file": drafter.file_name}
     trained_on: dict[str, Any] = {"fingerprint": VERSION, "precision": backbone.precision}
     if backbone.gguf is not None:
@@ -101,7 +101,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
         file, config_file = new / drafter.file_name, new / "config.json"
         config_file.write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(config_file.stat().st_mode)   # safetensors creates it with mode 600
+        file.chmod(config_file.stat().st_mode)  # safetensors creates it with mode 600
         card = {
             "format": FORMAT,
             "kind": type(drafter).__module__.removeprefix("headstart.heads."),
@@ -113,7 +113,7 @@ def save_drafter(drafter: Drafter, folder: Path, extra: dict[str, Any]) -> None:
         }
         (new / METADATA).write_text(json.dumps(card, indent=2) + "\n")
     if drafter.lora is None:
-        discard(folder / DRAFTER_ADAPTER)   # of an earlier save
+        discard(folder / DRAFTER_ADAPTER)  # of an earlier save
 
 
 def add_provenance(folder: Path, added: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def load_drafter(
         replaced = read_metadata(path)[1] != card
         if not replaced:
             raise
-    if replaced:   # a run has saved newer heads meanwhile
+    if replaced:  # a run has saved newer heads meanwhile
         return load_drafter(path, backbone, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
     backbone.require_adapter(str(path), folder / ADAPTER, card["contract"].get("adapter"), allow_finetuned)
     return drafter.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)

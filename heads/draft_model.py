@@ -98,14 +98,16 @@ class DraftModel(Drafter):
             self.sequential, self.all_depths_at_once, self.anchor_share = False, True, 0.25
             if self.mask >= backbone.vocab:
                 raise UserError(f"drafter.mask_token is a token of the vocabulary, from 0 to {backbone.vocab - 1}; got {self.mask}")
-            whole.config.pard_token = self.mask   # the name under which engines look for it
+            whole.config.pard_token = self.mask  # the name under which engines look for it
 
     @classmethod
     def of(
         cls,
         backbone: Backbone,
         model: PreTrainedModel | Backbone,
-        *, depth: int | None = None, tokenizers: smaller.Tokenizers | None = None,
+        *,
+        depth: int | None = None,
+        tokenizers: smaller.Tokenizers | None = None,
     ) -> Self:
         """Return a drafter that is ``model`` as it is: any causal model that can be a backbone, on the backbone's device.
 
@@ -117,15 +119,14 @@ class DraftModel(Drafter):
             require_count("depth", depth, of="draft model")
         small = model if isinstance(model, Backbone) else Backbone(model)
         smaller.require_fitting(backbone, small, tokenizers)
-        resized = small.vocab != backbone.vocab
+        kept = small if small.vocab == backbone.vocab else small.model
         smaller.resize(small.model, backbone.vocab)
-        return cls(backbone, cls.Config(draft_depth=depth), small.model if resized else small)
+        return cls(backbone, cls.Config(draft_depth=depth), kept)
 
     @property
     def cached(self) -> CachedModel:
         """The model with its KV cache. Made when it is first used, since the model is probed, which takes weights."""
-        if self._cached is None:
-            self._cached = CachedModel(smaller.trainable(self.model))
+        self._cached = self._cached or CachedModel(smaller.trainable(self.model))
         return self._cached
 
     @property
@@ -169,7 +170,7 @@ class DraftModel(Drafter):
             return super().forward(features, at)
         if at is None:
             return dense_from_anchors(lambda anchors: self.forward(features, anchors), features.tokens_BT)
-        (B, T), N, cache = features.tokens_BT.shape, self.masks, DynamicCache()   # without a configuration, all keys are kept
+        (B, T), N, cache = features.tokens_BT.shape, self.masks, DynamicCache()  # without a configuration, all keys are kept
         text_BTD = self._read(features, T, cache)
         rank_M, anchor_BR = anchors_by_row(at, B)
         document_BT = torch.zeros_like(features.tokens_BT) if features.document_BT is None else features.document_BT
@@ -295,6 +296,5 @@ def _allocated(backbone: Backbone, config: DraftModel.Config, layers: Sequence[i
     else:
         shape = smaller.pruned_config(backbone, layers) if config.path is None else smaller.read_config(config.path)
     shape.vocab_size = backbone.vocab
-    if config.untie:
-        shape.tie_word_embeddings = False
+    shape.tie_word_embeddings = shape.tie_word_embeddings and not config.untie
     return smaller.allocate(shape)

@@ -123,7 +123,7 @@ class Eagle3(AutoregressiveDrafter, OwnReadoutDrafter):
         for one in features:
             document_BT = torch.zeros_like(one.tokens_BT) if one.document_BT is None else one.document_BT
             before_BN, at_BN, next_BN = (document_BT[:, i : document_BT.shape[1] - 2 + i] for i in range(3))
-            chosen_BN = (at_BN >= 0) & (at_BN == before_BN) & (at_BN == next_BN)   # not the first position, which is often an outlier
+            chosen_BN = (at_BN >= 0) & (at_BN == before_BN) & (at_BN == next_BN)  # not the first position, which is often an outlier
             fit.add(self._normed(one.concatenated(self.taps))[:, 1:-1][chosen_BN], one.hidden_BTD[:, 2:][chosen_BN])
         if not fit.positions:
             return ""

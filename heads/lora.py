@@ -37,7 +37,7 @@ class Lora:
 
     def __init__(self, drafter: Drafter, config: Any, names: list[str]) -> None:
         """``config`` is PEFT's; the layers ``names`` are replaced."""
-        holder = nn.Module()   # PEFT would take the drafter's ``config`` for a model's
+        holder = nn.Module()  # PEFT would take the drafter's ``config`` for a model's
         holder.add_module("drafter", drafter)
         config.target_modules = "|".join(re.escape(f"drafter.{name}") for name in names)
         require_peft().inject_adapter_in_model(config, holder)
@@ -57,7 +57,7 @@ class Lora:
         self.config.save_pretrained(str(folder))
         tensors = {FILE_PREFIX + name.replace(NAME, "."): weight.detach().cpu().contiguous() for name, weight in self.weights.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)   # safetensors creates it with mode 600
+        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)  # safetensors creates it with mode 600
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -47,7 +47,7 @@ def find_drafter(kind: str) -> type[Drafter]:
     if not KIND.fullmatch(kind):
         raise UserError(f"{kind!r} names no drafter; known: {', '.join(methods())}, or the dotted name of a module of your own")
     name = kind if "." in kind else f"headstart.heads.{kind}"
-    if "." in kind and not {"", os.getcwd()} & {*sys.path}:   # behind what is installed
+    if "." in kind and not {"", os.getcwd()} & {*sys.path}:  # behind what is installed
         sys.path.append(os.getcwd())
     try:
         drafters = drafters_of(name)
@@ -58,7 +58,7 @@ def find_drafter(kind: str) -> type[Drafter]:
         if "." in kind:
             known = ", ".join(methods())
             raise UserError(f"no module {name!r} for the drafter; known: {known}, or a dotted name that can be imported") from None
-    if not drafters and "." not in kind:   # no file of that name, or one of another purpose
+    if not drafters and "." not in kind:  # no file of that name, or one of another purpose
         near = difflib.get_close_matches(kind, methods(), 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"unknown drafter {kind!r}; {hint}known: {', '.join(methods())}, or the dotted name of a module of your own")
@@ -84,7 +84,7 @@ def construct_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any
 
 def build_drafter(kind: str, backbone: Backbone, arguments: Mapping[str, Any]) -> Drafter:
     """Construct a newly initialised drafter. Raises UserError as `construct_drafter` does."""
-    drafter = construct_drafter(kind, backbone, arguments).to(backbone.device)   # start values are computed from the backbone's tensors
+    drafter = construct_drafter(kind, backbone, arguments).to(backbone.device)  # start values are computed from the backbone's tensors
     with torch.no_grad():
         drafter.init_from(backbone)
     require_weights(drafter, f"init_from of drafter {kind}")

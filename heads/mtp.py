@@ -181,7 +181,7 @@ class Mtp(Drafter):
             above = state.nodes[k - len(self.mtps)] if depth and state.nodes is not None else None
             nodes = module.cached.nodes_below(state.caches[k], above, parents_BN, depth)
             output_BND, caches[k] = module.cached.attend_nodes(state.caches[k], module.layer.inputs(mixed_BND), mixed_BND, nodes, depth)
-            slots.append(nodes if k == 0 else nodes.hidden(state.lengths_B + depth <= k))   # where the module has not begun
+            slots.append(nodes if k == 0 else nodes.hidden(state.lengths_B + depth <= k))  # where the module has not begun
             outputs.append(module.norm(output_BND))
         return outputs[0], replace(state, caches=tuple(caches), hidden_BND=tuple(outputs), nodes=tuple(slots))
 

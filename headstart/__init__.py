@@ -2,6 +2,7 @@
 
 The public names below are found on first use, so that `import headstart` loads neither torch nor transformers.
 """
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
     value = import_module(_HOME[name]).__dict__[name]
-    globals()[name] = value   # found once
+    globals()[name] = value  # found once
     return value
 
 

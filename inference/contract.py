@@ -211,7 +211,7 @@ def packed_documents(drafter: Drafter) -> None:
         for k, alone in enumerate(drafter(features)):
             found = together[k][:, start : start + alone.shape[1]]
             what = f"depth {k} of a packed document, beside it alone"
-            require_close(found, alone, what, "document_BT in forward_dense", torch.float32)   # rotations of other positions are in fp32
+            require_close(found, alone, what, "document_BT in forward_dense", torch.float32)  # rotations of other positions are in fp32
         start += length
 
 

@@ -173,7 +173,7 @@ class Decoder:
             free = not self.over
             self._remove(self.over[len(self.waiting) :])
             numbers = self.waiting[: len(self.over) or self.batch - len(self.rows)]
-            if not self.request.in_order:   # else all rows begin together
+            if not self.request.in_order:  # else all rows begin together
                 numbers = self._of_similar_length(numbers)
             if not numbers:
                 break
@@ -230,7 +230,7 @@ class Decoder:
         else:
             self.cache.join(cache)
         tokens = [[*self.prompts.tokens(number), root] for number, root in zip(numbers, roots, strict=True)]
-        order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)   # of the rows that go on, then the new ones
+        order = sorted(range(len(going) + len(numbers)), key=(going + places).__getitem__)  # of the rows that go on, then the new ones
         for source in self.speculation.sources:
             if replaced:
                 source.select(going)

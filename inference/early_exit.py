@@ -106,5 +106,5 @@ def _with(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
     name, _, rest = path.partition(".")
     changed = copy.copy(module)
     changed._modules = dict(module._modules)
-    changed._modules[name] = _with(changed._modules[name], rest, part) if rest else part   # type: ignore[arg-type]
+    changed._modules[name] = _with(changed._modules[name], rest, part) if rest else part  # type: ignore[arg-type]
     return changed

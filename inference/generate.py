@@ -1,7 +1,7 @@
 """The user's entry point: a model with its heads, and the callable to pass to transformers' ``generate``.
 
-    heads = headstart.load("out/qwen3-8b-eagle3", backbone=model)
-    model.generate(**inputs, custom_generate=heads.generate, do_sample=True, temperature=0.7)
+heads = headstart.load("out/qwen3-8b-eagle3", backbone=model)
+model.generate(**inputs, custom_generate=heads.generate, do_sample=True, temperature=0.7)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SpeculativeModel:
         """What the drafter's drafts were worth in its training's evaluation, greedy (False) or sampled (True), as `Acceptance.to_json`."""
         self.drafters = [one for one in (drafter, *proposers) if isinstance(one, Drafter)]
         self.proposers = [one for one in proposers if isinstance(one, Proposer)]
-        self.chat: Chat | None = None   # `load` sets it: makes prompts from conversations as the heads' training did
+        self.chat: Chat | None = None  # `load` sets it: makes prompts from conversations as the heads' training did
         self.limits: dict[str, Any] | None = None
         """The arguments of the last call to `limit`."""
         self._forced = ForcedProposer()
@@ -189,7 +189,7 @@ class SpeculativeModel:
                     self._forced.texts = decoder.texts
                 passes = list(decoder.run(timed))
             if request.processing.forked:
-                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])   # type: ignore[union-attr]
+                request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])  # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
                 engine.spot_check.after(decoder)
                 decoder.prompts.continued.fill(decoder.texts.of[0].ids_T, decoder.cache)

@@ -104,10 +104,10 @@ class GrammarRow:
             self.prompt = ids
         self.length = len(ids)
         written = ids[len(self.prompt) :]
-        if not self.ends.isdisjoint(written):   # the text has ended
+        if not self.ends.isdisjoint(written):  # the text has ended
             return scores
         allowed_V = torch.zeros(scores.shape[-1], dtype=torch.bool)
-        if self._read(written):   # else nothing may follow: a beam without a chance, say
+        if self._read(written):  # else nothing may follow: a beam without a chance, say
             self._allow(allowed_V)
         return scores.masked_fill(~allowed_V.to(scores.device), -math.inf)
 

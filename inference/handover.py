@@ -29,14 +29,14 @@ class Entry(functools.partial):
     @property
     def __signature__(self) -> inspect.Signature:
         frame = _frame(lambda frame: frame.f_code is EXTRACT)
-        if frame is not None:   # give back what was taken out; what is not ours, transformers then refuses
+        if frame is not None:  # give back what was taken out; what is not ours, transformers then refuses
             given = frame.f_locals
             taken = {name: given["generation_mode_kwargs"].get(name) for name in ("tokenizer", "assistant_tokenizer")}
             given["kwargs"].update({name: value for name, value in taken.items() if value is not None})
         return inspect.signature(self.func)
 
 
-class entry:   # noqa: N801  (used as a decorator)
+class entry:  # noqa: N801  (used as a decorator)
     """Make a method an `Entry` of the object it is called on."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

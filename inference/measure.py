@@ -188,7 +188,7 @@ def only_given_settings(model: PreTrainedModel) -> Iterator[None]:
     config = model.generation_config
     eos = config.eos_token_id
     pad = config.pad_token_id
-    if pad is None:   # a single sequence needs no padding, but transformers warns about a missing token
+    if pad is None:  # a single sequence needs no padding, but transformers warns about a missing token
         pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
     model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=eos, pad_token_id=pad)
     try:

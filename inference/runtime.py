@@ -35,9 +35,9 @@ class Engine:
         if hooked:
             self.capturer.reason = HOOKED
             logger.warning(f"passes are not captured, which makes small models slower: {HOOKED}")
-        copies = heads.backbone.device.type == "cpu"   # elsewhere captures read the weights themselves
+        copies = heads.backbone.device.type == "cpu"  # elsewhere captures read the weights themselves
         self._sample = sample_of(self.modules) if copies else None
-        sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]   # first: a drafter may rest where they are sure
+        sources: list[Source] = [ProposerSource(proposer) for proposer in proposers]  # first: a drafter may rest where they are sure
         sources += [DrafterSource(f"{i} {type(one).__name__}", one, self.capturer) for i, one in enumerate(drafters)]
         self.speculation = Speculation(sources, self.capturer.fixed)
         for source in sources if heads.drafter is not None else []:

@@ -1,8 +1,8 @@
 """Generated text in a notebook: coloured by forward pass, and the tree that a pass verified.
 
-    out = model.generate(**inputs, custom_generate=heads.generate, return_dict_in_generate=True)
-    headstart.show(out, tokenizer)          # the text
-    headstart.show(out, tokenizer).tree()   # the tree of the pass that wrote most
+out = model.generate(**inputs, custom_generate=heads.generate, return_dict_in_generate=True)
+headstart.show(out, tokenizer)          # the text
+headstart.show(out, tokenizer).tree()   # the tree of the pass that wrote most
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def show(output: GenerateOutput, tokenizer: PreTrainedTokenizerBase, row: int = 
         raise UserError(f"there is no row {row}; the output has {len(output.trees)}")
     lengths = [1, *output.accept_lengths[row]]
     longest = max(1 + sum(lengths) for lengths in output.accept_lengths)
-    start = output.sequences.shape[1] - longest   # the longest row ends where the sequences end
+    start = output.sequences.shape[1] - longest  # the longest row ends where the sequences end
     ids = output.sequences[row].tolist()
     texts = token_texts(tokenizer, ids[start : start + sum(lengths)])
     ends = list(accumulate(lengths))

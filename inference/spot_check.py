@@ -45,7 +45,7 @@ class SpotCheck:
                 try:
                     self._check(_text(decoder, row), number)
                 except Exception as error:
-                    if not is_out_of_memory(error):   # a whole text takes more than its passes; the text is fine without a check
+                    if not is_out_of_memory(error):  # a whole text takes more than its passes; the text is fine without a check
                         raise
 
     def _check(self, text: Text, number: int) -> None:

@@ -1,20 +1,21 @@
 """Tests use no network and one thread each (several times faster than two on a busy two-core machine)."""
+
 import os
 import tempfile
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))   # what is there stays in use
+os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))  # what is there stays in use
 os.environ.update(
-    XDG_CACHE_HOME=f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}",   # tests leave the user's cache folder alone
+    XDG_CACHE_HOME=f"{tempfile.gettempdir()}/headstart-tests-{os.getuid()}",  # tests leave the user's cache folder alone
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
-    OMP_NUM_THREADS="1",   # for the processes that tests start
-    HEADSTART_COMPILE="0",   # but for test_compiled.py, no test has layers compiled beside
+    OMP_NUM_THREADS="1",  # for the processes that tests start
+    HEADSTART_COMPILE="0",  # but for test_compiled.py, no test has layers compiled beside
 )
 
 
@@ -26,7 +27,7 @@ from recorded import graphs  # noqa: E402, F401  (a fixture)
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)   # before -m selects
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cells(items)
 

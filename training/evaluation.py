@@ -50,7 +50,7 @@ def _evaluate(run: Run, trainer: DrafterTrainer, signal: StopSignal) -> bool:
                 done = _measure(run, trainer, drafter, signal)
 
     _guarded(run, measure)
-    return any_of(run.accelerator, done, run.control)   # all wait for the main process
+    return any_of(run.accelerator, done, run.control)  # all wait for the main process
 
 
 def _guarded(run: Run, work: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ def train(run: Run) -> int:
     steps = run.feed.steps
     prepare_evaluations(run)
     with StopSignal() as signal:
-        if run.pending and evaluate_all(run, signal):   # the run was ended before or during it
+        if run.pending and evaluate_all(run, signal):  # the run was ended before or during it
             return _stopped(run, signal)
         if run.done >= steps:
             save_missing_heads(run)
@@ -56,7 +56,7 @@ def train(run: Run) -> int:
             start = time.perf_counter()
             try:
                 outcome = training_step(run, step, signal)
-            except FeaturesLost:   # the weights are those of the last step
+            except FeaturesLost:  # the weights are those of the last step
                 if run.accelerator.num_processes == 1 and run.saved != run.done:
                     save(run)
                 raise
@@ -80,10 +80,10 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     last = run.done == run.feed.steps
     run.pending = bool(run.prompts) and (last or _due(run.done, run.recipe.eval.every))
     for trainer in run.trainers if run.pending else []:
-        trainer.tau = trainer.acceptance = trainer.teacher_forced = None   # those before were of other weights
+        trainer.tau = trainer.acceptance = trainer.teacher_forced = None  # those before were of other weights
     try:
         _log(run, last)
-    finally:   # a log that cannot be written costs no training either
+    finally:  # a log that cannot be written costs no training either
         if stop or last or _due(run.done, run.recipe.save.every):
             save(run)
     if stop and (run.pending or not last):
@@ -149,7 +149,7 @@ def _sum_over_processes(
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
     """Sum the counts and each trainer's sums over all processes in one all-reduce, in fp64, which counts beyond 2^24."""
     parts = counts + [part for each in sums for part in (each.loss[None], each.lm_loss[None], each.lm_kl[None], *each.per_depth)]
-    parts = [part.cpu() if part.device.type == "mps" else part for part in parts]   # which has no fp64, and one process
+    parts = [part.cpu() if part.device.type == "mps" else part for part in parts]  # which has no fp64, and one process
     reduced = accelerator.reduce(torch.cat([part.double() for part in parts]), "sum")
     values = [part.tolist() for part in reduced.split([len(part) for part in parts])]
     totals = values[len(counts) :]

@@ -24,7 +24,7 @@ def save(run: Run) -> None:
         _save_state(run)
     except Exception as error:
         fault = fault or error
-    if isinstance(fault, OSError | SafetensorError):   # no space, no permission, lost disk
+    if isinstance(fault, OSError | SafetensorError):  # no space, no permission, lost disk
         raise UserError(
             f"step {run.done} could not be saved in {run.folder}: {fault}; stopped, and {_last_checkpoint(run)}. "
             "Make room there, and the same command goes on"
@@ -45,7 +45,7 @@ def _save_heads(run: Run) -> Exception | None:
                     recipe = to_dict(trainer.recipe)
                     provenance = {**run.provenance, "recipe": recipe, "steps": run.done, "tokens": run.tokens, **trainer.results}
                     provenance |= {"init": trainer.start, "draft_vocabulary": trainer.coverage}
-                    discard_unfinished(trainer.folder / "*")   # from a killed run
+                    discard_unfinished(trainer.folder / "*")  # from a killed run
                     drafter.save_pretrained(trainer.folder, extra=provenance)
         except Exception as error:
             fault = fault or error

@@ -105,7 +105,7 @@ def prepare(recipe: Recipe) -> Run:
     splits, feed = _load_data(recipe, tokenizer, backbone, accelerator)
     source, cache_summary = open_source(recipe, list(drafters.values()), tokenizer, splits.train)
     if state is None and not backbone.whole:
-        drafters = _build_drafters(recipe, backbone, fresh=True)   # whose start values are computed from what the source has
+        drafters = _build_drafters(recipe, backbone, fresh=True)  # whose start values are computed from what the source has
     counts = label_counts(splits, backbone.vocab) if any(one.vocabulary is not None for one in drafters.values()) else None
     if state is None and counts is not None:
         choose_vocabularies(drafters, starts, counts)
@@ -144,7 +144,7 @@ def _with_precision(recipe: Recipe) -> Recipe:
 def _accelerator(recipe: Recipe) -> Accelerator:
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(hours=2)),   # other processes wait during evaluation
+        InitProcessGroupKwargs(timeout=timedelta(hours=2)),  # other processes wait during evaluation
     ]
     plugin = fsdp_plugin()
     try:
@@ -176,7 +176,7 @@ def _find_state(recipe: Recipe, accelerator: Accelerator) -> State | None:
 def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, PreTrainedTokenizerBase]:
     section = recipe.backbone
     sharded = section.shard and accelerator.num_processes > 1 and not opens_head_only(recipe)
-    if sharded and not accelerator.is_main_process:   # the main process reads the files, once for all
+    if sharded and not accelerator.is_main_process:  # the main process reads the files, once for all
         backbone = Backbone(shard_layers(empty_model(section), accelerator.device))
     else:
         backbone = open_for_training(recipe, accelerator.device, shard_layers if sharded else None)
@@ -210,7 +210,7 @@ def _load_data(
 ) -> tuple[Splits, BatchSampler]:
     context, ends = backbone.max_positions or sys.maxsize, end_tokens(backbone.model.generation_config)
     load = partial(load_data, recipe.data, tokenizer, context, ends=ends, progress=accelerator.is_main_process)
-    splits = in_first_process(accelerator, load)   # the others find what it has downloaded and tokenised
+    splits = in_first_process(accelerator, load)  # the others find what it has downloaded and tokenised
     require_vocabulary(splits, backbone.vocab)
     window, rank, processes = recipe.data.max_length if recipe.data.packing else None, accelerator.process_index, accelerator.num_processes
     return splits, BatchSampler(splits.train, recipe.train, recipe.seed, rank, processes, window, recipe.backbone.shard, splits.mix)

@@ -34,6 +34,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = posixpath.normpath(posixpath.join(folder, target))
         if path in pages:
             return f"[{text}]({pages[path]}{anchor or ''})"
-        return text if (ROOT / path).exists() else found.group()   # a dead link stays, so that the strict build fails
+        return text if (ROOT / path).exists() else found.group()  # a dead link stays, so that the strict build fails
 
     return LINK.sub(link, markdown).replace("](docs/tree.svg)", "](tree.svg)")

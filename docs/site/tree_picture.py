@@ -81,12 +81,12 @@ class DrawnTree:
             children[above[box]].append(box)
         rows, free = [0] * len(above), 0
         waiting = [0]
-        while waiting:   # depth first; a box without children takes the next free row
+        while waiting:  # depth first; a box without children takes the next free row
             box = waiting.pop()
             waiting += reversed(children[box])
             if not children[box]:
                 rows[box], free = free, free + 1
-        for box in reversed(range(len(above) - 1)):   # a parent has a smaller number than its children
+        for box in reversed(range(len(above) - 1)):  # a parent has a smaller number than its children
             if children[box]:
                 rows[box] = rows[children[box][0]]
         return rows
@@ -100,8 +100,7 @@ def tree_svg(tree: DrawnTree) -> str:
         widths[level] = max(widths[level], len(text) * CHARACTER + PADDING)
     lefts = [sum(widths[:level]) + GAP * level + 2 for level in range(len(widths))]
     boxes = [
-        (lefts[level], 2.0 + ROW * row, len(text) * CHARACTER + PADDING)
-        for level, row, text in zip(levels, tree.rows, labels, strict=True)
+        (lefts[level], 2.0 + ROW * row, len(text) * CHARACTER + PADDING) for level, row, text in zip(levels, tree.rows, labels, strict=True)
     ]
     lines = [_line(boxes[parent], boxes[box], kinds[box]) for box, parent in enumerate(tree.above) if box]
     drawn = [_box(*one) for one in zip(boxes, labels, kinds, strict=True)]
@@ -148,7 +147,7 @@ def main() -> None:
         place = len(prompt.ids_T)
         for tree, written in zip(output.trees[0], output.accept_lengths[0], strict=True):
             place += written
-            if written == len(tree.path):   # the text did not end inside the path
+            if written == len(tree.path):  # the text did not end inside the path
                 passes.append((tree, int(output.sequences[0, place])))
     best = max(passes, key=lambda one: len(one[0].path))
     args.out.write_text(tree_svg(drawn(*best, tokenizer)) + "\n", encoding="utf-8")

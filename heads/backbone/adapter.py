@@ -70,7 +70,7 @@ class Adapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Let the model compute as it does without the adapter."""
-        trained = [weight.requires_grad for weight in self.parameters.values()]   # PEFT changes this too
+        trained = [weight.requires_grad for weight in self.parameters.values()]  # PEFT changes this too
         self.peft.base_model.disable_adapter_layers()
         try:
             yield
@@ -90,12 +90,12 @@ class Adapter:
     def save(self, folder: Path) -> None:
         """Write the adapter in PEFT's standard format."""
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)   # safetensors creates it with mode 600
+        (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors creates it with mode 600
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
     """Return the underlying model and its adapter, if any."""
-    if "peft" not in sys.modules:   # no PeftModel can exist
+    if "peft" not in sys.modules:  # no PeftModel can exist
         return model, None
     from peft import PeftModel
 
@@ -136,7 +136,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True)
         if config.is_prompt_learning:
             raise UserError(f"the adapter in {folder} is {config.peft_type.value}, which changes the prompt, not the layers; {SUPPORTED}")
         config.inference_mode = True
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):   # PEFT draws weights, which are replaced
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # PEFT draws weights, which are replaced
             wrapped = _added(peft, model, config)
         if weights:
             report = peft.set_peft_model_state_dict(wrapped, load_file(folder / WEIGHTS))

@@ -33,6 +33,7 @@ from headstart.support.errors import UserError
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
 class Backbone:
     """A causal language model with `embed`, `readout` and `read`. The model stays the caller's, as it was after each of these.
 
@@ -211,7 +212,7 @@ class Backbone:
         """The model's settings during a forward pass, and when its layers are computed again in the backward."""
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
         repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
-        itself = differentiable and self.adapter is None   # a draft model in training keeps its mode
+        itself = differentiable and self.adapter is None  # a draft model in training keeps its mode
         kernel = tree_attention(self.exact) if masked else nullcontext()
         with nullcontext() if itself else self.evaluation(), dropout, kernel, repeated:
             yield
@@ -273,7 +274,7 @@ def load_backbone(
             raise UserError(f"backbone {path!r} lacks {len(lacking)} of its tensors ({lacking[0]}, ...); fetch or save it again")
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:   # what transformers raises for a damaged folder depends on the model and on the damage
+    except Exception as error:  # what transformers raises for a damaged folder depends on the model and on the damage
         raise load_error("backbone", path, error) from error
     if gguf is not None:
         gguf.describe_in(model, path)
@@ -290,5 +291,5 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(**source, trust_remote_code=trust_remote_code)
     except (UserError, MemoryError):
         raise
-    except Exception as error:   # as with models: what is raised depends on the tokenizer and on the damage
+    except Exception as error:  # as with models: what is raised depends on the tokenizer and on the damage
         raise load_error("tokenizer", path, error) from error

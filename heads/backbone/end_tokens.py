@@ -22,6 +22,6 @@ def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int,
     gguf = find_gguf(path)
     try:
         found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
-    except (OSError, ValueError, TypeError):   # there is none, or one that transformers cannot read
+    except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
         found = ()
     return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())

@@ -60,7 +60,7 @@ def match(matrices: Sequence[Tensor], types: list[str] | None, contract: Mapping
         if len(recorded) == len(ours):
             errors = [error for each in zip(matrices, places, stored, strict=True) for error in _rounding_errors(*each)]
             apart, rounding, exact = np.abs(np.subtract(ours, recorded)), np.array(errors), np.array(_dtype_errors(ours))
-            usual = np.square(apart).mean() <= np.square(0.45 * rounding).mean() + np.square(exact).mean()   # 0.15 to 0.3, of Q2_K to Q8_0
+            usual = np.square(apart).mean() <= np.square(0.45 * rounding).mean() + np.square(exact).mean()  # 0.15 to 0.3, of Q2_K to Q8_0
             if usual and (apart <= 1.4 * rounding + exact).all():
                 return "rounded"
     return "other"
@@ -69,7 +69,7 @@ def match(matrices: Sequence[Tensor], types: list[str] | None, contract: Mapping
 def bits_of(stored: str) -> int | None:
     """Return the bits of a GGUF type with a scale for each block, such as Q4_1, IQ3_XXS or MXFP4; None for other types."""
     found = re.match(r"([IT]?Q|MXFP|NVFP)(\d)", stored)
-    return max(2, int(found[2]) - ("FP" in found[1])) if found else None   # of floats, whose scales are powers of two, one less counts
+    return max(2, int(found[2]) - ("FP" in found[1])) if found else None  # of floats, whose scales are powers of two, one less counts
 
 
 def _dtype_errors(values: Sequence[float]) -> list[float]:
@@ -95,7 +95,7 @@ def _values(matrices: Sequence[Tensor], places: Places) -> list[float]:
     for matrix, each in zip(matrices, places, strict=True):
         if matrix.dtype.is_floating_point:
             rows, columns = zip(*(divmod(place, matrix.shape[1]) for place in each), strict=True)
-            values += matrix.detach()[list(rows), list(columns)].float().tolist()   # by row and column: a view is not copied
+            values += matrix.detach()[list(rows), list(columns)].float().tolist()  # by row and column: a view is not copied
     return [float(f"{value:.6g}") for value in values]
 
 
@@ -113,6 +113,6 @@ def _places(matrices: Sequence[Tensor]) -> Places:
 def _in_fp32(count: int, fused: bool) -> list[int]:
     """Return the places of `torch.linspace` in fp32, which computes the second half from the end."""
     last = np.float32(count - 1)
-    steps = np.arange(COUNT // 2) * np.float64(last / np.float32(COUNT - 1))   # exact: 24 bits times 5
+    steps = np.arange(COUNT // 2) * np.float64(last / np.float32(COUNT - 1))  # exact: 24 bits times 5
     backwards = np.float64(last) - steps if fused else last - steps.astype(np.float32)
     return [min(int(place), count - 1) for place in (*steps.astype(np.float32), *backwards[::-1].astype(np.float32))]

@@ -147,7 +147,7 @@ def _find(path: str) -> Path | None:
     place, named = Path(resolve(path)).expanduser(), path.lower().endswith(SUFFIX)
     try:
         folder = bool(path) and place.is_dir()
-    except OSError:   # no name that a file can have
+    except OSError:  # no name that a file can have
         return None
     if named and not folder:
         return place if place.is_file() else _fetched(path)
@@ -169,7 +169,7 @@ def _fetched(path: str) -> Path:
         raise UserError(f"no GGUF file at {path!r}; give the path of a file, or USER/REPO/FILE.gguf on the hub")
     try:
         return Path(hf_hub_download(f"{user}/{repo}", name))
-    except Exception as error:   # of many libraries: no network, no such repository or file, no login
+    except Exception as error:  # of many libraries: no network, no such repository or file, no login
         raise UserError(f"no GGUF file at {path!r}: no such file here, and not on the hub ({cause(error, 200)})") from None
 
 
@@ -202,7 +202,7 @@ def _config(path: Path, size: int, changed: int) -> PretrainedConfig:
         _set_rope(config, file)
     except MemoryError:
         raise
-    except Exception as error:   # what transformers raises depends on what a header lacks
+    except Exception as error:  # what transformers raises depends on what a header lacks
         known = f"transformers {transformers.__version__} cannot read this {file.architecture!r} model from GGUF"
         raise UserError(f"{path}: {known} ({cause(error, 200)}); give its folder of safetensors or its hub id") from None
     config.dtype = file.dtype
@@ -213,7 +213,7 @@ def _set_rope(config: PretrainedConfig, file: GgufFile) -> None:
     """Add the scaling of rotary frequencies, which transformers leaves out for most architectures. Raises UserError for an unknown one."""
     stated = {name.partition(".rope.scaling.")[2]: value for name, value in file.header.metadata.items() if ".rope.scaling." in name}
     rope: Any = config.get_text_config().to_dict().get("rope_parameters") or {}
-    one = rope.get("full_attention", rope)   # with one set for each kind of layer, llama.cpp scales that of full attention
+    one = rope.get("full_attention", rope)  # with one set for each kind of layer, llama.cpp scales that of full attention
     kind, factor = stated.get("type"), stated.get("factor") or 1.0
     if one.get("rope_type", "default") != "default":
         return

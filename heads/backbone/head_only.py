@@ -47,14 +47,14 @@ class HeadOnlyBackbone(Backbone):
 
     def _probe(self, stated: dict[str, Any]) -> None:
         """Find out how logits are made: the layers have no part in that, and other states stand in for theirs."""
-        rows_TD = self.unembed.weight[1:3].float()   # so that some logits are large, and a cap on them is seen
+        rows_TD = self.unembed.weight[1:3].float()  # so that some logits are large, and a cap on them is seen
         hidden_1TD = (LOGIT * rows_TD / rows_TD.square().sum(-1, keepdim=True).clamp(min=1e-6))[None].to(self.dtype)
 
         def states(*args: Any, **kwargs: Any) -> _Output:
             return _Output((hidden_1TD,))
 
-        self.base = _decoder(self.model) if self.base is self.model else self.base   # Llama-4's
-        with replaced_forward(self.base, states), replaced_forward(_decoder(self.model), states):   # OPT calls the latter
+        self.base = _decoder(self.model) if self.base is self.model else self.base  # Llama-4's
+        with replaced_forward(self.base, states), replaced_forward(_decoder(self.model), states):  # OPT calls the latter
             self.postprocess = find_postprocessing(self)
 
     @property
@@ -142,7 +142,7 @@ def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
     """Return what `from_pretrained` would give the model."""
     try:
         return GenerationConfig.from_pretrained(resolve(path))
-    except (OSError, ValueError, TypeError):   # there is none, or one that transformers cannot read
+    except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
         return GenerationConfig.from_model_config(config)
 
 
@@ -153,7 +153,7 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
     one_matrix, norm = unembed.weight is embed.weight, final_norm(model)
     read: dict[tuple[nn.Module, str], Tensor | None] = {}
     for module in (embed, norm, unembed):
-        if any(True for _ in module.buffers()):   # as the scale of Gemma's embedding, which no file holds
+        if any(True for _ in module.buffers()):  # as the scale of Gemma's embedding, which no file holds
             module.to_empty(device="cpu")
             model._init_weights(module)
         for name, parameter in module.named_parameters():
@@ -166,7 +166,7 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
                 weight = weight.to(device, dtype)
             read[module, name] = weight
     table, readout = read[embed, "weight"], read[unembed, "weight"]
-    one_matrix = one_matrix and (table is None or readout is None or torch.equal(table, readout))   # as transformers decides it
+    one_matrix = one_matrix and (table is None or readout is None or torch.equal(table, readout))  # as transformers decides it
     if one_matrix:
         read[embed, "weight"] = read[unembed, "weight"] = table if table is not None else readout
     for (module, name), weight in read.items():
@@ -174,7 +174,7 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
             raise UserError(f"backbone {files.path!r} lacks {names[module]}.{name}, so it cannot train heads; fetch or save it again")
         module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     for module in (embed, norm, unembed):
-        module.to(device)   # its buffers
+        module.to(device)  # its buffers
     if one_matrix:
         unembed.weight = embed.weight
 

@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def _set_training(modules: list[nn.Module], training: bool) -> None:
-    for module in modules:   # not train(), which also sets what is below
+    for module in modules:  # not train(), which also sets what is below
         module.training = training
 
 

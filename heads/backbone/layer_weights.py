@@ -35,7 +35,7 @@ def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False
         return None
     left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
     new_norm: nn.Module = type(decoder.get_submodule("norm"))(1)
-    less = 0.0 if new_norm.get_parameter("weight").any() else 1.0   # a weight less one starts at zero
+    less = 0.0 if new_norm.get_parameter("weight").any() else 1.0  # a weight less one starts at zero
     weights = backbone.layer(index, names - left_out)
     if weights is None:
         return None

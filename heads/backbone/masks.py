@@ -49,7 +49,7 @@ def rope_switch(config: Any) -> tuple[int | None, bool]:
     """
     stated = config.to_dict()
     rope = stated.get("rope_parameters") or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]   # one for the model, or one per kind of layer
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # one for the model, or one per kind of layer
     names = [str(one.get("rope_type")) for one in kinds]
     if not any(name == "longrope" or "dynamic" in name for name in names):
         return None, True

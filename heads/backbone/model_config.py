@@ -27,7 +27,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
         config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code) if gguf is None else read_gguf_config(gguf)
     except (UserError, MemoryError):
         raise
-    except Exception as error:   # what transformers raises for a damaged file depends on the model and on the damage
+    except Exception as error:  # what transformers raises for a damaged file depends on the model and on the damage
         raise load_error("backbone", path, error) from error
     if config.is_encoder_decoder:
         raise UserError(f"backbone {path!r} is an encoder-decoder ({config.model_type}); give a causal language model")

@@ -59,7 +59,7 @@ class States:
     def of(cache: Any, numbers: Sequence[int]) -> States:
         """Collect the states of the layers ``numbers`` from a `transformers` cache."""
         layers = [cache.layers[number] for number in numbers]
-        windows = [layer.conv_states[0][..., 1:] for layer in layers]   # the next token does not use the oldest input
+        windows = [layer.conv_states[0][..., 1:] for layer in layers]  # the next token does not use the oldest input
         states = torch.stack([layer.recurrent_states[0] for layer in layers])
         return States(states.to(rule_dtype(states)), torch.stack(windows))
 

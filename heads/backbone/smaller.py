@@ -37,7 +37,7 @@ def pruned_config(backbone: Backbone, layers: Sequence[int]) -> PretrainedConfig
     """Return the configuration of a model of these layers of the backbone alone; its weights are not quantized."""
     config, total = copy.deepcopy(backbone.config), backbone.num_layers
     for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, list | tuple) and len(value) == total:   # one entry per layer, such as layer_types
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == total:  # one entry per layer, such as layer_types
             setattr(config, name, [value[number] for number in layers])
     config.num_hidden_layers = len(layers)
     if "quantization_config" in vars(config):

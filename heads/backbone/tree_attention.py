@@ -71,7 +71,7 @@ def attend_as_queries(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor
     G = keys_BGSC.shape[1]
     query_BGMC, mask_B1MS = query_BHNC.reshape(B, G, H // G * N, C), mask_B1NS.repeat(1, 1, H // G, 1)
     output_BGMC = scaled_dot_product_attention(query_BGMC, keys_BGSC, values_BGSC, mask_B1MS, scale=scale)
-    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])   # kernels return their results in memory orders of their own
+    return output_BGMC.reshape(B, H, N, values_BGSC.shape[-1])  # kernels return their results in memory orders of their own
 
 
 def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, mask_B1NS: Tensor, scale: float | None = None) -> Tensor:
@@ -80,7 +80,7 @@ def attend_exactly(query_BHNC: Tensor, keys_BGSC: Tensor, values_BGSC: Tensor, m
     In fp64 torch's kernel multiplies for every query head by itself: it has the fewest operations for a row or two of few keys in 16 bits,
     and for more rows is slower than one product for each key head (LOG.md).
     """
-    slots = int(keys_BGSC.shape[2])   # a captured pass keeps the number of blocks, and is captured anew at every doubling from `LONG` on
+    slots = int(keys_BGSC.shape[2])  # a captured pass keeps the number of blocks, and is captured anew at every doubling from `LONG` on
     blocks, dtype = 1 << (slots // LONG).bit_length(), query_BHNC.dtype
     if blocks == 1 and query_BHNC.shape[0] <= FEW_ROWS and dtype != torch.float32:
         return attend(query_BHNC.double(), keys_BGSC.double(), values_BGSC.double(), mask_B1NS.double(), scale).to(dtype)
@@ -104,7 +104,7 @@ def _sums(query_BHNC: Tensor, keys_BGXC: Tensor, values_BGXC: Tensor, mask_B1NX:
     whole = M + -M % QUERIES
     query_BMC = query_BHNC.new_zeros(B * G, whole, C, dtype=torch.float64)
     query_BMC[:, :M] = query_BHNC.reshape(B * G, M, C)
-    keys_BXC = query_BMC.new_zeros(B * G, X + -X % KEYS, C)   # zeros: gradients multiply what is cut off, too
+    keys_BXC = query_BMC.new_zeros(B * G, X + -X % KEYS, C)  # zeros: gradients multiply what is cut off, too
     keys_BXC[:, :X] = keys_BGXC.reshape(B * G, X, C)
     values_BXC = query_BMC.new_ones(B * G, X, D + ONES)
     values_BXC[..., :D] = values_BGXC.reshape(B * G, X, D)

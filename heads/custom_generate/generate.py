@@ -17,6 +17,6 @@ def generate(model: Any, heads: str | None = None, **arguments: Any) -> Any:
         import headstart
     except ImportError as error:
         raise ImportError(f"these heads are decoded by the package headstart: pip install headstart ({error})") from None
-    if heads is None:   # transformers copies this file elsewhere and does not pass the name on
+    if heads is None:  # transformers copies this file elsewhere and does not pass the name on
         heads = sys._getframe(1).f_locals.get("custom_generate")
     return headstart.custom_generate(model, heads, arguments)

@@ -147,7 +147,7 @@ class CachedModel:
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         if self.model.max_positions is not None:
             places_T = places_T.clamp(max=self.model.max_positions - 1)
-        cache = DynamicCache()   # without the model's configuration, sliding-window layers keep all keys
+        cache = DynamicCache()  # without the model's configuration, sliding-window layers keep all keys
         self.model.read(tokens_BT, cache, places_T.expand_as(tokens_BT))
         ragged = RaggedCache([(layer.keys, layer.values) for layer in cache.layers], lengths_B)
         if self.view is None:

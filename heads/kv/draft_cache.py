@@ -94,9 +94,9 @@ class DraftCache(RowState):
                 return self
             rotation = self.rotary.table(keys.shape[2], self.lengths_B.device)
             return replace(at_home, keys_BGSC=keys, values_BGSC=values, rotation=rotation)
-        behind = length - int(self.lengths_B.max())   # includes accepted positions still to be added, after drafting was paused
+        behind = length - int(self.lengths_B.max())  # includes accepted positions still to be added, after drafting was paused
         assert behind >= 0, "a ring has no room for so few positions"
-        if is_accelerator(self.lengths_B.device):   # few sizes, of which none comes back
+        if is_accelerator(self.lengths_B.device):  # few sizes, of which none comes back
             wanted = min(octave_up(length), whole_steps(self.ring.slots + octave_up(behind)))
             if wanted <= at_home.slots:
                 return self
@@ -137,7 +137,7 @@ class DraftCache(RowState):
         if self.ring is None:
             return slots_S.expand(lengths_B1.shape[0], -1)
         last_B1, sink = lengths_B1 - 1, self.ring.sink
-        ring_BS = last_B1 - (last_B1 - slots_S) % self.ring.window   # the last position that falls on the slot
+        ring_BS = last_B1 - (last_B1 - slots_S) % self.ring.window  # the last position that falls on the slot
         empty_BS = (ring_BS < sink) | (slots_S >= self.ring.slots)
         positions_BS = torch.where(empty_BS, lengths_B1 + slots_S, ring_BS)
         return torch.where(slots_S < sink, slots_S, positions_BS)

@@ -60,7 +60,7 @@ class RaggedCache:
         self.added: Added | None = None
         """The contributions of the last pass's nodes to the states."""
         self.lengths_B = lengths_B
-        self._lengths: list[int] = lengths_B.tolist()   # on the host too: reading from the device would wait for it
+        self._lengths: list[int] = lengths_B.tolist()  # on the host too: reading from the device would wait for it
 
     @property
     def longest(self) -> int:
@@ -138,7 +138,7 @@ class RaggedCache:
         rows_B = torch.tensor(rows, device=self.lengths_B.device)
         self.keys = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.keys, other.keys, strict=True))
         self.values = tuple(replace_rows(mine, rows, new) for mine, new in zip(self.values, other.values, strict=True))
-        theirs = iter(list_tensors(other.states))   # a new cache is not padded yet
+        theirs = iter(list_tensors(other.states))  # a new cache is not padded yet
         self.states = map_tensors(lambda mine: mine.index_copy(1, rows_B, next(theirs)), self.states)
         self.lengths_B = self.lengths_B.index_copy(0, rows_B, other.lengths_B)
         for row, length in zip(rows, other._lengths, strict=True):
@@ -178,7 +178,7 @@ class TreeLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         stores, index_BN = [side[self.group] for side in self.cache.stores], self.cache.index_BN
-        if key_states.requires_grad:   # gradients need what the stores held before
+        if key_states.requires_grad:  # gradients need what the stores held before
             keys, values = (store[self.place].clone() for store in stores)
             self.cache.copies[self.group, self.place] = keys, values
             put(keys, key_states, index_BN)

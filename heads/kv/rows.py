@@ -93,6 +93,7 @@ def _reserve(value: Any, length: int) -> Any:
         return tuple(_reserve(part, length) for part in value)
     return value.reserve(length) if isinstance(value, RowState) else value
 
+
 STEP = 64
 """Capacities are multiples of this, so that few shapes occur."""
 
@@ -135,11 +136,11 @@ def pad_rows(tensor: Tensor, rows: int, dim: int = 0) -> Tensor:
 
 def put(store_BHSD: Tensor, new_BHND: Tensor, index_BN: Tensor) -> None:
     """Write N entries of each row into their slots, in place."""
-    if isinstance(store_BHSD, FakeTensor):   # traced for a compiler, which writes in place what is no view of its own
+    if isinstance(store_BHSD, FakeTensor):  # traced for a compiler, which writes in place what is no view of its own
         torch.ops.aten.index_put_(store_BHSD, [_rows(index_BN), None, index_BN], new_BHND.transpose(1, 2))
     elif store_BHSD.shape[0] == 1:
         store_BHSD.index_copy_(2, index_BN[0], new_BHND)
-    else:   # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move
+    else:  # not scatter_, which moves single numbers: in bf16 on a CPU a hundred times slower to move
         store_BHSD.transpose(1, 2)[_rows(index_BN), index_BN] = new_BHND.transpose(1, 2)
 
 
@@ -198,6 +199,7 @@ def replace_rows(store: Tensor, rows: list[int], other: Tensor) -> Tensor:
 def _pinned_as(like: Tensor, store: Tensor) -> Tensor:
     """Pin ``store`` if ``like`` is pinned, for fast copies to an accelerator."""
     return store.pin_memory() if like.is_pinned() else store
+
 
 LEAST = 1024
 """Slots of a new home, if `AHEAD` allows."""

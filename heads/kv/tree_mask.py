@@ -49,7 +49,7 @@ def extend_ancestors(ancestors_BNM: Tensor | None, parents_BN: Tensor) -> Tensor
 def visible_slots(lengths_B: Tensor, ancestors_BNM: Tensor, slots: int) -> Tensor:
     """Return the mask ``[B, N, S]``, True where a node attends: its row's past, its ancestors and itself."""
     N, M = ancestors_BNM.shape[1:]
-    seen_BNX = F.pad(F.pad(ancestors_BNM, (1, 0), value=True), (0, 1), value=False)   # X: the past, the nodes, what lies behind them
+    seen_BNX = F.pad(F.pad(ancestors_BNM, (1, 0), value=True), (0, 1), value=False)  # X: the past, the nodes, what lies behind them
     index_BS = (torch.arange(1, slots + 1, device=lengths_B.device) - lengths_B[:, None]).clamp(0, M + 1)
     return seen_BNX.gather(2, index_BS[:, None].expand(-1, N, -1))
 

@@ -75,7 +75,7 @@ def attend_blocks(query_MHNC: Tensor, own: tuple[Tensor, Tensor], context: tuple
     (``[M, G, N, C]``). Scores are divided by the square root of C.
     """
     mixed, sizes = [], [end - first for first, end, _, _ in layout.chunks]
-    parts = (layout.pad(x).split(sizes, 1) for x in (query_MHNC, *own))   # slices would each have a gradient of full size
+    parts = (layout.pad(x).split(sizes, 1) for x in (query_MHNC, *own))  # slices would each have a gradient of full size
     for (first, end, low, high), query_BKHNC, *blocks in zip(layout.chunks, *parts, strict=True):
         keys, values = (
             torch.cat([text[:, :, low:high], block_BKGNC.transpose(1, 2).flatten(2, 3)], 2)

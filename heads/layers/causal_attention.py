@@ -69,9 +69,7 @@ def document_masks(document_BT: Tensor, windows: dict[str, int | None]) -> dict[
     return {kind: allowed_BTT if window is None else allowed_BTT & (distance_TT < window) for kind, window in windows.items()}
 
 
-def draft_masks(
-    document_BT: Tensor, anchor_BR: Tensor, count: int, windows: dict[str, int | None]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def draft_masks(document_BT: Tensor, anchor_BR: Tensor, count: int, windows: dict[str, int | None]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return positions ``[B, X]`` and each kind of layer's mask ``[B, X, T + X]`` of R drafts of ``count`` tokens that continue a row.
 
     A draft at anchor t attends to its document up to ``x_{t+1}`` and to its own earlier tokens, of which the first is at position t+2.
@@ -244,7 +242,7 @@ def _scores(scaled_BGRTC: Tensor, keys_BGSC: Tensor, blocks: Blocks, bounds: tup
     first, end, low = bounds
     scores = _times(scaled_BGRTC[:, :, :, first:end], keys_BGSC[:, :, low:end].mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if blocks.starts_BT is None and blocks.window is None:   # keys before the block need no mask
+    if blocks.starts_BT is None and blocks.window is None:  # keys before the block need no mask
         scores[..., first - low :].masked_fill_(blocks.barred(first, end, first, scores.device), float("-inf"))
         return scores
     return scores.masked_fill_(blocks.barred(first, end, low, scores.device), float("-inf"))

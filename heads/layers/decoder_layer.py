@@ -38,7 +38,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        whole = LlamaConfig.from_dict(config.to_dict())   # transformers' scaled kinds would rotate the share that the backbone rotates
+        whole = LlamaConfig.from_dict(config.to_dict())  # transformers' scaled kinds would rotate the share that the backbone rotates
         whole.rope_parameters = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
         self.compute = [LlamaRotaryEmbedding(whole)]  # not a submodule: .to(bfloat16) would round its frequencies
 
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
     def frequencies(self, device: torch.device) -> Frequencies:
         """Return the frequencies for sequences within the original context length."""
         per_C = self.compute[0].original_inv_freq.float().repeat(2)
-        per_C = per_C * _signs(len(per_C))   # so that the sines are negated; cosines stay
+        per_C = per_C * _signs(len(per_C))  # so that the sines are negated; cosines stay
         return Frequencies(per_C.to(device), torch.full((1,), float(self.compute[0].attention_scaling), device=device))
 
     def forward(self, first: int, count: int, device: torch.device) -> Rotation:
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         query = self.split_queries(x)
-        return rotate(self.norm_queries(query), rotation).to(query.dtype)   # under autocast a norm's dtype is wider
+        return rotate(self.norm_queries(query), rotation).to(query.dtype)  # under autocast a norm's dtype is wider
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         keys, values = self.split(self.k_proj(x), self.num_kv), self.split(self.v_proj(x), self.num_kv)

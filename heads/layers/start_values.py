@@ -49,7 +49,7 @@ class LinearFit:
     """Variance that counts as noise, as a share of an input's."""
 
     def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
-        device = torch.device("cpu") if device.type == "mps" else device   # which has no fp64
+        device = torch.device("cpu") if device.type == "mps" else device  # which has no fp64
         self.products_XX = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         self.products_XD = torch.zeros(inputs, outputs, dtype=torch.float64, device=device)
         self.squares, self.positions = 0.0, 0

@@ -79,7 +79,7 @@ def bench(args: argparse.Namespace) -> int:
         from headstart.inference.bench.page import report_page
 
         write_text(args.html, report_page(report))
-        del report["replays"]   # for the page only
+        del report["replays"]  # for the page only
     write_json(args.json, report)
     print_report(report, sys.stdout)
     return 1 if report["verdict"] == FAULT else 0

@@ -133,7 +133,7 @@ class Painter(BaseStreamer):
         self.text += piece
         if self.console.is_terminal:
             self.console.out(visible(piece), style=COLOURS[self.steps % len(COLOURS)] if self.colours else None, highlight=False, end="")
-        else:   # the text as it is: rich would drop control characters and expand tabs
+        else:  # the text as it is: rich would drop control characters and expand tabs
             self.console.file.write(piece)
 
 
@@ -147,7 +147,7 @@ def require_template(prompter: Prompter) -> None:
 def converse(talk: Chat) -> None:
     """Read questions from standard input, one per line, until it ends; write answers to standard output, the rest to standard error."""
     at_terminal = sys.stdin.isatty()
-    drafting = bool(talk.heads.drafters or talk.heads.proposers)   # otherwise every step has one token
+    drafting = bool(talk.heads.drafters or talk.heads.proposers)  # otherwise every step has one token
     if at_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (enables line editing and history in `input`)
@@ -176,7 +176,7 @@ def _question(at_terminal: bool) -> str | None:
     except EOFError:
         print(file=sys.stderr)
         return None
-    except KeyboardInterrupt:   # no answer is running
+    except KeyboardInterrupt:  # no answer is running
         print(file=sys.stderr)
         return "/help"
 
@@ -185,7 +185,7 @@ def _answer(talk: Chat, question: str, colours: bool) -> None:
     try:
         answer = talk.ask(question, Painter(talk.prompter.tokenizer, sys.stdout, colours))
     except UserError as error:
-        if not talk.answers:   # the first answer: the template may refuse the system message
+        if not talk.answers:  # the first answer: the template may refuse the system message
             raise
         _note(f"error: {error}")
         return

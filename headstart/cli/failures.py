@@ -67,7 +67,7 @@ def _known(error: Exception) -> str | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     said = cause(error)
     smaller = "lower the batch, the context (--max-new-tokens, data.max_length) or --nodes"
-    if "OutOfMemoryError" in names:   # torch's, of an accelerator
+    if "OutOfMemoryError" in names:  # torch's, of an accelerator
         return f"the accelerator is out of memory ({said}); {smaller}"
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "not enough memory" in said:
         return f"out of memory ({said}); {smaller}, or close other programs"
@@ -98,7 +98,7 @@ def _log(error: Exception, folder: Path | None) -> Path | None:
         try:
             place.mkdir(parents=True, exist_ok=True)
             name = time.strftime("failure-%Y%m%d-%H%M%S-")
-            handle, file = tempfile.mkstemp(".txt", name, place)   # private: tracebacks may hold parts of prompts
+            handle, file = tempfile.mkstemp(".txt", name, place)  # private: tracebacks may hold parts of prompts
             with open(handle, "w", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"headstart {__version__}, Python {sys.version.split()[0]}\n{command}\n\n{text}")
             return Path(file)
@@ -111,5 +111,5 @@ def _discard_output() -> None:
     """Send output that is not written yet to the null device, so that the interpreter ends silently."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):   # no file behind it
+    except (OSError, ValueError, AttributeError):  # no file behind it
         pass

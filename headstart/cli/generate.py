@@ -62,8 +62,7 @@ def generate(args: argparse.Namespace) -> int:
     write_json(args.json, report)
     seed = f", seed {report['seed']}" if args.temperature > 0 else ""
     print(
-        f"mean acceptance length (tau) {report['tau']:.2f}, {report['tokens']} tokens,"
-        f" {report['tokens_per_second']:.1f} tokens/s{seed}",
+        f"mean acceptance length (tau) {report['tau']:.2f}, {report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s{seed}",
         file=sys.stderr,
     )
     return 0

@@ -104,7 +104,7 @@ def heads_of(path: str | None, backbone: Backbone, tokenizer: PreTrainedTokenize
     heads = load(path, backbone, proposers=proposers, early_exit=args.early_exit or None, **how)
     if args.draft_window is not None or args.draft_offload:
         heads.limit(window=args.draft_window, sink=4 if args.draft_sink is None else args.draft_sink, offload=args.draft_offload)
-    gc.freeze()   # else a full collection, of every object of the libraries, stops decoding for 0.2 s now and then
+    gc.freeze()  # else a full collection, of every object of the libraries, stops decoding for 0.2 s now and then
     return heads
 
 

@@ -42,7 +42,7 @@ def new_recipe(args: argparse.Namespace) -> int:
     from headstart.training.rules.text import recipe_text
 
     quiet()
-    find_method(args.method)   # before anything is read
+    find_method(args.method)  # before anything is read
     machine = find_machine(args.gpus, args.memory)
     if not args.model.strip():
         raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")

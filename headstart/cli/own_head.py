@@ -74,7 +74,7 @@ def check_head(args: argparse.Namespace) -> int:
             print(f"broken  {about}\n        {error}")
         except (UserError, KeyboardInterrupt):
             raise
-        except Exception as error:   # the head's own
+        except Exception as error:  # the head's own
             broken += 1
             place = _place(error, args.module)
             print(f"broken  {about}\n        {place}{type(error).__name__}: {one_line(str(error))}")

@@ -92,8 +92,12 @@ def add_import_heads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=count(2), default=48, metavar="N", help="tokens to generate after each prompt (48)")
     parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to put on the backbone, as for Medusa-2")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the backbone's repository; read it first")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"), default="auto",
-                        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"),
+        default="auto",
+        help="of the backbone (auto: as saved; on a CPU fp32, or bf16 if saved so and the CPU has instructions for it)",
+    )
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
 

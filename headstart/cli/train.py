@@ -71,7 +71,7 @@ def _train(recipe: Recipe) -> int:
         size, chunk, length = recipe.train.micro_batch, recipe.objective.chunk_size, recipe.data.max_length
         lower = f"train.micro_batch (now {size or 'null'}), objective.chunk_size ({chunk}) or data.max_length ({length})"
         raise UserError(f"out of memory; lower {lower}: {str(error).splitlines()[0]}") from None
-    except OSError as error:   # a full or failing disk, no permission
+    except OSError as error:  # a full or failing disk, no permission
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(
             f"the run has ended: {error.strerror or error}{where}; put that right, and the same command goes on from what was last saved "

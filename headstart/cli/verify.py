@@ -18,7 +18,7 @@ VERIFY_EXAMPLE = """examples:
 TEXTS = (
     "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
     "The capital of France is Paris. The capital of Italy is",
-    "def mean(values):\n    \"\"\"Return the arithmetic mean of a list of numbers.\"\"\"\n",
+    'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n',
     "Q: A farmer has 12 cows and buys 7 more. How many cows does he have now?\nA:",
     "Dear Ms Walker,\n\nthank you for your letter of 3 May. I am glad to tell you that",
     "To make tea, boil water, put the leaves into a pot, and",
@@ -108,7 +108,7 @@ def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) ->
     settings = chat_settings_of([heads] if heads else [], args.template_arg, _end_tokens(backbone))
     try:
         tokenizer = load_tokenizer(backbone.name)
-        if not tokenizer(TEXTS[0])["input_ids"]:   # transformers gives an empty one for folders of some families that have none
+        if not tokenizer(TEXTS[0])["input_ids"]:  # transformers gives an empty one for folders of some families that have none
             raise UserError(f"{backbone.name} has no tokenizer for --prompts; save its tokenizer in that folder")
         prompter = Prompter(tokenizer, settings=settings)
     except UserError:

@@ -23,7 +23,7 @@ class MyHead(Drafter):
         depth: Annotated[int, Ge(1)] = 3
         bias: bool = True
 
-    capturable = True   # begin and step are functions of tensors alone, without branches on their values
+    capturable = True  # begin and step are functions of tensors alone, without branches on their values
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         """Shapes only: weights are NaN until `init_from` or a checkpoint sets them."""

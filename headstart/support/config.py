@@ -164,7 +164,7 @@ def _explain(model: type[BaseModel], values: Mapping[str, Any], where: str, deta
     if isinstance(cause, RuleError):
         at = _dotted(where, place)
         return f"{at}.{cause}" if at else str(cause)
-    annotation, metadata, known = _resolve(model, place[:-1] if kind == "missing" else place)   # missing items of a tuple
+    annotation, metadata, known = _resolve(model, place[:-1] if kind == "missing" else place)  # missing items of a tuple
     key = _dotted(where, known)
     if isinstance(cause, UserError):
         return str(cause)

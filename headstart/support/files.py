@@ -34,7 +34,7 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
     With ``folder`` the temporary path is an empty folder; only an empty folder at ``path`` is replaced, so that the rename is one step.
     Parent folders are created. Raises UserError if ``path`` is there and no regular file, OSError if it is a folder that is not empty.
     """
-    if not folder and path.exists() and not path.is_file():   # a replaced device would be gone for every program
+    if not folder and path.exists() and not path.is_file():  # a replaced device would be gone for every program
         raise UserError(f"{path} is {KINDS.get(stat.S_IFMT(path.stat().st_mode), 'no regular file')}; give a regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -42,13 +42,13 @@ def atomic(path: Path, folder: bool = False) -> Iterator[Path]:
         if folder:
             temporary.mkdir()
         else:
-            temporary.touch(exist_ok=False)   # follows no link that somebody has put there
+            temporary.touch(exist_ok=False)  # follows no link that somebody has put there
         mode = temporary.stat().st_mode
         temporary.chmod(0o700 if folder else 0o600)
         yield temporary
         temporary.chmod(mode)
         os.replace(temporary, path)
-    except BaseException:   # such as a full disk or an interrupt
+    except BaseException:  # such as a full disk or an interrupt
         discard(temporary)
         raise
 
@@ -134,7 +134,7 @@ def require_writable(what: str, path: str | Path | None) -> None:
     file = as_path(what, path)
     try:
         mode = file.stat().st_mode
-    except OSError:   # not there yet, or below something that is no folder
+    except OSError:  # not there yet, or below something that is no folder
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode):
         raise UserError(f"{what} {file} is {KINDS.get(stat.S_IFMT(mode), 'no regular file')}; give the name of a file")
@@ -173,7 +173,7 @@ def locked(path: Path, setting: str, wait: bool = False) -> Iterator[bool]:
     except Timeout:
         yield False
         return
-    except (OSError, NotImplementedError) as error:   # the latter is filelock's, for a file system without locks
+    except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
         raise UserError(f"{path} cannot be locked ({error}); choose a {setting} on a disk that can lock files") from None
     try:
         yield True
@@ -247,7 +247,7 @@ def _move(folder: Path) -> None:
         target = folder / Path(place).relative_to(pending)
         for name in names:
             target.mkdir(exist_ok=True)
-            with suppress(FileNotFoundError):   # another process has moved it
+            with suppress(FileNotFoundError):  # another process has moved it
                 os.replace(Path(place) / name, target / name)
-        with suppress(OSError):   # another process has removed it, or has begun the next transaction
+        with suppress(OSError):  # another process has removed it, or has begun the next transaction
             os.rmdir(place)

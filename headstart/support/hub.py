@@ -51,7 +51,7 @@ def upload(folder: Path, repo: str, private: bool) -> str:
         status, cause = error.response.status_code, " ".join(str(error).split())[:200]
         advice = "log in with a token that may write there (hf auth login)" if status in (401, 403) else "try again"
         raise UserError(f"the hub refused {repo} (status {status}: {cause}); {advice}") from None
-    except (OSError, ConnectionFault) as error:   # OfflineModeIsEnabled is an OSError
+    except (OSError, ConnectionFault) as error:  # OfflineModeIsEnabled is an OSError
         cause = " ".join(str(error).split())[:150]
         raise UserError(f"{repo} could not be uploaded: no connection to the hub ({cause}); go online, or use --dry-run OUT") from None
     return str(address)
@@ -65,7 +65,7 @@ def inside(folder: Path, name: str | Path) -> Path:
     """
     path = folder / as_path(f"{folder} names a file", name)
     root, target = folder.resolve(), path.resolve()
-    blobs = root.parent.parent / "blobs"   # the root is <cache>/<repository>/snapshots/<commit>
+    blobs = root.parent.parent / "blobs"  # the root is <cache>/<repository>/snapshots/<commit>
     if target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs)):
         return path
     fault = f"{path} leads out of the folder, to {target}"

@@ -161,7 +161,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
                 text = decode(line, f"{file}, line {number}")
                 if text.strip():
                     yield number, text.rstrip("\r\n")
-    except (OSError, EOFError, zlib.error) as error:   # truncated gzip, no permission
+    except (OSError, EOFError, zlib.error) as error:  # truncated gzip, no permission
         raise UserError(f"{file} cannot be read: {cause(error)}; check the file") from None
 
 

@@ -42,12 +42,12 @@ def best_tree(
     nodes of a row, each with the seconds of a pass over them. ``left``: a measure of the steps left if each writes so many tokens to each
     row (`Draft.passes_left`).
     """
-    sums = [list(accumulate(sorted(row, reverse=True), initial=1.0)) for row in probs]   # expected tokens, by nodes
+    sums = [list(accumulate(sorted(row, reverse=True), initial=1.0)) for row in probs]  # expected tokens, by nodes
     largest, best = max(map(len, sums)), Choice(depths, 1, 0.0, math.inf)
     for nodes, verifying in passes.items():
         seconds = drafting + verifying
         cost = seconds * left([row[min(nodes, len(row)) - 1] for row in sums])
-        if cost < best.cost:   # of equals the smaller
+        if cost < best.cost:  # of equals the smaller
             best = Choice(depths, nodes, seconds, cost)
         if nodes >= largest:
             break

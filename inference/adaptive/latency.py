@@ -113,7 +113,7 @@ class Costs:
             return None
         curve = [(0, 0.0), *sorted((n, times.median) for n, times in known.items())]
         largest, seconds = curve[-1]
-        least = seconds * (1 + LEAST_GROWTH * (size / largest - 1)) if size > largest else 0.0   # the slope may be noise
+        least = seconds * (1 + LEAST_GROWTH * (size / largest - 1)) if size > largest else 0.0  # the slope may be noise
         return max(interpolated(curve, size), least)
 
     def of_pass(self, rows: int, nodes: int) -> float:
@@ -150,7 +150,7 @@ class Costs:
         mean_p, mean_s = sum(w * p for p, _, w in points) / weight, sum(w * s for _, s, w in points) / weight
         spread = sum(w * (p - mean_p) ** 2 for p, _, w in points)
         slope = DEFAULT_SLOPE * mean_s if not spread else max(sum(w * (p - mean_p) * (s - mean_s) for p, s, w in points) / spread, 0.0)
-        return max(mean_s + slope * (positions - mean_p), min(s for _, s, _ in points) / 2)   # bounded, since the line may fall below zero
+        return max(mean_s + slope * (positions - mean_p), min(s for _, s, _ in points) / 2)  # bounded, since the line may fall below zero
 
     def at_another_length(self) -> Costs:
         """An estimate for contexts of another length: the same costs, until passes have been timed there."""

@@ -57,7 +57,7 @@ class Breadth:
     def plans(self, depths: int) -> list[Plan]:
         """The best plan for each budget of 0, 1, ..., `UNITS` units, over at most ``depths`` depths."""
         probs = self.hits / (PRIOR + self.seen[:, None])
-        remaining = np.subtract.outer(np.arange(UNITS + 1), np.arange(UNITS + 1))   # [units available, units taken]
+        remaining = np.subtract.outer(np.arange(UNITS + 1), np.arange(UNITS + 1))  # [units available, units taken]
         steps = np.zeros(UNITS + 1)
         choices: list[np.ndarray] = []
         for depth in reversed(range(min(depths, DEPTHS))):

@@ -176,7 +176,7 @@ class Drafting:
             return breadth.plans(deepest)[units] if units > 0 else Plan((), 0.0)
         costs = self.speculation.costs
         candidates = breadth.plans(min(self.deepest, remaining))
-        plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}   # the best plan of each size
+        plans = {padded_size(self.beams + sum(plan.widths)): plan for plan in candidates}  # the best plan of each size
         drafting, host = (costs.of_part(part, rows, 1) or 0.0 for part in (DRAFT_PART, HOST_PART))
         seconds = {nodes: costs.of_pass(rows, nodes) + len(plan.widths) * drafting + host for nodes, plan in plans.items()}
         return max(plans.items(), key=lambda one: (1 + one[1].steps) / seconds[one[0]])[1]

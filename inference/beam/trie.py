@@ -101,7 +101,7 @@ class BeamTrie:
 
     def ancestors(self) -> np.ndarray:
         """``[M, M]``, True where the second node is an ancestor of the first, or the first itself."""
-        return ancestors_from_parents([[0, *(parent + 1 for parent in self.parents)]])[0, 1:, 1:]   # node 0 is a temporary root
+        return ancestors_from_parents([[0, *(parent + 1 for parent in self.parents)]])[0, 1:, 1:]  # node 0 is a temporary root
 
 
 @dataclass(frozen=True)

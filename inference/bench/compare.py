@@ -166,7 +166,7 @@ def _systems(both: Comparison) -> Table:
     rows = []
     for pair in both.pairs:
         system = pair.system + (f", batch {pair.before['batch']}" if several else "")
-        older = {None: None, True: IDENTICAL, False: FAULT}[pair.after["identical"]]   # reports had no verdicts
+        older = {None: None, True: IDENTICAL, False: FAULT}[pair.after["identical"]]  # reports had no verdicts
         identical = TITLES[pair.after.get("verdict", older)]
         cells = [f"{pair.before['temperature']:g}", system, *_changes(pair.before, pair.after), identical]
         rows.append(("" if "head" in pair.before else "dim", cells))

@@ -57,7 +57,7 @@ class Judging:
         seed_1 = row_seeds([seed], 1, torch.device("cpu")) if temperature > 0 else None
         text = Text(torch.cat([prompt_T, answer_T.to(prompt_T)]), len(answer_T), seed_1, Processing(warpers, 1))
         self._read[key] = found = self.judge.judge(text, logits_TV)
-        if not self.judge.rounding.texts:   # the report says how large it is
+        if not self.judge.rounding.texts:  # the report says how large it is
             self.judge.rounding.measure(text.ids_T.to(self.judge.backbone.device), text.prompt)
         return found
 

@@ -43,7 +43,7 @@ class LogitsComparison:
 
     def add(self, logits_TV: Tensor, others_TV: Tensor) -> None:
         """Compare logits at the same positions."""
-        largest_T = torch.where(logits_TV == others_TV, 0, logits_TV - others_TV).abs().amax(-1)   # equal infinities are equal
+        largest_T = torch.where(logits_TV == others_TV, 0, logits_TV - others_TV).abs().amax(-1)  # equal infinities are equal
         self.positions += len(largest_T)
         self.differing += int((largest_T > 0).sum())
         self.largest_difference = max(self.largest_difference, float(largest_T.max()))
@@ -94,6 +94,6 @@ def continued(system: System, group: dict[int, Tensor], settings: Settings, seed
     output = continue_texts(system.heads, list(group.values()), system.settings(settings), seeds, output_logits=True)
     assert output.logits is not None and output.accept_lengths is not None
     start, logits_BTV = max(map(len, group.values())), torch.stack(output.logits, 1)
-    lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one token
+    lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
     rows = zip(output.sequences, logits_BTV, lengths, strict=True)
     return [(row_T[start : start + length], row_TV[:length]) for row_T, row_TV, length in rows]

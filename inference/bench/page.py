@@ -83,7 +83,7 @@ def _replay(one: Row) -> list[Markup]:
             for number, step in enumerate(passes)
         ]
         said = f"{run['name']}: {tokens} tokens in {len(passes) - 1} passes after the prefill, {seconds:.2f} s"
-        text = Markup('<div class=text><span class=soft>{}</span>{}</div>').format(one["prompt"], Markup("").join(spans))
+        text = Markup("<div class=text><span class=soft>{}</span>{}</div>").format(one["prompt"], Markup("").join(spans))
         trees = [
             escape(f"pass {number}: {len(step['tokens'])} tokens") + step["tree"] for number, step in enumerate(passes) if step["tree"]
         ]

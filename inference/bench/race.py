@@ -31,7 +31,7 @@ class Race:
         self.results = [SystemResult(system) for system in systems]
         self.leader = next(one for one in self.results if one.system is leader)
         self.prompts, self.settings, self.batch, self.seed = prompts, settings, batch, seed
-        self.pace = 0.1 if sys.stderr.isatty() else 10.0   # seconds between updates of progress
+        self.pace = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates of progress
         self.dropped_turns = 0
         """Later turns of conversations that did not fit into the context."""
 

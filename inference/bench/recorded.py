@@ -84,7 +84,7 @@ def _recorded(
         output = continue_text(system.heads, prompt_T, system.settings(settings), seed, timed=True)
     assert output.trees is not None and output.pass_seconds is not None and output.accept_lengths is not None
     texts = token_texts(tokenizer, output.sequences[0, len(prompt_T) :].tolist()[: 1 + sum(output.accept_lengths[0])])
-    at = max(watch.seconds - sum(output.pass_seconds), 0.0)   # the prefill writes the first token
+    at = max(watch.seconds - sum(output.pass_seconds), 0.0)  # the prefill writes the first token
     passes: list[dict[str, Any]] = [{"at": at, "tokens": texts[:1], "tree": None}]
     place = 1
     for seconds, tree, written in zip(output.pass_seconds, output.trees[0], output.accept_lengths[0], strict=True):

@@ -140,7 +140,7 @@ def _common(measured: SystemResult, references: References, sizes: Sizes) -> dic
         "weight_bytes_per_second": rate,
         "mbu": rate / sizes.memory_bytes_per_second,
         "capture": asdict(measured.system.capture) if measured.system.capture is not None else None,
-        "teacher_forced": None,   # these two are filled in by `Judging`
+        "teacher_forced": None,  # these two are filled in by `Judging`
         "verdict": None,
         "tasks": {
             task: _speeds(tally, ar.tasks[task], ar_transformers.tasks[task])

@@ -112,7 +112,7 @@ class HeadstartSystem(System):
         output = continue_texts(self.heads, prompts, self.settings(settings), seeds, timed=timed)
         assert output.accept_lengths is not None
         start = max(map(len, prompts))
-        lengths = [1 + sum(accepted) for accepted in output.accept_lengths]   # the prefill writes one token
+        lengths = [1 + sum(accepted) for accepted in output.accept_lengths]  # the prefill writes one token
         tally = Tally()
         tally.add(output)
         sequences = [row[start : start + length].cpu() for row, length in zip(output.sequences, lengths, strict=True)]
@@ -153,7 +153,7 @@ class TransformersSystem(System):
         sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, start:].cpu()]
         tokens = sum(map(len, sequences))
         decoded = tokens - sum(min(len(one), first.length - start) for one in sequences)
-        row_passes = passes if len(prompts) == 1 else tokens   # in a batch each pass writes one token per row
+        row_passes = passes if len(prompts) == 1 else tokens  # in a batch each pass writes one token per row
         counts = Tally(tokens=tokens, passes=passes - 1, reads=passes, row_passes=row_passes, emitted=tokens)
         counts.decoded, counts.decoding = decoded, seconds
         return Continuations(sequences, counts)

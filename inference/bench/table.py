@@ -67,7 +67,7 @@ def tasks_table(report: Row) -> list[Table]:
         (_style(row), [*setting_cells(report, row), task, *speeds(one), _acceptance(one)])
         for temperature, batch in settings_of(report)
         for row in rows_at(report, temperature, batch)
-        if row["kind"] != "ar"   # the ratios of autoregressive decoding add nothing
+        if row["kind"] != "ar"  # the ratios of autoregressive decoding add nothing
         for task, one in row["tasks"].items()
     ]
     return [Table(titles, rows, left=[setting - 1, setting, len(titles) - 1])]

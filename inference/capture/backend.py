@@ -129,7 +129,7 @@ class Capture(ABC):
         expected = function(call.held, *call.inputs)
         try:
             replayed = list_tensors(self(call))
-        except RuntimeError as error:   # a size that the capture holds as a constant
+        except RuntimeError as error:  # a size that the capture holds as a constant
             if is_out_of_memory(error):
                 raise
             return None
@@ -172,7 +172,7 @@ def nearly_equal(one: Tensor, other: Tensor, epsilon: float) -> bool:
     """True if two tensors differ by no more than the rounding of a type with this epsilon may bring about."""
     if one.shape != other.shape:
         return False
-    if not one.dtype.is_floating_point:   # near-ties of a topk may fall either way
+    if not one.dtype.is_floating_point:  # near-ties of a topk may fall either way
         return bool((one == other).float().mean() > 0.9) if one.numel() else True
     scale = other.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if other.numel() else 1.0
-    return bool(((one - other).nan_to_num(0).abs() <= epsilon**0.5 * scale).all())   # equal infinities differ by nan
+    return bool(((one - other).nan_to_num(0).abs() <= epsilon**0.5 * scale).all())  # equal infinities differ by nan

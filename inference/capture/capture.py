@@ -173,7 +173,7 @@ class Captured:
         if self.backend is None or self.calls <= self.patience:
             if self.loads_kernels:
                 self._void_first(Call.of(held, inputs))
-            if self.backend is not None and self.any_captured:   # slower than from the next calls on
+            if self.backend is not None and self.any_captured:  # slower than from the next calls on
                 void_running()
             return self.function(held, *inputs)
         call = Call.of(held, inputs)
@@ -184,7 +184,7 @@ class Captured:
                 return self._at_new_shapes(exact, call, self.backend)
             capture.used = self.calls
             return capture(call)
-        except Exception as error:   # may be the function's own error: running it again raises that
+        except Exception as error:  # may be the function's own error: running it again raises that
             if is_out_of_memory(error):
                 raise
             self._fall_back(error)

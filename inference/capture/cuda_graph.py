@@ -71,7 +71,7 @@ class CudaGraph(AtFixedAddresses):
         return _pools[self.memory]
 
     def warm_up(self, work: Callable[[], list[Tensor]]) -> None:
-        stream = self.pool.stream   # libraries have a workspace for each stream
+        stream = self.pool.stream  # libraries have a workspace for each stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()

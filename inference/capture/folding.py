@@ -34,7 +34,7 @@ def trace(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor])
     """The graph of the function's operations as called with these inputs."""
     passes = cast(Any, torch._C)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)   # of branches on sizes: see `Capture.compare`
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # of branches on sizes: see `Capture.compare`
         graph, _ = passes._create_graph_by_tracing(function, tuple(inputs), lambda value: "", True, False, None, [])
     return graph
 

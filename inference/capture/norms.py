@@ -26,5 +26,5 @@ def use_layer_norms(graph: Any) -> None:
         twice, nothing = build.constant(torch.cat([weight_D, weight_D])), build.constant(None)
         normed = build.node("aten::layer_norm", [both, build.constant([2 * len(weight_D)]), twice, nothing, eps, build.constant(False)])
         first = build.node("aten::narrow", [normed, build.constant(-1), build.constant(0), build.constant(len(weight_D))])
-        node.output().replaceAllUsesWith(build.node("aten::contiguous", [first, build.constant(0)]))   # 0: in the order of the dimensions
+        node.output().replaceAllUsesWith(build.node("aten::contiguous", [first, build.constant(0)]))  # 0: in the order of the dimensions
         node.destroy()

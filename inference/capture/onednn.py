@@ -38,7 +38,7 @@ def available(dtype: torch.dtype) -> bool:
     try:
         x_RK, weight_NK = torch.arange(6, dtype=dtype).view(2, 3), torch.arange(15, dtype=dtype).view(5, 3)
         products = [product(x_RK, weight) for weight in (weight_NK, pack(weight_NK, 2))]
-    except (RuntimeError, AttributeError):   # the operator is not in this build of torch, or not for this processor
+    except (RuntimeError, AttributeError):  # the operator is not in this build of torch, or not for this processor
         return False
     return dtype in DTYPES and all(torch.equal(one, F.linear(x_RK, weight_NK)) for one in products)
 
@@ -49,7 +49,7 @@ class OneDNNProducts(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        if func is torch.addmm and len(args) == 3 and not kwargs and _fits(args[1], args[2]):   # transformers' Conv1D, of GPT-2
+        if func is torch.addmm and len(args) == 3 and not kwargs and _fits(args[1], args[2]):  # transformers' Conv1D, of GPT-2
             return _linear(args[1], args[2].t(), args[0])
         return func(*args, **(kwargs or {}))
 
@@ -57,7 +57,7 @@ class OneDNNProducts(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _fits(input, weight):
         return F.linear(input, weight, bias)
-    if input.numel() == input.shape[-1]:   # a single row is added up in another order
+    if input.numel() == input.shape[-1]:  # a single row is added up in another order
         return product(input.reshape(1, -1).expand(2, -1), weight, bias)[:1].view(*input.shape[:-1], -1)
     return product(input, weight, bias)
 

@@ -83,7 +83,7 @@ def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
         weights.append(pack(*zip(*parts, strict=True)))
         build = GraphBuilder(graph, group[0].node)
         _replace(build, group, value, build.constant(weights[-1].bias_N), weights[-1].sizes)
-    for layer in _layers(graph):   # in bf16 torch calls oneDNN itself
+    for layer in _layers(graph):  # in bf16 torch calls oneDNN itself
         if layer.weight.type().dtype() == torch.float32 and layer.weight.type().device().type == "cpu" and onednn.available(torch.float32):
             build = GraphBuilder(graph, layer.node)
             weight = build.node("aten::t", [layer.weight]) if layer.transposed else layer.weight
@@ -94,7 +94,7 @@ def use_products(graph: Any, packed: bool) -> list[PackedWeight]:
 def _layers(graph: Any) -> Iterator[Layer]:
     for node in graph.findAllNodes("aten::linear"):
         yield Layer(node)
-    for node in graph.findAllNodes("aten::addmm"):   # transformers' Conv1D, of GPT-2
+    for node in graph.findAllNodes("aten::addmm"):  # transformers' Conv1D, of GPT-2
         if all(factor.toIValue() == 1 for factor in list(node.inputs())[3:]):
             yield Layer(node, (1, 2, 0), transposed=True)
 

@@ -24,7 +24,7 @@ class Trace(Backend):
     """TorchScript traces; linear layers have packed weights if there is memory for them."""
 
     name = "trace"
-    spot_checks = False   # what is replayed was compared at smaller and at larger sizes
+    spot_checks = False  # what is replayed was compared at smaller and at larger sizes
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -46,7 +46,7 @@ class Trace(Backend):
 
     def variant(self, call: Call) -> Hashable:
         # Attention takes the keys of longer caches in more blocks.
-        longest = max((size for shape in call.shapes[: call.held_leaves] for size in shape), default=1)   # of a cache: its positions
+        longest = max((size for shape in call.shapes[: call.held_leaves] for size in shape), default=1)  # of a cache: its positions
         return (longest // LONG).bit_length(), sizes_of_one(call.shapes)
 
     def capture(self, function: Function, call: Call) -> Capture:

@@ -106,7 +106,7 @@ class CompiledPass:
             logger.warning(str(error))
         except NoMemory as error:
             self.give_up(str(error))
-        except Exception as error:   # may be the function's own, which running it raises again
+        except Exception as error:  # may be the function's own, which running it raises again
             if is_out_of_memory(error):
                 raise
             self.give_up(store.in_a_line(error))
@@ -129,7 +129,7 @@ class CompiledPass:
         if len(self._by_shapes) >= MOST_SHAPES:
             self._by_shapes = {}
         shapes, variant = self.shapes(call), None
-        if shapes is not None and " at 0x" not in repr(call.structure):   # an object that has no name in another process
+        if shapes is not None and " at 0x" not in repr(call.structure):  # an object that has no name in another process
             dtypes = [str(leaf.dtype).removeprefix("torch.") for leaf in call.leaves]
             inputs = tuple(zip(dtypes, shapes, strict=True))
             key = (call.structure, inputs)
@@ -217,7 +217,7 @@ class _Variant:
         where = self.owner.where
         try:
             self.program = traced(Flat(self.owner.function, call), self.inputs, where.layers, where.modules)
-        except Exception as error:   # torch's tracer raises its own kinds
+        except Exception as error:  # torch's tracer raises its own kinds
             raise NotCompiled(store.note_failure(self.file, error)) from error
         store.write_program(self.file, self.program)
 

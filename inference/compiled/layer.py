@@ -18,8 +18,8 @@ from headstart.support.files import atomic, discard
 
 FILE = "layer.so"
 OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,   # in 16 bits fused operations round as single ones do
-    "cpp.threads": 1,                  # products and attention have threads; what lies between is little, and so has one order of summation
+    "emulate_precision_casts": True,  # in 16 bits fused operations round as single ones do
+    "cpp.threads": 1,  # products and attention have threads; what lies between is little, and so has one order of summation
 }
 
 
@@ -31,16 +31,16 @@ def compile_region(region: Region, folder: Path) -> None:
     from headstart.inference.compiled.fakes import Fakes
 
     space = dict(SPACE)
-    exec(region.text, space)   # written by regions.py
+    exec(region.text, space)  # written by regions.py
     fakes = Fakes(region.inputs)
     with fakes.mode, torch.no_grad(), _quiet():
         graph = make_fx(lambda *tensors: space["forward"](None, *tensors), tracing_mode="symbolic")(*fakes.tensors)
     if fakes.sizes() != [sizes for _, sizes in region.inputs]:
         raise RuntimeError("a size of a layer that changes was taken for a constant")
-    discard(folder)   # what is left of a damaged one
+    discard(folder)  # what is left of a damaged one
     with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad(), _quiet():
         built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
-        for suffix in (".so", ".json"):   # the latter says how operations of ours are called
+        for suffix in (".so", ".json"):  # the latter says how operations of ours are called
             shutil.copyfile(built.with_suffix(suffix), path / f"layer{suffix}")
         seal(path / FILE)
 

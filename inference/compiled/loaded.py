@@ -24,7 +24,7 @@ class Loaded:
         calls = ((layers[region], [held[name] for name in names]) for region, names in program.calls)
         self._held = SimpleNamespace(**held, **{f"call_{number}": partial(_run, *call) for number, call in enumerate(calls)})
         space = dict(SPACE)
-        exec(program.text, space)   # written by `traced`
+        exec(program.text, space)  # written by `traced`
         self._forward: Any = space["forward"]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

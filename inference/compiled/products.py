@@ -15,7 +15,7 @@ from headstart.inference.compiled.kernels import DTYPES
 from headstart.inference.compiled.program import Packed, whole_blocks
 
 aten = torch.ops.aten
-Node = Any   # of fx, whose arguments have no types
+Node = Any  # of fx, whose arguments have no types
 
 
 class _Linear(NamedTuple):

@@ -88,9 +88,9 @@ class Program:
         """The program of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         if found["format"] != FORMAT:
             raise ValueError("another format")
-        shaped = lambda inputs: tuple((dtype, tuple(shape)) for dtype, shape in inputs)   # noqa: E731
+        shaped = lambda inputs: tuple((dtype, tuple(shape)) for dtype, shape in inputs)  # noqa: E731
         regions = tuple(Region(one["text"], shaped(one["inputs"])) for one in found["regions"])
-        made = lambda one: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"])   # noqa: E731
+        made = lambda one: Packed(tuple(one["names"]), tuple(one["outputs"]), one["transposed"], one["bias"])  # noqa: E731
         packed = {name: made(one) for name, one in found["packed"].items()}
         calls = tuple((number, tuple(names)) for number, names in found["calls"])
         return cls(found["text"], shaped(found["inputs"]), tuple(found["conditions"]), dict(found["attributes"]), packed, regions, calls)

@@ -74,9 +74,9 @@ def split(graph: fx.GraphModule, of: dict[fx.Node, int], names: Mapping[str, str
     numbers: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         number = of.get(node)
-        if number is None or not is_tensor(node) or node.op == "get_attr":   # sizes and weights are of no layer
+        if number is None or not is_tensor(node) or node.op == "get_attr":  # sizes and weights are of no layer
             of.pop(node, None)
-        elif node.target is aten.select.int and of.get(node.args[0]) != number:   # a layer's part of the KV cache
+        elif node.target is aten.select.int and of.get(node.args[0]) != number:  # a layer's part of the KV cache
             del of[node]
         else:
             numbers.setdefault(number, []).append(node)

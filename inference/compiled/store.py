@@ -114,10 +114,10 @@ def compile_missing(program: Program) -> None:
             continue
         try:
             compile_region(region, folder)
-        except OSError:   # a full disk, or somebody else was faster
+        except OSError:  # a full disk, or somebody else was faster
             if not (folder / FILE).is_file():
                 raise
-        except Exception as error:   # inductor raises its own kinds
+        except Exception as error:  # inductor raises its own kinds
             note_failure(region, error)
 
 

@@ -26,7 +26,7 @@ def traced(
     Raises `NotCompiled`, or what the function or torch raises where it cannot be traced.
     """
     fakes, of = Fakes(inputs), dict[fx.Node, int]()
-    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)   # torch's, of its own code
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # torch's, of its own code
     with fakes.mode, attention_as_one_operation(), marked(layers, of), quiet:
         graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes.tensors)
     packed = use_products(graph, of)
@@ -64,9 +64,9 @@ def _between(graph: fx.GraphModule, calls: Sequence[Call]) -> tuple[str, set[str
             found = rest.call_module(f"call_{last[node]}", ([copied(one) for one in call.inputs],))
             of.update({one: rest.call_function(operator.getitem, (found, place)) for place, one in enumerate(call.outputs)})
             of.update({one: copied(base) for one, base in call.written.items()})
-        elif node not in inside and is_tensor(node):   # sizes are asked for where they are needed
+        elif node not in inside and is_tensor(node):  # sizes are asked for where they are needed
             copied(node)
-    kept = lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node)   # noqa: E731
+    kept = lambda node: node.op in ("placeholder", "output", "call_module") or _writes(node)  # noqa: E731
     rest.eliminate_dead_code(is_impure_node=kept)
     code = rest.python_code("self")
     if unknown := sorted({*code.globals} - {*SPACE, "fx_pytree", "pytree"}):

@@ -101,7 +101,7 @@ def _side_by_side(parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     skip = -raw.data_ptr() % HUGE
     if hasattr(ctypes.CDLL(None), "madvise"):
         start, size = ctypes.c_void_p(raw.data_ptr() + skip), ctypes.c_size_t(-(-end // HUGE) * HUGE)
-        ctypes.CDLL(None).madvise(start, size, MADV_HUGEPAGE)   # a hint: without it all works, more slowly
+        ctypes.CDLL(None).madvise(start, size, MADV_HUGEPAGE)  # a hint: without it all works, more slowly
     raw[skip : skip + end].zero_()
     return [raw[skip + at : skip + at + count * dtype.itemsize].view(dtype) for at, (count, dtype) in zip(places, parts, strict=True)]
 

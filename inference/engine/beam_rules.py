@@ -41,5 +41,5 @@ def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
         early_stopping=config.early_stopping,
         longest=config.max_length,
         candidates=max(2, 1 + len(eos)) * config.num_beams,
-        fill=(pad or eos[0]) if eos else -1,   # as in transformers, a padding token of 0 counts as none
+        fill=(pad or eos[0]) if eos else -1,  # as in transformers, a padding token of 0 counts as none
     )

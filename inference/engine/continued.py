@@ -53,7 +53,7 @@ class Continued:
         earlier = None if self.cache is None else _earlier.get(self.cache)
         if self.cache is None or earlier is None or earlier.reader() is not self.reader or _keys(self.cache) is not earlier.keys:
             return None
-        ids = ids_T.tolist()[:-1]   # the logits after the last token are needed
+        ids = ids_T.tolist()[:-1]  # the logits after the last token are needed
         common = common_prefix(earlier.ids, ids)
         if not common:
             return None

@@ -47,7 +47,7 @@ STATELESS: tuple[type, ...] = (
     known.NoBadWordsLogitsProcessor,
     known.EncoderRepetitionPenaltyLogitsProcessor,
     known.EncoderNoRepeatNGramLogitsProcessor,
-    known.WatermarkLogitsProcessor,   # its generator is seeded by the ids at every call
+    known.WatermarkLogitsProcessor,  # its generator is seeded by the ids at every call
 )
 """Processors whose scores are a function of the ids and the scores they are given."""
 
@@ -61,7 +61,7 @@ def stateless(declared: Declared) -> Declared:
 
     Takes a class, an instance or a function and returns it, as a decorator does. The attribute ``stateless = True`` says the same.
     """
-    declared.stateless = True   # type: ignore[attr-defined]
+    declared.stateless = True  # type: ignore[attr-defined]
     return declared
 
 

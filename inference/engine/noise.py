@@ -46,7 +46,7 @@ def gumbel(seeds_B: Tensor, positions_BP: Tensor, vocab: int) -> Tensor:
     key_BP = mix_(mix_(seeds_B.clone())[:, None] + positions_BP * _signed(GOLDEN))
     counter_V = torch.arange(vocab, device=seeds_B.device) * _signed(GOLDEN)
     bits = _shifted(mix_(key_BP[..., None] + counter_V), 12)
-    uniform = bits.double().add_(0.5).mul_(2.0**-52)   # exact, and never 0 or 1
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
     return uniform.log_().neg_().log_().neg_().float()
 
 

@@ -83,7 +83,7 @@ class Processing:
 
     def in_order(self, ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
         """Processed scores ``[B, V]`` (float32) of all rows of the call, by calls as transformers makes them."""
-        scores_BV: Tensor = self.processors(ids_BT, logits_BV.to(torch.float32, copy=True))   # which processors may change in place
+        scores_BV: Tensor = self.processors(ids_BT, logits_BV.to(torch.float32, copy=True))  # which processors may change in place
         return scores_BV
 
     def __call__(self, logits_BNV: Tensor, histories: list[History], tree: CandidateTree | None) -> Tensor:
@@ -100,7 +100,7 @@ class Processing:
         for b, history in enumerate(histories):
             for n, ids_T in enumerate(_node_histories(history.ids_T, tree, b)):
                 alike.setdefault((len(ids_T), 0 if self._alike else history.row), []).append((b, n, ids_T))
-        out_BNV = scores_BNV.clone()   # padding nodes keep their raw scores
+        out_BNV = scores_BNV.clone()  # padding nodes keep their raw scores
         for (_, row), group in alike.items():
             rows, nodes = [b for b, _, _ in group], [n for _, n, _ in group]
             processors = self.processors if self._alike else self._by_row[row]

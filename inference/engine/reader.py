@@ -52,10 +52,8 @@ class Reader:
         self.read = capturer.capture(self._alike(self._read), "verification", backbone.model, unless)
         self.compiled = compiled_read(self, self._read) if unless is None else None
         self._prefill: Callable[[None, Tensor], Any] = self._alike(self._prefilled)
-        if not capturer.accelerator and backbone.recurrent is None:   # there every length would be captured apart
-            self._prefill = capturer.capture(
-                self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE
-            )
+        if not capturer.accelerator and backbone.recurrent is None:  # there every length would be captured apart
+            self._prefill = capturer.capture(self._prefill, "prefill", backbone.model, unless, calls_per_step=PREFILL_PATIENCE)
         self._noise = capturer.capture(self._gumbel, "sampling noise")
 
     @property
@@ -172,7 +170,7 @@ class Reader:
         stores = cache.keys, cache.values
         B, rows = len(tokens_BN), stores[0][0].shape[1]
         inputs = (tokens_BN, levels_BM, ancestors_BNM, index_BN, cache.lengths_B)
-        if rows > B:   # fixed memory
+        if rows > B:  # fixed memory
             inputs = map_tensors(lambda value_B: pad_rows(value_B, rows), inputs)
         ends = inputs[-1], torch.arange(slots, device=tokens_BN.device)
         arguments = (stores, cache.states), *inputs[:-1], ends
@@ -206,7 +204,7 @@ class Reader:
         rows, itself = (1, EQUAL_ROWS), torch.eye(EQUAL_ROWS, dtype=torch.bool)[None]
         with equal_queries():
             masks = {kind: mask_BNS.expand(*rows, -1) for kind, mask_BNS in masks.items()}
-            level_11 = levels_BM if index_BN is None else levels_BM.gather(1, index_BN)   # of beams, many nodes have slots
+            level_11 = levels_BM if index_BN is None else levels_BM.gather(1, index_BN)  # of beams, many nodes have slots
             branch = Branch(states, itself, level_11.expand(rows))
             self.view.over(stores, slots_BN.expand(rows), slot_S.shape[0])
             found = self._pass(branch, tokens_BN.expand(rows), positions_BN.expand(rows), masks)
@@ -227,7 +225,7 @@ class Reader:
             return function
 
         def run(*inputs: Any) -> Any:
-            with nullcontext() if torch.jit.is_tracing() else OneDNNProducts():   # linear layers of a trace are replaced afterwards
+            with nullcontext() if torch.jit.is_tracing() else OneDNNProducts():  # linear layers of a trace are replaced afterwards
                 return function(*inputs)
 
         return run

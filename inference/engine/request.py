@@ -163,7 +163,7 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any], streamer:
 
 def _callers_cache(model_kwargs: Mapping[str, Any]) -> DynamicCache | None:
     past = model_kwargs.get("past_key_values")
-    return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None   # transformers marks it
+    return past if type(past) is DynamicCache and getattr(past, "_is_user_defined", False) else None  # transformers marks it
 
 
 def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: list[int]) -> None:
@@ -174,8 +174,8 @@ def _require_usual_positions(position_ids: Tensor | None, ids_BT: Tensor, pads: 
     if position_ids.shape[-1] != T:
         raise UserError(f"position_ids or attention_mask are for {position_ids.shape[-1]} tokens, input_ids has {T}; give as many")
     usual_BT = torch.arange(T) - torch.tensor(pads)[:, None]
-    given_XBT = position_ids.reshape(-1, *position_ids.shape[-2:]).cpu()   # some models have several positions for each token
-    given_XBT = given_XBT[:, :: max(given_XBT.shape[1] // rows, 1)]        # of beams, the first
+    given_XBT = position_ids.reshape(-1, *position_ids.shape[-2:]).cpu()  # some models have several positions for each token
+    given_XBT = given_XBT[:, :: max(given_XBT.shape[1] // rows, 1)]  # of beams, the first
     if bool(((given_XBT != usual_BT) & (usual_BT >= 0)).any()):
         raise UserError(
             "position_ids other than 0, 1, 2, ... from each row's first token on are not supported: drafts have positions of their own; "

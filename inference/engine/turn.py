@@ -23,7 +23,7 @@ class Turn:
         self.lock, self.thread = threading.Lock(), 0
 
 
-_turns: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()   # not an attribute of the model, which could then not be copied
+_turns: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()  # not an attribute of the model, which could then not be copied
 _adding = threading.Lock()
 
 

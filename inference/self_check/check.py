@@ -71,7 +71,7 @@ def _fault(reader: Reader, sources: Sequence[DrafterSource]) -> str:
         plain, drafted = (_uncaptured(backbone, drafters, lengths, plain) for plain in (True, False))
         try:
             captured = run(reader, sources, lengths)
-        except Exception as error:   # such as running out of memory: without captures there may be enough
+        except Exception as error:  # such as running out of memory: without captures there may be enough
             return f"captured passes failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         size = max(float(logits.abs().max()) for row in plain.logits for logits in row)
         rounding = max(_difference(drafted, plain), torch.finfo(backbone.dtype).eps * size)
@@ -104,7 +104,7 @@ def run(reader: Reader, sources: Sequence[DrafterSource], lengths: Sequence[int]
         ids_BT, pads, longest + written, frozenset(), StoppingCriteriaList(), Processing(LogitsProcessorList([Known()]), len(pads)),
         logits=True,
     )  # fmt: skip
-    ends = [longest + written] * len(lengths)   # padding included, as processors see it
+    ends = [longest + written] * len(lengths)  # padding included, as processors see it
     trees = RandomTrees([KnownText(ends, backbone.vocab, chance), *sources], chance, plain)
     decoder = Decoder(reader, trees, request, TreeShape(64, BEAM_WIDTH), None, len(lengths))
     for _ in decoder.run():

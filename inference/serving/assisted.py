@@ -126,7 +126,7 @@ class HeadCandidates(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
         """Return the text followed by drafts, ``[1, T + K]``, and when sampling the logits they were drawn from, ``[1, K, V]``."""
         depth = min(self.limits.depth, self.limits.length - input_ids.shape[1] - 1)
-        if self.outputs.hidden_BTD is None or depth < 1:   # the model has not read the prompt yet, or one token is left
+        if self.outputs.hidden_BTD is None or depth < 1:  # the model has not read the prompt yet, or one token is left
             return input_ids, None
         self._extend(input_ids)
         return self._chain(input_ids, depth)
@@ -159,7 +159,7 @@ class HeadCandidates(CandidateGenerator):
             token_11 = scores_1V.argmax(-1, True) if self.sampled is None else scores_1V.softmax(-1).multinomial(1)
             tokens.append(token_11)
             scores.append(scores_1V)
-            if int(token_11) in self.limits.ends:   # no version of the loop then accepts a token after the end
+            if int(token_11) in self.limits.ends:  # no version of the loop then accepts a token after the end
                 break
         drafted = torch.cat([input_ids, *(token.to(input_ids.device) for token in tokens)], 1)
         return drafted, None if self.sampled is None else torch.stack(scores, 1).to(input_ids.device)
@@ -201,7 +201,7 @@ def _reading(backbone: Backbone, taps: tuple[int, ...]) -> Iterator[Outputs]:
 @contextmanager
 def _candidates_of(model: PreTrainedModel, candidates: CandidateGenerator) -> Iterator[None]:
     """Let assisted decoding of this model object take these candidates."""
-    model._get_candidate_generator = lambda **unused: candidates   # an attribute of the object hides the method of its class
+    model._get_candidate_generator = lambda **unused: candidates  # an attribute of the object hides the method of its class
     try:
         yield
     finally:

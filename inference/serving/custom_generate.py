@@ -60,7 +60,7 @@ def custom_generate(model: PreTrainedModel, heads: str | Path | None, arguments:
     """
     rest = {name: value for name, value in arguments.items() if name not in OPTIONS}
     heads = arguments.get("custom_generate") if heads is None else heads
-    if heads is None and "generate" in vars(model):   # from_pretrained(..., trust_remote_code=True) has replaced its generate
+    if heads is None and "generate" in vars(model):  # from_pretrained(..., trust_remote_code=True) has replaced its generate
         return type(model).generate(model, **rest)
     if not isinstance(heads, str | Path):
         raise UserError(f"custom_generate names no folder or hub id of heads (got {heads!r}); pass it as heads= too")

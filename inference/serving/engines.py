@@ -31,7 +31,6 @@ class Support:
     note: str = ""
     """A condition on the heads or the engine; why the engine dropped them."""
 
-
     def __str__(self) -> str:
         """Say which versions read the heads, and how that is known."""
         how = {"run": "run in", "read": "read in the source of", "documented": "as documented for"}[self.how]
@@ -229,7 +228,7 @@ def _trtllm(served: Served) -> str:
     config: dict[str, Any] = {"decoding_type": types[served.method], "max_draft_len": served.depth, "speculative_model": served.folder}
     if served.method == "eagle3":
         config["eagle3_layers_to_capture"] = [tap - 1 for tap in served.config["eagle_aux_hidden_state_layer_ids"]]
-    options = json.dumps({"speculative_config": config})   # JSON is YAML
+    options = json.dumps({"speculative_config": config})  # JSON is YAML
     return f"echo {shlex.quote(options)} > options.yaml && " + shlex.join(
         ["trtllm-serve", served.backbone, "--extra_llm_api_options", "options.yaml"]
     )

@@ -143,7 +143,7 @@ def _write_merged(heads: Checkpoint, folder: Path) -> None:
     try:
         load_tokenizer(heads.backbone).save_pretrained(folder / BACKBONE)
     except UserError:
-        pass   # a backbone without a tokenizer stays one
+        pass  # a backbone without a tokenizer stays one
 
 
 def _served(heads: Checkpoint, request: Request, config: dict[str, Any], rank: int) -> Served:

@@ -55,7 +55,7 @@ class Saved(Layout):
     def imports(self, files: Files, backbone: Backbone, counting: Counting | None = None) -> list[Imported]:
         folder, card = read_metadata(files.folder)
         check_contract(files.path, card, backbone, allow_finetuned=True)
-        drafter = read_drafter(files.path, folder, card, backbone)   # checks the files, and adds the heads' own adapter
+        drafter = read_drafter(files.path, folder, card, backbone)  # checks the files, and adds the heads' own adapter
         tensors = files.read() if card["weights"].get("adapter") is None else drafter.tensors()
         return [Imported(card["kind"], card["arguments"], tensors, notes=(f"saved by Headstart, trained on {card['backbone']}",))]
 
@@ -124,7 +124,7 @@ def require_fit(files: Files, layout: Layout, backbone: str, trust_remote_code: 
     try:
         config = load_config(backbone, trust_remote_code=trust_remote_code).get_text_config()
     except UserError:
-        return   # loading the backbone says why
+        return  # loading the backbone says why
     sizes = layout.sizes(files)
     given = config.to_dict()
     keys = {"width": "hidden_size", "vocabulary": "vocab_size", "layers": "num_hidden_layers"}
@@ -229,8 +229,10 @@ def measure(readings: Sequence[tuple[Imported, Drafter]], prompts: Sequence[Tens
         depth = min(CHAIN, drafter.max_depth or CHAIN)
         with torch.no_grad():
             figures = measure_tau(
-                SpeculativeModel(drafter.backbone, drafter, capture="off"), watched(prompts, "measuring the heads", "prompt"),
-                max_new_tokens=new_tokens, tree=TreeShape(depth + 1, 1, depth),
+                SpeculativeModel(drafter.backbone, drafter, capture="off"),
+                watched(prompts, "measuring the heads", "prompt"),
+                max_new_tokens=new_tokens,
+                tree=TreeShape(depth + 1, 1, depth),
             )
         rates = figures["acceptance_per_depth"][:depth]
         found.append(Measured(reading, drafter, {**figures, "acceptance_per_depth": rates}))
@@ -248,8 +250,6 @@ def verdict(measured: Sequence[Measured]) -> list[str]:
         if first.tau - others[0].tau < 0.02 * first.tau:
             lines.append("the figures are too close to tell the readings apart: give more prompts with --prompts FILE, or force --counting")
     return lines
-
-
 
 
 def prompts_for(

@@ -105,7 +105,7 @@ def _serving(heads: Heads, repo: str) -> list[tuple[str, list[str]]]:
     """Return the engines that read the heads, each with the lines that start it."""
     found = []
     for engine, entry in readers(heads.method).items():
-        if engine in heads.engines:   # of one whose newest version no longer reads a layout, the layout is asked for by name
+        if engine in heads.engines:  # of one whose newest version no longer reads a layout, the layout is asked for by name
             to = engine if entry.until is None else next(one.name for one in layouts_of(heads.method) if engine in one.engines)
             first, served = _served(heads, repo, to)
             found.append((f"{ENGINES[engine]}, {entry}", [*first, launch_line(engine, served)]))
@@ -117,7 +117,7 @@ def _served(heads: Heads, repo: str, to: str) -> tuple[list[str], Served]:
     adapted, own = heads.card["contract"].get("adapter") is not None, {file.parts[0] for file in heads.files}
     first, folder, backbone = [], repo, heads.base_model or heads.shown_backbone
     if heads.layout is None and (adapted or heads.method not in UNCHANGED):
-        own, folder = {BACKBONE}, "heads"   # as export writes them
+        own, folder = {BACKBONE}, "heads"  # as export writes them
         first = [f"headstart export --heads {repo} --to {to} --backbone {backbone} --out {folder}"]
     elif adapted:
         folder = "heads"
@@ -166,7 +166,7 @@ def license_of(backbone: str) -> str | None:
 def _fetched(repo: str, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(repo, name))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):   # no such file or repository, no network, no hub id
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):  # no such file or repository, no network, no hub id
         return None
 
 
@@ -180,7 +180,7 @@ def _stated_license(file: Path) -> str | None:
             found = dict(parse_json(text, str(file))).get("license")
         else:
             found = next((name for name, phrases in LICENSES.items() if all(phrase in text for phrase in phrases)), "other")
-    except (ValueError, TypeError):   # metadata that is no YAML, or no mapping in JSON
+    except (ValueError, TypeError):  # metadata that is no YAML, or no mapping in JSON
         return None
     return found if isinstance(found, str) and found else None
 
@@ -243,7 +243,7 @@ def _cells(task: str, prompts: int, setting: dict[str, Any], one: dict[str, Any]
 
 def last_part(name: str) -> str:
     """Return a path's last part; anything that is no absolute path is left as it is."""
-    if START.match(name):   # the whole is a path, with spaces perhaps
+    if START.match(name):  # the whole is a path, with spaces perhaps
         return re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     return PATH.sub(lambda match: match[1], name)
 

@@ -63,7 +63,7 @@ class Draft:
     """The backbone's KV cache."""
     shape: TreeShape | None = None
     """A fixed tree size; None: adaptive."""
-    scoring: Callable[[int], DraftScoring] = lambda depths: DraftScoring()   # noqa: E731
+    scoring: Callable[[int], DraftScoring] = lambda depths: DraftScoring()  # noqa: E731
     """The scoring of drafts of so many depths."""
     queued: bool = False
     """True if other sequences are waiting for free rows."""

@@ -31,7 +31,7 @@ class DrafterRows(Source):
         self.drafter, self.device, self.capturer = drafter, drafter.backbone.device, capturer
         self.fixed = capturer.fixed
         """Stores lie in fixed memory, and sizes are padded."""
-        extend = lambda state, features: drafter.begin(features, state)   # noqa: E731
+        extend = lambda state, features: drafter.begin(features, state)  # noqa: E731
         self._extend = capturer.capture(extend, "drafter prefill", drafter, not_capturable(drafter))
         self._clear()
 
@@ -143,7 +143,7 @@ class DrafterRows(Source):
 
     def _placed(self, state: Any) -> Any:
         """The state, whose stores are in fixed memory if there is one."""
-        if not self.fixed or not self.own_cache:   # the backbone's cache is there already
+        if not self.fixed or not self.own_cache:  # the backbone's cache is there already
             return state
         placed = iter(self.capturer.memory.place(self.name, list_stores(state)))
         return map_stores(lambda _: next(placed), state)
@@ -153,7 +153,7 @@ def not_capturable(drafter: Drafter) -> str | None:
     """The reason why the drafter's steps are not captured; None if they are."""
     if not drafter.capturable:
         return f"{type(drafter).__name__} is not capturable"
-    if any(weight.requires_grad for weight in drafter.parameters()):   # a capture would not see weight updates
+    if any(weight.requires_grad for weight in drafter.parameters()):  # a capture would not see weight updates
         return "its weights are being trained"
     return None
 

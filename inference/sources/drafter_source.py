@@ -62,12 +62,12 @@ class DrafterSource(DrafterRows):
         """The maximum number of depths to draft: the drafter's, or that of a tree of this shape."""
         if shape is None or shape.depth is None:
             return self.depth
-        return min(shape.depth, max(self.depth, shape.nodes - 1))   # a tree has fewer levels below its root than nodes
+        return min(shape.depth, max(self.depth, shape.nodes - 1))  # a tree has fewer levels below its root than nodes
 
     @property
     def counts(self) -> list[int]:
         deepest = self.depth if self.fixed else self.drafter.deepest
-        return sorted({1 << power for power in range(self.depth.bit_length() - 1)} | {self.depth, deepest})   # few: each is captured apart
+        return sorted({1 << power for power in range(self.depth.bit_length() - 1)} | {self.depth, deepest})  # few: each is captured apart
 
     def prepare(self, longest: int, width: int, cache: RaggedCache | None, depth: int | None = None) -> None:
         """Prepare the state for a draft after at most ``longest`` tokens. ``cache``: the backbone's; None: not needed by the drafter."""
@@ -97,7 +97,7 @@ class DrafterSource(DrafterRows):
     def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
         limit = min(self.depth_of(shape), remaining)
         few = [count for count in self.counts if limit <= count <= self.depth_of(shape)]
-        return few[0] if few and limit > 0 and self.fixed else limit   # the last ones may not fit in the text
+        return few[0] if few and limit > 0 and self.fixed else limit  # the last ones may not fit in the text
 
     def grow(self, draft: Draft, depths: int) -> None:
         """Draft so many depths; the state is prepared."""
@@ -152,11 +152,11 @@ class DrafterSource(DrafterRows):
                 compiled.begin()
 
     def timed_as(self, rows: int, depths: int) -> tuple[str, str, bool]:
-        compiled = self._by_compiled.get((rows, depths))   # of one that was never made: as others are
+        compiled = self._by_compiled.get((rows, depths))  # of one that was never made: as others are
         if compiled is None:
             compiled = any(one is not None and one.active for one in self._compiled.values())
         made = "compiled" if compiled else "captured" if self.captured else ""
-        return self.name, made, self.sampled   # sampling has noise to add and wider beams
+        return self.name, made, self.sampled  # sampling has noise to add and wider beams
 
     def _attach(self, draft: Draft, level: Nodes, above: list[list[int]], depth: int) -> list[list[int]]:
         """Add the level to the pools; returns the nodes' numbers there (-1: not added, too deep for the row or too low a score)."""

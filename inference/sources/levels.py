@@ -97,7 +97,7 @@ def _best(above: Level, logits_BWV: Tensor, width: int, vocabulary: Tensor | Non
     """The ``width`` nodes of the largest totals among all children of a level."""
     scores_BWV = logits_BWV.log_softmax(-1).expand(-1, above.tokens_BW.shape[1], -1)
     B, W, V = scores_BWV.shape
-    totals_BM = (scores_BWV + above.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)   # diverged heads give nan
+    totals_BM = (scores_BWV + above.totals_BW[..., None]).flatten(1).nan_to_num(nan=-1e30)  # diverged heads give nan
     totals_BW, best_BW = largest(totals_BM, min(width, int(W * V)))
     parents_BW, drafted_BW = best_BW // V, best_BW % V
     scores_BW = scores_BWV.flatten(1).gather(1, best_BW)

@@ -32,7 +32,7 @@ class Accepted:
     @cached_property
     def features(self) -> Features:
         """The features of the accepted nodes, right-padded."""
-        if self._verified.tokens_BT.shape[1] == 1:   # an autoregressive step
+        if self._verified.tokens_BT.shape[1] == 1:  # an autoregressive step
             return self._verified
         counts, device = list(map(len, self._paths)), self._verified.tokens_BT.device
         longest = max(counts)

@@ -222,11 +222,11 @@ class Speculation:
         rows = len(paths)
         self.plain_steps = 0 if draft.seconds else self.plain_steps + 1
         nodes = graph_size(tree.size) if self.padded else tree.size
-        if tree.size > 1 or self.plain_steps > 1:   # a draft leaves less of the weights in the caches
+        if tree.size > 1 or self.plain_steps > 1:  # a draft leaves less of the weights in the caches
             self.costs.add_pass(rows, nodes, seconds - sum(draft.seconds.values()))
-        if draft.trial is not None:   # what it took beyond what was expected
+        if draft.trial is not None:  # what it took beyond what was expected
             over = (seconds - draft.trial[1]) / self.costs.of_pass(rows, 1)
-            draft.trial[0].purse = max(draft.trial[0].purse - over, -FULL_PURSE)   # what else the machine did is not the source's debt
+            draft.trial[0].purse = max(draft.trial[0].purse - over, -FULL_PURSE)  # what else the machine did is not the source's debt
         for source, drafting in draft.seconds.items():
             assert isinstance(source, Source)
             self.costs.add_part(source.timed_as(rows, draft.depths[source]), rows, draft.depths[source], drafting)

@@ -6,6 +6,7 @@ Writes a standard `transformers` folder (bf16 safetensors, tokenizer, config) wi
 per byte on held-out files. Resumes from `--out` after an interruption. The model has twelve layers of width 384: deep and narrow, so
 that a one-layer drafter costs about as little relative to this backbone as relative to a large one.
 """
+
 import argparse
 import hashlib
 import importlib.util
@@ -83,9 +84,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 def build(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=384, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.02,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
 
@@ -161,7 +171,7 @@ def pretrain(args: argparse.Namespace) -> None:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
     measured = torch.compile(loss_of) if device.type == "cuda" else loss_of
-    measured(corpus.batch(0, args.batch_size)).backward()   # compiles, outside the time that the schedule follows
+    measured(corpus.batch(0, args.batch_size)).backward()  # compiles, outside the time that the schedule follows
     model.zero_grad()
     start, budget = time.monotonic() - spent, args.minutes * 60
     while (now := time.monotonic() - start) < budget:
@@ -177,7 +187,7 @@ def pretrain(args: argparse.Namespace) -> None:
             opt.zero_grad()
         done += 1
         if done % 10 == 0:
-            loss_now = loss.item()   # waits for the device, so that the time is that of the work done
+            loss_now = loss.item()  # waits for the device, so that the time is that of the work done
             spent, tokens = time.monotonic() - start, done * args.batch_size * corpus.length
             pace = {"step": done, "loss": round(loss_now, 4), "tokens": tokens, "tokens_per_second": round(tokens / spent)}
             print(json.dumps(pace | {"minutes": round(spent / 60, 1)}), flush=True)

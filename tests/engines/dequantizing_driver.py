@@ -49,7 +49,7 @@ def use_slow_kernels() -> None:
             return True, None
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            self.weight = layer.weight.data.float().t() * layer.weight_scale.data.float()   # vLLM has transposed it
+            self.weight = layer.weight.data.float().t() * layer.weight_scale.data.float()  # vLLM has transposed it
 
         def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
             return linear(x, self.weight.to(x.dtype), bias)

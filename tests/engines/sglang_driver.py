@@ -30,7 +30,7 @@ class Nothing:
     """Stands for any function or object of a package that is not there: it can be called, indexed and combined, and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self   # as a decorator it leaves the function alone
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self  # as a decorator it leaves the function alone
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -116,7 +116,7 @@ def build(heads: Path) -> Any:
     module.load_weights(iter(load_file(heads / "model.safetensors").items()))
     for part in module.modules():
         if "_forward_method" in vars(part):
-            part._forward_method = part.forward_native   # instead of a kernel that is not there
+            part._forward_method = part.forward_native  # instead of a kernel that is not there
     for layer in module.model.layers:
         layer.self_attn.attn = CausalAttention(layer.self_attn.attn)
     return module
@@ -134,7 +134,7 @@ def main(heads: Path, inputs: Path, result: Path) -> None:
     batch = Fields(
         spec_info=SimpleNamespace(hidden_states=given["hidden_TX"]), forward_mode=ForwardMode.DECODE, contains_mm_inputs=lambda: False
     )
-    module.model.embed_tokens.weight.data = given["embed_VD"]   # the target's, as the engine sets it
+    module.model.embed_tokens.weight.data = given["embed_VD"]  # the target's, as the engine sets it
     with torch.no_grad():
         output = module.model(given["ids_T"], torch.arange(len(given["ids_T"])), batch)
         eagle3 = isinstance(output, tuple)

@@ -30,4 +30,4 @@ def test_vllm_beside_headstart(tmp_path: Path) -> None:
     ]
     assert {row["prompts_differing_from_headstart"] for row in rows} == {0} and all(row["decode_tokens_per_second"] for row in rows)
     ours = next(row for row in report["results"] if row["batch"] == 1 and row["head"] == "embedded, alone")
-    assert abs(rows[1]["tau"] - ours["tau"]) < 0.05 * ours["tau"]   # vLLM counts drafts past the end of a text too
+    assert abs(rows[1]["tau"] - ours["tau"]) < 0.05 * ours["tau"]  # vLLM counts drafts past the end of a text too

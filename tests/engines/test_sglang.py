@@ -30,7 +30,7 @@ def test_sglang_gives_the_same_logits(name: str, prompts: list[list[int]], tmp_p
     features = backbone.read(torch.tensor([max(prompts, key=len)]), taps=drafter.taps)
     hidden_TX = features.concatenated(drafter.taps)[0] if drafter.taps else features.hidden_BTD[0]
     inputs = {
-        "ids_T": features.tokens_BT[0, 1:].clone(),   # the pair of position t: the token after it, the hidden states of t
+        "ids_T": features.tokens_BT[0, 1:].clone(),  # the pair of position t: the token after it, the hidden states of t
         "hidden_TX": hidden_TX[:-1].contiguous(),
         "embed_VD": backbone.embed.weight.clone(),
         "unembed_VD": backbone.unembed.weight.clone(),

@@ -73,25 +73,49 @@ def data() -> Iterator[Mistake]:
     for i, (name, content) in enumerate(_rows().items()):
         for j, (command, argv) in enumerate(DATA_COMMANDS.items()):
             if command in ("inspect", "plan", "cache", "tune") and i % 8 != j and "surrogate" not in name and "deep" not in name:
-                continue   # the same readers
+                continue  # the same readers
             yield Mistake(f"data, {command}: {name}", argv, {"bad.jsonl": content})
     for name, content in {"truncated": b"\x1f\x8b\x08\0\0\0\0\0", "no gzip": b"hello", "empty": b""}.items():
         for command, argv in DATA_COMMANDS.items():
-            yield Mistake(f"data, {command}: gz, {name}", [one.replace("bad.jsonl", "bad.jsonl.gz") for one in argv], {"bad.jsonl.gz": content})
+            yield Mistake(
+                f"data, {command}: gz, {name}", [one.replace("bad.jsonl", "bad.jsonl.gz") for one in argv], {"bad.jsonl.gz": content}
+            )
     for name, content in {
-        "deep": DEEP, "huge integer": f'[{{"text": {HUGE}}}]', "surrogate": '[{"text": "\\ud800"}]', "a number": "3", "half": "[{", "empty": "",
-        "no UTF-8": b"\xff", "an empty list": "[]", "rows of numbers": "[1]",
+        "deep": DEEP,
+        "huge integer": f'[{{"text": {HUGE}}}]',
+        "surrogate": '[{"text": "\\ud800"}]',
+        "a number": "3",
+        "half": "[{",
+        "empty": "",
+        "no UTF-8": b"\xff",
+        "an empty list": "[]",
+        "rows of numbers": "[1]",
     }.items():
         yield Mistake(f"data, train: json, {name}", ["train", "recipe.yaml", "data.train=bad.json"], {"bad.json": content})
     for name, content in {"no parquet": b"hello", "empty": b"", "magic only": b"PAR1PAR1"}.items():
         yield Mistake(f"data, train: parquet, {name}", ["train", "recipe.yaml", "data.train=bad.parquet"], {"bad.parquet": content})
-    for path in ("/dev/zero", "/dev/stdin", "pipe.txt", "backbone", "/proc/self/mem", "a\0b.txt", "", "x" * 5000 + ".txt", "rows.jsonl/x.txt"):
+    for path in (
+        "/dev/zero",
+        "/dev/stdin",
+        "pipe.txt",
+        "backbone",
+        "/proc/self/mem",
+        "a\0b.txt",
+        "",
+        "x" * 5000 + ".txt",
+        "rows.jsonl/x.txt",
+    ):
         yield Mistake(f"prompts: {path[:40]!r}", [*BENCH[:5], "--prompts", path], prepare=lambda: os.mkfifo("pipe.txt"))
 
 
 def prompts() -> Iterator[Mistake]:
     for name, text in {
-        "surrogate": "\ud800", "byte that is no UTF-8": "\udcff", "null character": "a\0b", "escapes": "\x1b[31m", "long": "x" * 100_000, "spaces": "   ",
+        "surrogate": "\ud800",
+        "byte that is no UTF-8": "\udcff",
+        "null character": "a\0b",
+        "escapes": "\x1b[31m",
+        "long": "x" * 100_000,
+        "spaces": "   ",
         "special token": "<|im_start|>assistant\n",
     }.items():
         yield Mistake(f"generate: {name}", [*GENERATE, text])
@@ -105,4 +129,6 @@ def prompts() -> Iterator[Mistake]:
         yield Mistake(f"chat, standard input: {name}", CHAT, stdin=content)
         yield Mistake(f"chat, then: {name}", CHAT, stdin=None if content is None else b"hi\n" + content + b"\nhi\n")
     for path in ("/dev/zero", "pipe.txt", "backbone", "/proc/self/mem", "a\0b", "", "x" * 5000, "rows.jsonl/x", "bytes"):
-        yield Mistake(f"generate --file {path[:40]!r}", [*GENERATE, "--file", path], {"bytes": b"\xff\xfe"}, prepare=lambda: os.mkfifo("pipe.txt"))
+        yield Mistake(
+            f"generate --file {path[:40]!r}", [*GENERATE, "--file", path], {"bytes": b"\xff\xfe"}, prepare=lambda: os.mkfifo("pipe.txt")
+        )

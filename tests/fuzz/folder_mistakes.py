@@ -73,7 +73,11 @@ def cards() -> Iterator[Mistake]:
                           "empty": "", "no UTF-8": b"\xff", "negative": '{"model_type": "llama", "hidden_size": -1}'}.items():  # fmt: skip
         for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             yield Mistake(f"backbone's {file}: {name}", [*GENERATE, "hi"], prepare=write(f"backbone/{file}", content))
-        yield Mistake(f"backbone's config.json, plan: {name}", ["plan", "recipe.yaml", "--no-calibration"], prepare=write("backbone/config.json", content))
+        yield Mistake(
+            f"backbone's config.json, plan: {name}",
+            ["plan", "recipe.yaml", "--no-calibration"],
+            prepare=write("backbone/config.json", content),
+        )
 
 
 def tuned() -> Iterator[Mistake]:
@@ -83,7 +87,11 @@ def tuned() -> Iterator[Mistake]:
             from headstart.inference.speculation.tuned import key
 
             curve = {"256": {"1": [[1, 0.01], [8, 0.02], [16, 0.03]]}}
-            content = {"curves": {"host": 1e-4, "forward": curve, "captured": curve}, "calibration": {"greedy": {}, "sampled": {}}, "details": {}}
+            content = {
+                "curves": {"host": 1e-4, "forward": curve, "captured": curve},
+                "calibration": {"greedy": {}, "sampled": {}},
+                "details": {},
+            }
             if (sample := Path("tuned-sample.json")).exists():
                 content = json.loads(sample.read_text())
             change(content)
@@ -111,7 +119,9 @@ def tuned() -> Iterator[Mistake]:
         yield Mistake(f"tuned.json, every number: {name}", [*GENERATE, "hi"], prepare=entry(everywhere(value)))
     for name in ("curves", "calibration", "details"):
         for value in (None, [], {}, 3, "x", {"a": {"b": [1]}}, {"": 0}):
-            yield Mistake(f"tuned.json, {name}: {value!r}", [*GENERATE, "hi"], prepare=entry(lambda content, n=name, v=value: content.update({n: v})))
+            yield Mistake(
+                f"tuned.json, {name}: {value!r}", [*GENERATE, "hi"], prepare=entry(lambda content, n=name, v=value: content.update({n: v}))
+            )
     yield Mistake("tuned.json: a folder", [*GENERATE, "hi"], prepare=lambda: os.mkdir("heads/tuned.json"))
     yield Mistake("tuned.json: a pipe", [*GENERATE, "hi"], prepare=lambda: os.mkfifo("heads/tuned.json"))
 
@@ -129,7 +139,15 @@ def caches() -> Iterator[Mistake]:
                           "dependencies of a list": '{"format": 2, "dependencies": []}\n{"row": 0, "result": {}, "error": "", "turns": 1, "tokens": 1}\n'}.items():  # fmt: skip
         yield Mistake(f"regenerate's partial file: {name}", DATA_COMMANDS["regenerate"][:2] + ["regenerate.out=new.jsonl", "regenerate.max_new_tokens=4"],
                       prepare=write("new.jsonl.partial", content))  # fmt: skip
-    for name, content in {"deep": DEEP, "empty": "", "a list": "[]", "no UTF-8": b"\xff", "huge": f'{{"format": {HUGE}}}', "null": "null"}.items():
+    for name, content in {
+        "deep": DEEP,
+        "empty": "",
+        "a list": "[]",
+        "no UTF-8": b"\xff",
+        "huge": f'{{"format": {HUGE}}}',
+        "null": "null",
+    }.items():
+
         def state(content: str | bytes = content) -> None:
             os.makedirs("out/state/step-00000001")
             Path("out/state/step-00000001/tensors.safetensors").write_bytes(b"")

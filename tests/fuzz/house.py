@@ -57,7 +57,7 @@ def inside(house: Path) -> Iterator[Path]:
         shutil.copytree(house, folder, dirs_exist_ok=True)
         os.chdir(folder)
         AcceleratorState._reset_state(True)
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"   # for logs of failures
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # for logs of failures
         try:
             yield Path(folder)
         finally:

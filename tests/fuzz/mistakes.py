@@ -1,6 +1,6 @@
 """Mistakes that users and damaged files make, as commands: each must end in a result, or in one line with status 2.
 
-    python tests/fuzz/mistakes.py [WORD [N]]   # every mistake, or every Nth, whose name has WORD, in a process of its own, and how it ended
+python tests/fuzz/mistakes.py [WORD [N]]   # every mistake, or every Nth, whose name has WORD, in a process of its own, and how it ended
 """
 
 from __future__ import annotations

@@ -38,7 +38,12 @@ def recipe_files() -> Iterator[Mistake]:
     }  # fmt: skip
     for name, text in texts.items():
         yield Mistake(f"recipe: {name}", ["train", "bad.yaml"], {"bad.yaml": _base(text) + text if text else text})
-    for name, content in {"no UTF-8": b"seed: \xff\xfe\n", "UTF-16": RECIPE.encode("utf-16"), "zeros": b"\0" * 100, "gzip": b"\x1f\x8b\x08\0"}.items():
+    for name, content in {
+        "no UTF-8": b"seed: \xff\xfe\n",
+        "UTF-16": RECIPE.encode("utf-16"),
+        "zeros": b"\0" * 100,
+        "gzip": b"\x1f\x8b\x08\0",
+    }.items():
         yield Mistake(f"recipe: {name}", ["train", "bad.yaml"], {"bad.yaml": content})
     yield Mistake("recipe: a large file", ["train", "bad.yaml"], {"bad.yaml": RECIPE + "# comment\n" * 5_000_000})
     yield Mistake("recipe: a folder", ["train", "backbone"])
@@ -110,9 +115,18 @@ def places() -> Iterator[Mistake]:
         prepare = {"shut/below": readonly, "loop": lambda: os.symlink("loop", "loop")}.get(place)
         yield Mistake(f"save.dir={place[:40]}", ["train", "recipe.yaml", f"save.dir={place}"], prepare=prepare)
         yield Mistake(f"cache.dir={place[:40]}", ["cache", "recipe.yaml", f"cache.dir={place}"], prepare=prepare)
-        out = f"regenerate.out={place.strip(chr(39) + chr(34))}.jsonl" if "\\" not in place else f"regenerate.out={place[:-1]}.jsonl{place[-1]}"
+        out = (
+            f"regenerate.out={place.strip(chr(39) + chr(34))}.jsonl"
+            if "\\" not in place
+            else f"regenerate.out={place[:-1]}.jsonl{place[-1]}"
+        )
         yield Mistake(out[:60], ["regenerate", "recipe.yaml", out, "regenerate.max_new_tokens=4"], prepare=prepare)
-        for flag in (["inspect", "heads", "--json"], [*GENERATE, "hi", "--json"], ["schema", "--out"], ["plan", "recipe.yaml", "--no-calibration", "--json"]):
+        for flag in (
+            ["inspect", "heads", "--json"],
+            [*GENERATE, "hi", "--json"],
+            ["schema", "--out"],
+            ["plan", "recipe.yaml", "--no-calibration", "--json"],
+        ):
             value = place.strip("'\"").replace("\\0", "\0").replace("\\ud800", "\ud800")
             yield Mistake(f"{flag[0]} {flag[-1]} {place[:40]}", [*flag, value], prepare=prepare)
     yield Mistake("schema --tables of a binary", ["schema", "--tables", "x.md"], {"x.md": b"\xff\xfe"})

@@ -19,8 +19,18 @@ from strategies import LEAVES, TEXTS, VALUES, changed, damaged, documents, profi
 from trial import Outcome, try_command
 
 BASE = YAML(typ="safe").load(RECIPE)
-ROWS = [{"messages": TALK}, {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c d"}]}, {"text": "a b c d e f"}]
-PROMPTS = [*ROWS, {"prompt": "a"}, {"turns": ["a", "b"], "category": "qa"}, {"task_id": "HumanEval/0", "prompt": "a"}, {"question": "a", "answer": "####"}]
+ROWS = [
+    {"messages": TALK},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c d"}]},
+    {"text": "a b c d e f"},
+]
+PROMPTS = [
+    *ROWS,
+    {"prompt": "a"},
+    {"turns": ["a", "b"], "category": "qa"},
+    {"task_id": "HumanEval/0", "prompt": "a"},
+    {"question": "a", "answer": "####"},
+]
 SHORT = ["--backbone", "backbone", "--max-new-tokens", "3"]
 INPUTS = ("backbone", "heads", "rows.jsonl", "text.jsonl", "prompts.jsonl", "recipe.yaml", "bad")
 SECONDS = 60
@@ -52,7 +62,7 @@ def hold(folder: Path, argv: list[str], stdin: bytes | None = b"") -> Outcome:
 def test_recipes(house: Path, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["tree", "bytes", "text"]))
     if kind == "tree":
-        content = json.dumps(data.draw(changed(BASE))).encode()   # YAML reads JSON
+        content = json.dumps(data.draw(changed(BASE))).encode()  # YAML reads JSON
     else:
         content = data.draw(damaged(RECIPE.encode()) if kind == "bytes" else st.text().map(lambda text: text.encode("utf-8", "replace")))
     with inside(house) as folder:
@@ -113,7 +123,11 @@ def test_chat(house: Path, lines: list[bytes], system: str) -> None:
 @given(data=st.data())
 @profile(15)
 def test_cards(house: Path, command: str, data: st.DataObject) -> None:
-    argv = {"inspect": ["inspect", "heads"], "generate": ["generate", "--heads", "heads", *SHORT, "hi"], "export": ["export", "heads", "--to", "vllm", "--out", "new"]}
+    argv = {
+        "inspect": ["inspect", "heads"],
+        "generate": ["generate", "--heads", "heads", *SHORT, "hi"],
+        "export": ["export", "heads", "--to", "vllm", "--out", "new"],
+    }
     with inside(house) as folder:
         card = folder / "heads" / "headstart.json"
         card.write_bytes(data.draw(documents(json.loads(card.read_text()))))

@@ -85,7 +85,7 @@ def test_the_expected_loss_does_not_depend_on_the_share(backbone: Backbone, weig
     assert torch.stack([sums.loss for sums in some]).mean() == pytest.approx(whole.loss.item(), rel=0.05)
     counts_K = torch.stack([sums.count_K for sums in some]).double().mean(0)
     torch.testing.assert_close(counts_K, 0.3 * whole.count_K.double(), rtol=0.1, atol=0)
-    alpha_K = torch.stack([sums.alpha_K for sums in some]).mean(0) / counts_K   # measured on the sample
+    alpha_K = torch.stack([sums.alpha_K for sums in some]).mean(0) / counts_K  # measured on the sample
     torch.testing.assert_close(alpha_K, whole.alpha_K / whole.count_K, rtol=0.05, atol=0)
 
 

@@ -72,7 +72,7 @@ def test_the_layers_are_the_language_models_where_an_image_tower_has_as_many() -
         torch.testing.assert_close(read.taps[tap], states[tap])
         torch.testing.assert_close(reference.streams[tap], states[tap][0])
     start = layer_weights(on)
-    assert start is not None and torch.equal(start[0]["mlp.up_proj.weight"], on.layers[-1].mlp.up_proj.weight)   # type: ignore[union-attr]
+    assert start is not None and torch.equal(start[0]["mlp.up_proj.weight"], on.layers[-1].mlp.up_proj.weight)  # type: ignore[union-attr]
 
 
 def test_a_backbone_is_frozen_and_evaluates() -> None:
@@ -109,7 +109,7 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_type() -> None:
 
 def test_the_fingerprint_of_a_huge_vocabulary_reads_its_last_element_and_copies_nothing() -> None:
     on = Backbone(tiny("llama"))
-    rows, columns = 2**19, 2**12   # 2^31 elements that share the memory of 4,096
+    rows, columns = 2**19, 2**12  # 2^31 elements that share the memory of 4,096
     on.embed.weight = torch.nn.Parameter(torch.arange(columns, dtype=torch.float32).expand(rows, columns), requires_grad=False)
     on.unembed.weight = torch.nn.Parameter(torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns), requires_grad=False)
     places = [i * (rows * columns - 1) // 31 for i in range(32)]

@@ -71,7 +71,7 @@ def test_heads_are_trained_on_it_and_saved_with_it(folder: Path) -> None:
     given.attach(str(folder / "given"))
     contract = json.loads((out / "headstart.json").read_text())["contract"]
     assert contract["adapter"] == given.adapter_digest and not given.trainable
-    run = prepare(load_recipe(folder / "recipe.yaml", [f"backbone.adapter={folder}/given"]))   # at its last step
+    run = prepare(load_recipe(folder / "recipe.yaml", [f"backbone.adapter={folder}/given"]))  # at its last step
     run.log.close()
     model = AutoModelForCausalLM.from_pretrained(folder / "backbone")
     wrapped = peft.PeftModel.from_pretrained(model, str(folder / "given")).eval()

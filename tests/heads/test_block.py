@@ -135,7 +135,7 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     on = backbone("llama")
     drafter = made(on, correction, depth=3)
     state = drafter.begin(read(on, texts(1, 9), drafter))
-    tokens = [torch.tensor([[5]]), torch.tensor([[7, 8]]), torch.tensor([[9, 9]])]   # two cousins of one token
+    tokens = [torch.tensor([[5]]), torch.tensor([[7, 8]]), torch.tensor([[9, 9]])]  # two cousins of one token
     parents = [torch.tensor([[0]]), torch.tensor([[0, 0]]), torch.tensor([[0, 1]])]
     _, below, deeper = draft(drafter, state, tokens, parents)
     assert not torch.allclose(below[:, 0], below[:, 1])
@@ -144,7 +144,7 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     calls: list[int] = []
     first = drafter._layers[0]
     first.register_forward_pre_hook(lambda *_: calls.append(1))
-    inner, drafter._draft = drafter._draft, lambda *inputs: calls.append(1) or inner(*inputs)   # type: ignore[method-assign]
+    inner, drafter._draft = drafter._draft, lambda *inputs: calls.append(1) or inner(*inputs)  # type: ignore[method-assign]
     chain(drafter, state, texts(1, 3))
     assert len(calls) == 1
 

@@ -34,7 +34,7 @@ def test_sequential(kind: str, arguments: dict[str, Any]) -> None:
     state, tokens_BK = drafter.begin(read(on, texts(2, 9), drafter)), texts(2, drafter.depth, seed=5)
     one = chain(drafter, state, tokens_BK)
     assert drafter.depth > 1
-    for k in range(1, drafter.depth):   # the token at k is the parent of the draft of depth k
+    for k in range(1, drafter.depth):  # the token at k is the parent of the draft of depth k
         changed_BK = tokens_BK.clone()
         changed_BK[:, k] = (changed_BK[:, k] + 1) % VOCAB
         other = chain(drafter, state, changed_BK)
@@ -133,7 +133,7 @@ def test_trees_deeper_than_trained() -> None:
     drafter = random_drafter("eagle3", on, depth=2)
     levels: list[int] = []
     step = drafter.step
-    drafter.step = lambda *inputs: levels.append(inputs[-1]) or step(*inputs)   # type: ignore[method-assign, func-returns-value]
+    drafter.step = lambda *inputs: levels.append(inputs[-1]) or step(*inputs)  # type: ignore[method-assign, func-returns-value]
     heads, options = SpeculativeModel(on, drafter, capture="off"), {"max_new_tokens": 12, "do_sample": True, "seed": 3}
     plain = say(heads, rows, speculate=False, **options)
     for tree, depth, deepest in ((TreeShape(12, 2, 5), None, 5), (TreeShape(12, 2), 4, 4), (TreeShape(12, 2), None, 2)):

@@ -54,9 +54,7 @@ def backbone_in_fp64(family: str) -> Backbone:
     return Backbone(tiny(family).double())
 
 
-def made(
-    family: str, kind: str, arguments: dict[str, Any], on_which: Callable[[str], Backbone] = backbone
-) -> tuple[Backbone, Drafter]:
+def made(family: str, kind: str, arguments: dict[str, Any], on_which: Callable[[str], Backbone] = backbone) -> tuple[Backbone, Drafter]:
     on = on_which(family)
     drafter = random_drafter(kind, on, **arguments).to(on.dtype)
     if drafter.vocabulary is not None:

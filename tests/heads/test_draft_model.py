@@ -233,12 +233,12 @@ def test_what_is_not_trained_is_neither_taught_nor_saved(tmp_path: Path) -> None
             wrong()
     assert not (tmp_path / "x").exists(), "nothing half-written"
     with pytest.raises(TypeError, match="abstract"):
-        Drafter(backbone("llama"))   # type: ignore[abstract]
+        Drafter(backbone("llama"))  # type: ignore[abstract]
 
 
 def test_what_does_not_work_is_refused() -> None:
     on, wrapped = backbone("llama"), tiny("llama")
-    wrapped.base_model.forward = wrapped.base_model.forward   # bound to the whole model, as libraries that place layers on devices do
+    wrapped.base_model.forward = wrapped.base_model.forward  # bound to the whole model, as libraries that place layers on devices do
     with pytest.raises(UserError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
         EarlyExit(Backbone(wrapped), layers=2)
     for make in (lambda: DraftModel.of(on, near("llama"), depth=0), lambda: EarlyExit(on, layers=2, depth=0)):

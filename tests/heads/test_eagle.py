@@ -61,12 +61,12 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
         expected = last.self_attn.get_submodule(name)(last.input_layernorm(x))
         torch.testing.assert_close(layer.self_attn.get_submodule(name)(x), expected, **CLOSE)
     assert torch.equal(layer.mlp.up_proj.weight, last.mlp.up_proj.weight)
-    features = read(on, texts(2, 9), drafter)   # what the layer adds fits the stream before the final norm, so it adds nothing at first
+    features = read(on, texts(2, 9), drafter)  # what the layer adds fits the stream before the final norm, so it adds nothing at first
     start = drafter.streams(on.embed(features.tokens_BT[:, 1:-1]), features.hidden_BTD[:, :-2])[0]
     torch.testing.assert_close(drafter.eval()(features)[0], start, **CLOSE)
     state = torch.randn(2, 4, D)
     torch.testing.assert_close(drafter.streams(torch.zeros_like(state), state)[0], state, atol=0.2, rtol=0)
-    other = build_drafter("eagle", backbone("gpt2"), {}).tensors()   # of another shape
+    other = build_drafter("eagle", backbone("gpt2"), {}).tensors()  # of another shape
     assert other["layers.0.self_attn.q_proj.weight"].abs().max() <= D**-0.5
 
 

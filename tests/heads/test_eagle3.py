@@ -124,7 +124,7 @@ def test_the_layer_starts_as_the_backbones_last() -> None:
     assert torch.equal(layer.input_layernorm.weight, torch.ones(D))
     for other in (fresh(on, intermediate_size=40), fresh(backbone("gpt2")), fresh(backbone("gemma3"))):
         assert torch.equal(other.midlayer.hidden_norm.weight, torch.ones(D)) and torch.equal(other.norm.weight, torch.ones(D))
-    qwen = backbone("qwen3")   # it normalises queries and keys, which a head does not
+    qwen = backbone("qwen3")  # it normalises queries and keys, which a head does not
     layer, last = fresh(qwen).midlayer, qwen.layers[-1]
     assert torch.equal(layer.self_attn.v_proj.weight[:, D:], last.self_attn.v_proj.weight)
     assert layer.self_attn.q_proj.weight.abs().max() < 1 < last.self_attn.q_proj.weight.abs().max()

@@ -108,7 +108,7 @@ def test_the_scale_of_embeddings_is_part_of_the_saved_weights() -> None:
     """Heads read scaled embeddings, the saved ones plain embeddings; going there and back rounds nothing."""
     on = backbone("llama")
     drafter, again = random_drafter("hydra", on), random_drafter("hydra", on, seed=2)
-    assert drafter.embedding_scale == 2.0   # entries of the embedding are about 0.4
+    assert drafter.embedding_scale == 2.0  # entries of the embedding are about 0.4
     again.load_tensors(drafter.tensors())
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in drafter.state_dict().items())
     stored = drafter.tensors()["hydra_mlp.1.1.linear.weight"]

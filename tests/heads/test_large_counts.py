@@ -60,7 +60,7 @@ def test_heads_saved_before_places_were_exact_still_load(shape: tuple[int, int],
     contract = {**on.contract(), "weights": 2 * (at % shape[1]).float().tolist()}
     check_contract("heads", {"backbone": "one", "contract": contract}, on, allow_finetuned=False)
     if count <= 2**24 and not unfused and "AVX" in torch.backends.cpu.get_cpu_capability():
-        assert on.fingerprint() == contract["weights"]   # feature caches, too, are still of this backbone
+        assert on.fingerprint() == contract["weights"]  # feature caches, too, are still of this backbone
     contract["weights"] = [value + shape[1] / 8 for value in contract["weights"]]
     assert on.match(contract) == "other"
 

@@ -153,10 +153,10 @@ def test_start_values() -> None:
         assert all(torch.equal(weight, last[name]) for name, weight in module.layer.named_parameters())
         assert torch.equal(module.eh_proj.weight[:, on.dim :], torch.eye(on.dim))
         assert 0 < module.eh_proj.weight[:, : on.dim].abs().max() <= OTHER_STREAM_SCALE * (2 * on.dim) ** -0.5
-        assert torch.equal(module.norm.weight, on.base.norm.weight) 
+        assert torch.equal(module.norm.weight, on.base.norm.weight)
     gated = build_drafter("mtp", on, {"layout": "qwen3_5"})
     assert not any(weight.any() for name, weight in gated.named_parameters() if "q_norm" in name or "enorm" in name)
-    for layout, less in (("deepseek", 0), ("qwen3_5", 1)):   # of a family whose norms hold their weights less one
+    for layout, less in (("deepseek", 0), ("qwen3_5", 1)):  # of a family whose norms hold their weights less one
         qwen = Backbone(build(*NATIVE["qwen3_5"]))
         drafter = build_drafter("mtp", qwen, {"layout": layout})
         weights, last = drafter.state_dict(), dict(qwen.layers[-1].named_parameters())

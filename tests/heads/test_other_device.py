@@ -43,7 +43,7 @@ class Values(TorchFunctionMode):
         return self.GIVEN[func](*args) if func in self.GIVEN else func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "draft_model"])   # a model of its own, loaded as backbones are
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "draft_model"])  # a model of its own, loaded as backbones are
 def test_heads_start_and_draft_there(kind: str) -> None:
     on = Backbone(tiny("llama"))
     on.model.to("meta")

@@ -31,9 +31,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Backbone]:
         kind, _, loaded = precision.partition(" in ")
         if bits_of(kind) or kind == "F16":
             file = write_gguf(folder / f"{kind}.gguf", model, tokenizer, kind)
-            found[precision] = load_backbone(str(file), dtype=loaded or "fp32", device="cpu")   # type: ignore[arg-type]
+            found[precision] = load_backbone(str(file), dtype=loaded or "fp32", device="cpu")  # type: ignore[arg-type]
         else:
-            found[precision] = load_backbone(str(folder / "model"), dtype=precision, device="cpu")   # type: ignore[arg-type]
+            found[precision] = load_backbone(str(folder / "model"), dtype=precision, device="cpu")  # type: ignore[arg-type]
     return found
 
 
@@ -131,7 +131,7 @@ def test_heads_go_on_training_on_another_precision(models: dict[str, Backbone], 
     assert not read_warm_start(str(heads["Q4_1"]), "medusa", changed(models["fp32"], 0.3)).same_backbone
 
 
-@pytest.mark.slow   # the first use compiles quanto's extension
+@pytest.mark.slow  # the first use compiles quanto's extension
 def test_four_bits(models: dict[str, Backbone], heads: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     on = load_backbone(models["fp32"].name, dtype="int4", device="cpu")
     random_drafter("medusa", on, depth=2).save_pretrained(tmp_path)

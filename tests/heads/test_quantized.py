@@ -31,7 +31,7 @@ def quantized(folder: Path) -> Backbone:
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("capture", ["off", "trace"])
 def test_the_text_is_the_quantized_models_own(quantized: Backbone, kind: str, capture: str) -> None:
-    rows, of = left_padded(prompts()), SpeculativeModel(quantized, random_drafter(kind, quantized), capture=capture)   # type: ignore[arg-type]
+    rows, of = left_padded(prompts()), SpeculativeModel(quantized, random_drafter(kind, quantized), capture=capture)  # type: ignore[arg-type]
     for sample in (False, True):
         options = {"max_new_tokens": 20, "do_sample": sample, "seed": 3}
         assert torch.equal(say(of, rows, **options), say(of, rows, speculate=False, **options))

@@ -62,7 +62,7 @@ def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", fail)
     assert torch.allclose(on.read(ids[None], None, None, {"full_attention": allowed}).hidden_BTD, expected, atol=1e-5)
     padded = {"input_ids": ids[None], "attention_mask": torch.tensor([[0] * 3 + [1] * 6])}
-    with pytest.raises(AssertionError, match="repeated"):   # the user's own calls are as before
+    with pytest.raises(AssertionError, match="repeated"):  # the user's own calls are as before
         on.model(**padded)
     with tree_attention():
         on.model(**padded)

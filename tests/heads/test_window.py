@@ -205,7 +205,7 @@ def test_slots_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_of_a_long_pause_are_freed() -> None:
     drafter = made(10, 2)
     features = read(backbone("llama"), texts(1, 250), drafter)
-    state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)   # 245 more positions, unknown to the store
+    state = drafter.reserve(drafter.begin(part(features, 0, 5)), 260)  # 245 more positions, unknown to the store
     state = drafter.begin(part(features, 5, 250), state)
     assert drafter.reserve(state, 260).caches[0].keys_BGSC.shape[2] == STEP
 
@@ -222,7 +222,7 @@ def test_ring() -> None:
     ring = Ring(window=3, sink=2)
     assert ring.kept(torch.tensor([9, 1])).tolist() == [[0, 1, 6, 7, 8], [0, 1, 0, 0, 0]]
     places = torch.arange(10)[None]
-    assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]   # 5: where drafted nodes lie
+    assert ring.slots_of(places, torch.tensor([9])).tolist() == [[0, 1, 5, 5, 5, 5, 3, 4, 2, 5]]  # 5: where drafted nodes lie
     assert ring.slots_of(places, torch.tensor([3])).tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 5, 5]]
 
 

@@ -1,4 +1,5 @@
 """`headstart chat`: the prompt is the whole conversation, answers stream and can be stopped, errors are one line."""
+
 import io
 import json
 import sys
@@ -64,7 +65,9 @@ def test_a_conversation_from_a_pipe(say, tmp_path):
     assert err.count("tokens/s") == 3 and err.count("tau ") == 3 and "a new conversation" in err and "unknown command /brew; /reset" in err
     report = json.loads(file.read_text())
     assert [(one["question"], one["answer"], one["conversation"]) for one in report["answers"]] == [
-        ("What is two?", expected[0], 0), ("And three?", expected[1], 0), ("six", expected[2], 1)
+        ("What is two?", expected[0], 0),
+        ("And three?", expected[1], 0),
+        ("six", expected[2], 1),
     ]
     assert report["seed"] is None and all(one["tau"] >= 1 and one["tokens"] == 9 for one in report["answers"])
 
@@ -91,7 +94,7 @@ def test_an_answer_can_be_stopped(say, monkeypatch, tmp_path):
     report = json.loads(file.read_text())["answers"]
     assert status == 0 and err.count("stopped, 4 tokens") == 2 and out.count("\n") == 2
     assert [(one["tokens"], one["tau"]) for one in report] == [(4, None)] * 2
-    assert answers("two")[0].startswith(report[0]["answer"])   # the conversation continues from it
+    assert answers("two")[0].startswith(report[0]["answer"])  # the conversation continues from it
 
 
 def test_a_full_context_is_reported_and_does_not_end_the_chat(say):
@@ -101,7 +104,7 @@ def test_a_full_context_is_reported_and_does_not_end_the_chat(say):
     talk = Chat(heads, prompter, Settings(90), 0)
     painter = Painter(prompter.tokenizer, io.StringIO(), False)
     prompt_length = len(prompter.converse([{"role": "user", "content": "two"}]))
-    assert talk.ask("two", painter).tokens == 96 - prompt_length   # the remaining context
+    assert talk.ask("two", painter).tokens == 96 - prompt_length  # the remaining context
     with pytest.raises(UserError, match="/reset"):
         talk.ask("more", painter)
     assert len(talk.messages) == 2
@@ -129,7 +132,7 @@ def test_each_step_takes_the_next_colour(monkeypatch):
     out = Terminal()
     painter = Painter(prompter.tokenizer, out, True)
     tokens = prompter.tokenizer("What is two? It is four.", return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-    painter.put(tokens[None])   # a prompt
+    painter.put(tokens[None])  # a prompt
     for step in tokens[:6].split(2):
         time.sleep(10 * BURST)
         for token in step:
@@ -151,7 +154,7 @@ def test_questions_at_a_terminal(say, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     status, out, err = say(Terminal())
-    assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2   # at the start, and on Ctrl-C at the prompt
+    assert status == 0 and out.count("\n") == 2 and err.count(module.HELP) == 2  # at the start, and on Ctrl-C at the prompt
 
 
 MISTAKES = {
@@ -176,7 +179,7 @@ def test_a_mistake_is_one_line(name, house, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\n"))
     try:
         status = main(argv)
-    except SystemExit as ended:   # argparse's own wording
+    except SystemExit as ended:  # argparse's own wording
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""

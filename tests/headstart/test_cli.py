@@ -1,4 +1,5 @@
 """The command ``headstart``: its output, its reports, and one line for every error."""
+
 import io
 import json
 import re
@@ -24,11 +25,10 @@ from headstart.inference.measure import Settings, continue_text, measure_tau
 from headstart.support.chat.prompts import Prompter, read_prompts
 
 ROOT = Path(__file__).parents[2]
-ROW_KEYS = {
-    "head", "temperature", "tau", "acceptance_per_depth", "tokens_per_second", "speedup_vs_ar", "speedup_vs_transformers", "identical",
-    "identical_to_transformers", "tokens", "passes", "draft_ms", "verify_ms", "host_ms", "nodes", "width", "depth", "mbu", "capture",
-    "draft_vocabulary",
-}
+ROW_KEYS = set(
+    "head temperature tau acceptance_per_depth tokens_per_second speedup_vs_ar speedup_vs_transformers identical identical_to_transformers "
+    "tokens passes draft_ms verify_ms host_ms nodes width depth mbu capture draft_vocabulary".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def house(tmp_path_factory) -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.2, bos_token_id=0, eos_token_id=1,
+        **{"vocab_size": len(tokenizer), "max_position_embeddings": 96, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1},
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
     )
     LlamaForCausalLM(config).save_pretrained(root / "backbone")
     tokenizer.save_pretrained(root / "backbone")
@@ -80,11 +80,15 @@ def test_bench(house, tmp_path, capsys):
         assert (row["nodes"], row["width"], row["depth"]) == (12, 4, 3) and min(row["draft_ms"], row["verify_ms"], row["host_ms"]) > 0
     backbone, tokenizer = load_backbone("backbone"), load_tokenizer("backbone")
     measured = measure_tau(
-        load("medusa", backbone), [prompt.ids_T for prompt in read_prompts("prompts.jsonl", Prompter(tokenizer))],
-        max_new_tokens=24, temperature=1.0, seed=5, tree=TreeShape(12, 4),
+        load("medusa", backbone),
+        [prompt.ids_T for prompt in read_prompts("prompts.jsonl", Prompter(tokenizer))],
+        max_new_tokens=24,
+        temperature=1.0,
+        seed=5,
+        tree=TreeShape(12, 4),
     )
     last = report["results"][-1]
-    assert {key: last[key] for key in measured} == measured   # computed from the same sums, so equal to the last bit
+    assert {key: last[key] for key in measured} == measured  # computed from the same sums, so equal to the last bit
     assert "x transformers" in printed.out and "medusa" in printed.out
     assert "at temperature 0 also to transformers' generate." in printed.out
     assert "temperature 1: 100%" in printed.err and "100%" not in printed.out
@@ -113,7 +117,7 @@ def test_bench_with_everything(house, tmp_path, capsys):
     names = [*ar, "prompt lookup", "assistant backbone", *ar]
     assert [row["name"] for row in report["baselines"]] == names and all(name in printed for name in names)
     assert [row["batch"] for row in report["results"]] == [1, 2] and all(row["identical"] for row in report["results"])
-    assert report["results"][0]["tokens"] == 18   # two prompts and a second turn
+    assert report["results"][0]["tokens"] == 18  # two prompts and a second turn
     assert html.read_text().startswith("<!DOCTYPE html>") and "replays" not in report
 
 
@@ -238,7 +242,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, house, tmp_path, capsys)
     out = tmp_path / "made" / "x.json"
     try:
         status = main([*argv, *(["--json", str(out)] if argv else [])])
-    except SystemExit as ended:   # argparse's own wording
+    except SystemExit as ended:  # argparse's own wording
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""

@@ -49,7 +49,7 @@ def test_whole_numbers_fill_floats_and_lists_fill_tuples() -> None:
     assert (inner.share, inner.taps, inner.betas, inner.weights) == (1.0, (1, 2), (0.0, 0.5), {"x": 1.0})
     assert type(inner.share) is float and type(inner.betas[0]) is float
     with pytest.raises(ValidationError, match="frozen"):
-        inner.depth = 3   # type: ignore[misc]
+        inner.depth = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

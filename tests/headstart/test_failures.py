@@ -111,5 +111,5 @@ def test_what_the_memory_cannot_hold_is_refused_before_anything_is_computed(reci
     with pytest.raises(UserError, match=r"4 sequences of 30 tokens with trees of 64 nodes need at least .*; lower the batch size"):
         say(on, {"input_ids": ids_BT}, tree=TreeShape(64, 4), max_new_tokens=4)
     assert asked
-    with pytest.raises(pytest.fail.Exception, match="computed"):   # one sequence at a time fits
+    with pytest.raises(pytest.fail.Exception, match="computed"):  # one sequence at a time fits
         say(on, {"input_ids": ids_BT}, tree=TreeShape(64, 4), max_new_tokens=4, batch_size=1)

@@ -39,7 +39,7 @@ def test_a_writer_cannot_make_the_file_private(tmp_path: Path) -> None:
 
 
 def test_a_folder_appears_as_a_whole(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()   # an empty one is replaced
+    (tmp_path / "folder").mkdir()  # an empty one is replaced
     with pytest.raises(KeyboardInterrupt), atomic(tmp_path / "folder", folder=True) as temporary:
         (temporary / "never").touch()
         raise KeyboardInterrupt

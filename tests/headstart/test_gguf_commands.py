@@ -91,7 +91,7 @@ def test_an_answer_ends_where_the_file_says(at: Path, capsys: pytest.CaptureFixt
     write_gguf(at / "ending" / "short.gguf", model, tokenizer, "F32", tokenizer__ggml__eot_token_id=third)
     options = ["--backbone", "ending/short.gguf", "--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--json", "ending.json"]
     said(capsys, "generate", *options, "What is two?")
-    assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)   # the prefill's may count
+    assert json.loads((at / "ending.json").read_text())["tokens"] in (2, 3)  # the prefill's may count
 
 
 def test_the_ends_are_looked_for_beside_the_file_and_not_on_the_hub(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:

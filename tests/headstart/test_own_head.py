@@ -14,7 +14,7 @@ import pytest
 from headstart.cli.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add_a_head.md").read_text()
-LINES = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()   # type: ignore[index]
+LINES = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()  # type: ignore[index]
 
 
 @pytest.fixture

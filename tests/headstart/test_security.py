@@ -102,7 +102,7 @@ class TestCode:
         """A file that the code of a repository makes."""
         monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
         monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-        for cls in (LlamaConfig, LlamaForCausalLM):   # transformers notes there whose code they are, which `save_pretrained` then copies
+        for cls in (LlamaConfig, LlamaForCausalLM):  # transformers notes there whose code they are, which `save_pretrained` then copies
             monkeypatch.setattr(cls, "_auto_class", None)
         return tmp_path / "trace"
 
@@ -138,9 +138,7 @@ class TestCode:
         assert trace.exists(), "the flag allows it: otherwise the test shows nothing"
 
     @pytest.mark.parametrize("kind", ["stranger", "stranger.heads", "os", "os.path", "..stranger", "subprocess"])
-    def test_a_card_cannot_name_a_module(
-        self, heads: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trained: Path
-    ) -> None:
+    def test_a_card_cannot_name_a_module(self, heads: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trained: Path) -> None:
         package = trace.with_name("path") / "stranger"
         package.mkdir(parents=True)
         for name in ("__init__.py", "heads.py"):

@@ -23,7 +23,7 @@ from headstart.support.text import visible
 from headstart.training.log.runs import runs_page
 from headstart.training.recipe.recipe import load_recipe
 
-__all__ = ["heads", "trained"]   # fixtures
+__all__ = ["heads", "trained"]  # fixtures
 
 
 class TestSecrets:

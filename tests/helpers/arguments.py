@@ -167,7 +167,7 @@ def table() -> str:
 
 def written(page: str) -> str:
     """The page with the table renewed."""
-    change: Callable[[re.Match[str]], str] = lambda _: f"{START}\n{table()}\n{END}"   # noqa: E731
+    change: Callable[[re.Match[str]], str] = lambda _: f"{START}\n{table()}\n{END}"  # noqa: E731
     return re.sub(f"{START}.*?{END}", change, page, flags=re.S)
 
 

@@ -29,7 +29,7 @@ def term(name: str, p_V: Tensor, log_q_V: Tensor, choice: int | None, wanted: Ob
         return (q_V * (log_q_V - p_V.log())).sum()
     if name == "js":
         h_V = (p_V + q_V) / 2
-        outside = (1 - p_V.sum()) * math.log(2)   # the part of KL(p | h) where q is 0
+        outside = (1 - p_V.sum()) * math.log(2)  # the part of KL(p | h) where q is 0
         return ((p_V * (p_V / h_V).log()).sum() + outside + (q_V * (q_V / h_V).log()).sum()) / 2
     if name == "ce":
         return log_q_V.new_zeros(()) if choice is None else -log_q_V[choice]

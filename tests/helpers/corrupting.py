@@ -58,7 +58,7 @@ def register(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> None:
 
         def __call__(self, call: Call) -> Any:
             result = self.function(call.held, *call.inputs)
-            if change is not None and isinstance(result, tuple) and len(result) == 3 and call.held is not None:   # a pass over trees
+            if change is not None and isinstance(result, tuple) and len(result) == 3 and call.held is not None:  # a pass over trees
                 change(call, result[1])
             return result
 

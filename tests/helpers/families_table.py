@@ -1,8 +1,9 @@
 """Write docs/families.md: every architecture through every check of family_checks.py.
 
-    python tests/helpers/families_table.py --out docs/families.md           about six minutes on one idle core
-    python tests/helpers/families_table.py --out docs/families.md --only gpt2 pythia-1b       these rows anew, the others as they are
+python tests/helpers/families_table.py --out docs/families.md           about six minutes on one idle core
+python tests/helpers/families_table.py --out docs/families.md --only gpt2 pythia-1b       these rows anew, the others as they are
 """
+
 from __future__ import annotations
 
 import argparse

@@ -4,6 +4,7 @@ A check fails if the architecture does not do it. A `UserError` is a refusal, wh
 
 Shape suffixes: B batch, T positions, K depth.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class Subject:
     def run(self) -> Path:
         """The folder of trained heads."""
         sections = {"train": {"steps": 10, "batch_size": 4, "lr": 1e-2}, "eval": {"prompts": 1, "max_new_tokens": 8}}
-        recipe = make_recipe(self.folder, drafter={"kind": "eagle3", "depth": 3}, **sections)   # type: ignore[arg-type]
+        recipe = make_recipe(self.folder, drafter={"kind": "eagle3", "depth": 3}, **sections)  # type: ignore[arg-type]
         self.architecture.model(vocab=BYTES).save_pretrained(self.folder / "backbone")
         AcceleratorState._reset_state(True)
         assert train([str(recipe)]) == 0

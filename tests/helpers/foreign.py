@@ -110,7 +110,7 @@ def hydra(prefix: bool, heads: int = 2) -> tuple[dict[str, Any], Tensors]:
         start = f"hydra_mlp.{k}.{first + step}.linear."
         tensors |= {f"{start}weight": normal(D, D), f"{start}bias": normal(D)}
         tensors |= {f"hydra_lm_head.{k}.{output}weight": normal(VOCAB, D), f"hydra_lm_head.{k}.{output}bias": normal(VOCAB)}
-    if prefix:   # the backbone's own shape
+    if prefix:  # the backbone's own shape
         start = "prefix_embeding_layer."
         tensors |= layer(f"{start}layers.0.", heads=4, kv=2, size=8, inner=48)
         tensors |= {f"{start}{name}.weight": near_one(D) for name in ("layers.0.input_layernorm", "norm")}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from headstart.cli.train import main
 
-SECONDS, GRACE = 100, 10   # how long a run may take, and how long the others may once one has failed
+SECONDS, GRACE = 100, 10  # how long a run may take, and how long the others may once one has failed
 
 
 class Forked:
@@ -71,9 +71,9 @@ def _become(arguments: list[str], log: Path, environment: dict[str, str]) -> Non
 
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
         os.environ.update(environment)
-        faulthandler.dump_traceback_later(SECONDS - 5, file=sys.stderr)   # where a run hangs is in its log when it is killed
+        faulthandler.dump_traceback_later(SECONDS - 5, file=sys.stderr)  # where a run hangs is in its log when it is killed
         AcceleratorState._reset_state(True)
-        tqdm.set_lock(threading.RLock())   # the inherited one is shared: a process that is killed while it holds it would stop all others
+        tqdm.set_lock(threading.RLock())  # the inherited one is shared: a process that is killed while it holds it would stop all others
         status = main(arguments)
         sys.stderr.flush()
     except BaseException:

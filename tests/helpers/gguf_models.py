@@ -105,7 +105,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: Any,
         new = f"blk.{number}.{NAMES[rest]}"
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(new.rpartition(".")[2])
     values = tensor.float()
-    if heads is not None:   # llama.cpp rotates neighbouring channels
+    if heads is not None:  # llama.cpp rotates neighbouring channels
         values = values.view(heads, 2, -1, values.shape[-1]).transpose(1, 2).reshape(tensor.shape)
     if values.ndim == 1 or kind == "F32":
         writer.add_tensor(f"{new}.{end}", values.numpy())

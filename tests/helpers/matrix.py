@@ -7,6 +7,7 @@
 An axis is one ``parametrize``, named by any of its arguments. Cells off the diagonal are marked ``slow``: `make test` leaves them
 out, `make test-all` runs them.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -28,7 +28,7 @@ class NaiveLayer:
         x_HC = (self.weights[f"self_attn.{name}_proj.weight"] @ x_D).view(-1, self.config.head_dim)
         if (bias := self.weights.get(f"self_attn.{name}_proj.bias")) is not None:
             x_HC = x_HC + bias.view(x_HC.shape)
-        if f"self_attn.{name}_norm.weight" in self.weights:   # of queries and keys, by head
+        if f"self_attn.{name}_norm.weight" in self.weights:  # of queries and keys, by head
             x_HC = torch.stack([self.normed(x_C, f"self_attn.{name}_norm") for x_C in x_HC])
         return x_HC if position is None else self.turned(x_HC, position)
 
@@ -71,7 +71,7 @@ def passes(
 ) -> list[Tensor]:
     """Outputs ``[T-2-k, D]`` of every pass: position t of pass k sees the first pass up to t and the others at t, as its window reaches."""
     T, outputs = len(states), []
-    keys: list[list[list[Tensor]]] = [[] for _ in layers]   # by layer, pass, position
+    keys: list[list[list[Tensor]]] = [[] for _ in layers]  # by layer, pass, position
     values: list[list[list[Tensor]]] = [[] for _ in layers]
     for k in range(depth):
         pairs = [(embedded[t + 1 + k], states[t]) for t in range(T - 2 - k)]

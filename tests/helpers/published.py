@@ -107,7 +107,10 @@ SITUATIONS: dict[str, list[Message]] = {
     "thought in the content": [ASKED, said("<think>\nI add.\n</think>\n\nFour."), AGAIN, said("<think>\nI add.\n</think>\n\nSix.")],
     "reasoning": [ASKED, said("Four.", reasoning_content="I add."), AGAIN, said("Six.", reasoning_content="Once more.")],
     "thought and call": [
-        ASKED, said(None, reasoning_content="I add.", calls=["add"]), result("add"), said("Four.", reasoning_content="Done."),
+        ASKED,
+        said(None, reasoning_content="I add.", calls=["add"]),
+        result("add"),
+        said("Four.", reasoning_content="Done."),
     ],
     "tools": [ASKED, said(None, calls=["add"]), result("add"), FOUR],
     "two": [ASKED, said("", calls=["add", "say"]), result("add"), result("say"), FOUR, AGAIN, said("Six.")],

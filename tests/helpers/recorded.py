@@ -54,7 +54,7 @@ class Recorded(AtFixedAddresses):
     """Records operations."""
 
     name = "cuda-graph"
-    checked = False   # tests/inference/test_self_check.py has it checked
+    checked = False  # tests/inference/test_self_check.py has it checked
     recordings: list[str] = []
     """Of all instances: the modules of the functions recorded, in order."""
     _pools: WeakKeyDictionary[FixedMemory, list[list[Tensor]]] = WeakKeyDictionary()
@@ -69,7 +69,7 @@ class Recorded(AtFixedAddresses):
         made = [one for one in results if one.untyped_storage().data_ptr() in recording.new]
         pool = self._pools.setdefault(self.memory, [])
         pool.append(made)
-        spoil(made)   # recording computes nothing
+        spoil(made)  # recording computes nothing
 
         @torch.no_grad()
         def replay() -> None:

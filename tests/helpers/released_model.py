@@ -3,6 +3,7 @@
 Widths, heads, vocabulary and rotary settings are as published; there are as many layers as it takes to have each kind, at least two, and
 few experts. `released_sizes` says which models.
 """
+
 from __future__ import annotations
 
 import math

@@ -2,6 +2,7 @@
 
 Everything is done by the commands that users type and by `headstart.load`; texts are compared with those of autoregressive decoding.
 """
+
 from __future__ import annotations
 
 import gc
@@ -92,11 +93,11 @@ class Released:
     def command(self, name: str, *arguments: str) -> None:
         AcceleratorState._reset_state(True)
         assert main([name, *arguments]) == 0
-        gc.collect()   # another backbone is loaded next
+        gc.collect()  # another backbone is loaded next
 
     @cached_property
     def backbone(self) -> Backbone:
-        return load_backbone(str(self.folder / "backbone"), dtype=self.dtype, device="cpu")   # type: ignore[arg-type]
+        return load_backbone(str(self.folder / "backbone"), dtype=self.dtype, device="cpu")  # type: ignore[arg-type]
 
     @cached_property
     def drafter(self) -> Drafter:

@@ -33,7 +33,7 @@ class Server:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         time.sleep(self.seconds)
-        with self.lock:   # one at a time, so that a script can count requests
+        with self.lock:  # one at a time, so that a script can count requests
             self.at_once -= 1
             return self.reply(path, body)
 

@@ -3,6 +3,7 @@
 Ratios that change what is computed are kept: keys and values per query head, heads wider or narrower than the hidden size, the pattern
 of layers, the share of rotary dimensions, windows shorter than a text. `tests/helpers/configurations/` holds the configurations.
 """
+
 from __future__ import annotations
 
 import copy
@@ -60,7 +61,7 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
     for name, size in (("hidden_size", WIDTH), ("num_hidden_layers", layers), ("num_attention_heads", HEADS)):
         small[next((other for other in NAMES[name] if other in small), name)] = size
     small |= {key: head for key in ("head_dim", "query_pre_attn_scalar") if small.get(key)}
-    if "qk_rope_head_dim" in small:   # latent attention: the rotary part of a head
+    if "qk_rope_head_dim" in small:  # latent attention: the rotary part of a head
         small["head_dim"] = small["qk_rope_head_dim"]
     if small.get("num_key_value_heads"):
         small["num_key_value_heads"] = max(1, round(HEADS * configuration["num_key_value_heads"] / configuration["num_attention_heads"]))
@@ -69,7 +70,7 @@ def shrink(configuration: dict[str, Any], vocab: int = VOCAB, layers: int = LAYE
     small |= {key: value[:layers] for key, value in small.items() if isinstance(value, list) and len(value) == depth(configuration)}
     for rope in (small.get("rope_scaling"), small.get("rope_parameters")):
         shrink_rope(rope or {})
-    if "attention_multiplier" in small:   # Granite's scale of scores: one over the width of a head
+    if "attention_multiplier" in small:  # Granite's scale of scores: one over the width of a head
         small["attention_multiplier"] = 1 / head
     return small
 
@@ -98,12 +99,12 @@ def shrunk(model: str, **changes: Any) -> PreTrainedModel:
 def model_of(configuration: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A model with random weights that make its output varied."""
     config = AutoConfig.for_model(**configuration)
-    torch.manual_seed(seed)   # some parameters keep what the library draws for them
+    torch.manual_seed(seed)  # some parameters keep what the library draws for them
     model = AutoModelForCausalLM.from_config(config).eval()
     torch.manual_seed(seed)
     shake(model, 2.2)
     table = model.get_input_embeddings()
-    if table.weight is model.get_output_embeddings().weight:   # with loud tied embeddings each token would follow itself
+    if table.weight is model.get_output_embeddings().weight:  # with loud tied embeddings each token would follow itself
         with torch.no_grad():
             loudness = table(torch.arange(len(table.weight))).square().mean().sqrt() * configuration.get("embedding_multiplier", 1.0)
             table.weight.mul_(0.3 / loudness)

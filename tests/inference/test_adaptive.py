@@ -49,7 +49,7 @@ def times_plain(machine: Machine, steps: Iterable[Step]) -> float:
 def test_in_the_long_run_it_is_the_best_fixed_tree(machine: Machine) -> None:
     """At most 5 % slower than that for each task, with what timing and trials cost; 8 % where times vary by a quarter."""
     for task in TASKS:
-        steps, = decoded(machine, [task], 1000)
+        (steps,) = decoded(machine, [task], 1000)
         assert rate(steps) >= (0.95 if machine.noise < 0.2 else 0.92) * best_fixed(machine, task, Heads()), task.name
         assert times_plain(machine, steps) >= 0.97, task.name
 

@@ -58,7 +58,7 @@ def test_honoured_or_without_effect(of: SpeculativeModel, case: Case) -> None:
         torch.testing.assert_close(actual, alone, atol=2e-4, rtol=1e-4)
         if theirs is not None:
             torch.testing.assert_close(actual, theirs, atol=2e-4, rtol=1e-4)
-    if sampled:   # drawn otherwise, from the same scores
+    if sampled:  # drawn otherwise, from the same scores
         asks = case.given | {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
         torch.testing.assert_close(call(of, asks, **own).scores, call(None, asks).scores, atol=2e-4, rtol=1e-4)
     if not fields and case.shows:

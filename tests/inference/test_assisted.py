@@ -53,7 +53,7 @@ def test_greedy_text_and_rounds_are_those_of_a_chain(kind: str, arguments: dict[
     assert torch.equal(text, plain(model, **row)) and torch.equal(text, chain.sequences)
     assert [part.numel() for part in noted.got] == [9, 1, *chain.accept_lengths[0]] and chain.tau > 1
     assert "_get_candidate_generator" not in vars(model) and not model.base_model._forward_hooks
-    sampled = plain(model, custom_generate=headstart.assisted(of), do_sample=True, top_k=1, **row)   # rejection sampling of one token
+    sampled = plain(model, custom_generate=headstart.assisted(of), do_sample=True, top_k=1, **row)  # rejection sampling of one token
     assert torch.equal(sampled, text)
 
 
@@ -98,7 +98,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
     seen = probs_V > 0
     chi = ((counts_V - draws * probs_V)[seen] ** 2 / (draws * probs_V[seen])).sum()
     assert not counts_V[~seen].any() and 0.02 < accepted / draws < 0.9
-    assert chi < 58   # 29 degrees of freedom: exceeded with a probability of 0.001
+    assert chi < 58  # 29 degrees of freedom: exceeded with a probability of 0.001
 
 
 def test_what_could_change_the_text_is_refused() -> None:

@@ -70,7 +70,7 @@ def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | N
     """The output, checked against transformers."""
     options = {"do_sample": False, "max_new_tokens": 10, "return_dict_in_generate": True, "output_scores": True} | options
     request = f"{type(of.backbone.model).__name__} {rows} {options}"
-    if request not in TRUTHS or " at 0x" in request:   # a function's repr holds an address, which may be reused
+    if request not in TRUTHS or " at 0x" in request:  # a function's repr holds an address, which may be reused
         TRUTHS[request] = own(of, rows, **options)
     expected, out = TRUTHS[request], say(of, rows, **{"tree": WIDE} | (ours or {}), **options)
     assert torch.equal(out.sequences, expected.sequences)
@@ -186,14 +186,14 @@ def test_processors_see_each_beam(options: dict[str, Any]) -> None:
 
 def test_processors_that_know_the_prompt() -> None:
     of = drafting("llama", "knowing")
-    for few in (2, 5, 40):   # also fewer than there are beams
+    for few in (2, 5, 40):  # also fewer than there are beams
         allow = lambda b, ids, few=few: [(int(ids[-1]) * 7 + i) % VOCAB for i in range(few)]  # noqa: E731
         same(of, row(), num_beams=3, prefix_allowed_tokens_fn=allow)
         same(of, row(), num_beams=3, prefix_allowed_tokens_fn=headstart.stateless(allow))
     same(of, row(), num_beams=3, encoder_no_repeat_ngram_size=1)
     same(of, left_padded(prompts((9, 4))), num_beams=3, encoder_repetition_penalty=1.3, encoder_no_repeat_ngram_size=2)
     four = lambda b, ids: [4]  # noqa: E731
-    same(of, row(), num_beams=2, prefix_allowed_tokens_fn=four, bad_words_ids=[[4]])   # transformers then allows it nevertheless
+    same(of, row(), num_beams=2, prefix_allowed_tokens_fn=four, bad_words_ids=[[4]])  # transformers then allows it nevertheless
     with pytest.raises(UserError, match="rule out every token"):
         say(of, row(), num_beams=2, max_new_tokens=5, prefix_allowed_tokens_fn=four, suppress_tokens=[4])
     with pytest.raises(ValueError, match="empty list"):

@@ -29,10 +29,10 @@ def test_nodes_equal_their_sequences(family: str) -> None:
     reader, lengths_B = Reader(on, (), Capturer("off", torch.device("cpu"))), torch.tensor([30, 3])
     _, cache = reader.prompts(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths_B)
     tries = [BeamTrie(30), BeamTrie(3)]
-    ends = [[-1], [-1] * 6]   # six sequences in the second row
+    ends = [[-1], [-1] * 6]  # six sequences in the second row
     for steps in (3, 2, 1, 2):
         for trie, last in zip(tries, ends, strict=True):
-            trie.add(last[-1], VOCAB - 1)   # a dead end
+            trie.add(last[-1], VOCAB - 1)  # a dead end
             for _ in range(steps):
                 last[:] = [trie.add(node, place * 10 + make.randrange(10)) for place, node in enumerate(last)]
         features, _ = read_tries(reader, cache, tries)
@@ -101,7 +101,7 @@ def test_features_of_nodes_by_row_and_number() -> None:
         return Features(tokens_BT, tokens_BT[..., None].float(), {4: -tokens_BT[..., None].float()})
 
     kept = NodeFeatures(read(0))
-    kept.add(read(10), [0, 0])   # tokens 10, 11, 12 and 13, 14, 15
+    kept.add(read(10), [0, 0])  # tokens 10, 11, 12 and 13, 14, 15
     features = kept.of([1, 0, 1], [[2], [0, 1], []])
     assert features.tokens_BT[0, 0] == 15 and features.tokens_BT[1].tolist() == [10, 11] and features.lengths_B.tolist() == [1, 2, 0]
     kept.keep([[1, 2], [0]])

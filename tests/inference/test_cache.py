@@ -40,7 +40,7 @@ def audited(of: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, every: int, *
     run, passes = Decoder._advance, []
 
     def advance(self: Decoder, *args: object) -> None:
-        run(self, *args)   # type: ignore[arg-type]
+        run(self, *args)  # type: ignore[arg-type]
         passes.append(len(self.rows))
         if len(passes) % every == 0:
             audit(self, of.backbone)

@@ -127,7 +127,7 @@ def test_replays_do_not_track_views_and_their_tensors_can_be_changed() -> None:
 
 
 def test_a_capture_that_does_not_follow_a_shape_is_not_used_there() -> None:
-    captured = captured_by("trace", lambda held, x: x * len(x))   # a constant to the trace
+    captured = captured_by("trace", lambda held, x: x * len(x))  # a constant to the trace
     for rows in (3, 5, 3, 5):
         assert torch.equal(captured(None, torch.ones(rows)), torch.full((rows,), float(rows)))
 
@@ -233,9 +233,7 @@ def test_nothing_is_left_of_a_capture_that_is_given_up(monkeypatch: pytest.Monke
     assert scale.captures_made == 2 and first() is None and compiled_functions() == before
 
 
-SETTINGS = [
-    {"temperature": 0.5 + i / 50, "top_k": 5 + i, "top_p": 0.6 + i / 120, "min_p": 0.01 + i / 500} for i in range(40)
-]
+SETTINGS = [{"temperature": 0.5 + i / 50, "top_k": 5 + i, "top_p": 0.6 + i / 120, "min_p": 0.01 + i / 500} for i in range(40)]
 
 
 @pytest.mark.slow
@@ -259,7 +257,7 @@ def test_filters_of_drafts_are_those_of_transformers(top_k: int, top_p: float, m
     logits_NV = 3 * torch.randn(5, 200)
     expected_NV = logits_NV
     for warper, value, off in ((TopKLogitsWarper, top_k, 0), (TopPLogitsWarper, top_p, 1.0), (MinPLogitsWarper, min_p, 0.0)):
-        expected_NV = expected_NV if value == off else warper(value)(None, expected_NV)   # type: ignore[abstract]
+        expected_NV = expected_NV if value == off else warper(value)(None, expected_NV)  # type: ignore[abstract]
     filters = Filters.of(top_k, top_p, min_p, CPU)
     assert torch.equal(logits_NV if filters is None else filters(logits_NV), expected_NV)
     assert (filters is None) == ((top_k, top_p, min_p) == (0, 1.0, 0.0))

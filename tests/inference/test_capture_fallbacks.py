@@ -36,7 +36,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why_once(error: type[Exc
         return x + 1
 
     capturer = Capturer("trace", CPU)
-    for _ in range(2):   # two functions of one name, like the levels of a draft
+    for _ in range(2):  # two functions of one name, like the levels of a draft
         captured = capturer.capture(awkward, "awkward")
         for _ in range(3):
             assert torch.equal(captured(None, torch.ones(2)), torch.full((2,), 2.0))
@@ -128,7 +128,7 @@ def test_without_traces_auto_captures_nothing_and_says_so(
 
 
 def test_a_torch_without_torch_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "jit", None)   # only the choice is tested: torch and transformers do not decode without it
+    monkeypatch.setattr(torch, "jit", None)  # only the choice is tested: torch and transformers do not decode without it
     assert "has no torch.jit.optimized_execution" in str(Capturer("auto", CPU).report().fallback)
 
 
@@ -150,7 +150,7 @@ def test_off_is_off() -> None:
 def test_backends_are_chosen_by_name_or_refused_with_the_reason() -> None:
     for name, reason in (("always", "no capture backend 'always'; choose auto, trace"), ("cuda-graph", "the model is on cpu")):
         with pytest.raises(UserError, match=reason):
-            Capturer(name, CPU)   # type: ignore[arg-type]
+            Capturer(name, CPU)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="traces are for the CPU; the model is on meta"):
         Capturer("trace", torch.device("meta"))
     on_meta = Capturer("auto", torch.device("meta")).report()

@@ -52,6 +52,7 @@ def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
 
 # Tracing.
 
+
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("gpt2", 1), ("gemma3", 1)])
 def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products of packed weights: queries, keys and values as one, gate and up as one."""
@@ -88,6 +89,7 @@ def test_sizes_have_names_and_conditions() -> None:
 
 
 # Kernels.
+
 
 @needs_a_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,7 +134,7 @@ def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
     assert torch.equal(ops.attention(query, keys, values, allowed, 0.2), found), "a boolean mask"
     for n in range(N):
         assert torch.equal(ops.attention(query[:, :, n : n + 1], keys, values, mask[:, :, n : n + 1], 0.2), found[:, n : n + 1])
-    if N > 1:   # the keys that a query sees may lie elsewhere
+    if N > 1:  # the keys that a query sees may lie elsewhere
         order = torch.randperm(S)
         moved = ops.attention(query, keys[:, :, order], values[:, :, order], mask[..., order], 0.2)
         assert torch.allclose(moved.double(), found.double(), atol=2**-7)
@@ -140,10 +142,11 @@ def test_attention_gives_a_query_the_same_bits_alone_and_among_others(
 
 # Decoding.
 
+
 @needs_a_compiler
 def test_compiled_layers_write_the_texts_of_the_model_and_serve_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     on = in_bf16()
-    heads, plain = (SpeculativeModel(on, proposers=made("suffix"), capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
+    heads, plain = (SpeculativeModel(on, proposers=made("suffix"), capture=one) for one in ("compile", "off"))  # type: ignore[arg-type]
     for lengths in ([9], [5, 1, 17]):
         rows = left_padded(prompts(lengths))
         alone = say(heads, rows, max_new_tokens=20, speculate=False)
@@ -165,7 +168,7 @@ def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
     """For one row; what a draft is can depend on near-ties, so accepted tokens are compared, of heads that a text was made with."""
     on = in_bf16()
     drafter = random_drafter(kind, on)
-    heads, plain = (SpeculativeModel(on, drafter, capture=one) for one in ("compile", "off"))   # type: ignore[arg-type]
+    heads, plain = (SpeculativeModel(on, drafter, capture=one) for one in ("compile", "off"))  # type: ignore[arg-type]
     rows, shape = left_padded(prompts([9])), TreeShape(8, 4, 2)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
         written = say(heads, rows, max_new_tokens=20, tree=shape, **options)
@@ -186,7 +189,7 @@ def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(mo
 
     def beside(file: Path) -> None:
         asked.append(file)
-        store.main(file)   # at once, in the middle of the text
+        store.main(file)  # at once, in the middle of the text
 
     ready = store.ready
     monkeypatch.setattr(store, "ready", lambda program: bool(asked) and ready(program))
@@ -245,15 +248,15 @@ def test_where_it_does_not_work_decoding_goes_on_with_one_line(
 @pytest.mark.slow
 @needs_a_compiler
 def test_damaged_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(store, "code", lambda: "of this test")   # other tests have layers of their own
+    monkeypatch.setattr(store, "code", lambda: "of this test")  # other tests have layers of their own
     on, rows = in_bf16(), left_padded(prompts([9]))
     say(SpeculativeModel(on, capture="compile"), rows, max_new_tokens=4)
     file = store.layer_folder(programs_of(on)[0].regions[0]) / layer.FILE
     part = file.read_bytes()[:9000]
-    file.unlink()   # this process has it in memory
+    file.unlink()  # this process has it in memory
     file.write_bytes(part)
     heads = SpeculativeModel(on, capture="compile")
-    for active in (False, True):   # the first text finds the damage
+    for active in (False, True):  # the first text finds the damage
         say(heads, rows, max_new_tokens=4)
         assert first(heads, False).active is active
     assert any("is damaged; it is made again" in one.message for one in caplog.records)

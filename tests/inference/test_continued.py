@@ -108,7 +108,7 @@ def test_other_ways_to_decode(options: dict[str, Any], reads: list[int]) -> None
 def test_an_end_and_an_error_leave_what_was_read(reads: list[int]) -> None:
     of, cache, ids = own("llama"), DynamicCache(), prompts((9,))[0][None]
     plain = of.backbone.model.generate(**row(ids), **HOW)
-    for place in (0, 5):   # the first token, or one in the middle of a run, ends the text
+    for place in (0, 5):  # the first token, or one in the middle of a run, ends the text
         eos = {"eos_token_id": int(plain[0, 9 + place]), "pad_token_id": 0}
         text = say(of, row(ids), past_key_values=cache, **HOW | eos)
         assert torch.equal(text, of.backbone.model.generate(**row(ids), **HOW | eos)) and cache.get_seq_length() == text.shape[1] - 1
@@ -118,7 +118,7 @@ def test_an_end_and_an_error_leave_what_was_read(reads: list[int]) -> None:
 
     ids = follow(text, 0)
     with pytest.raises(RuntimeError, match="gone"):
-        say(of, row(ids), past_key_values=cache, **HOW, logits_processor=LogitsProcessorList([raising]))   # type: ignore[list-item]
+        say(of, row(ids), past_key_values=cache, **HOW, logits_processor=LogitsProcessorList([raising]))  # type: ignore[list-item]
     reads.clear()
     assert torch.equal(say(of, row(ids), past_key_values=cache, **HOW), of.backbone.model.generate(**row(ids), **HOW))
     assert reads == [NEW + 1]
@@ -134,7 +134,7 @@ def test_what_others_have_filled_or_changed_is_read_anew(reads: list[int]) -> No
     def lengthened() -> None:
         model.generate(**row(torch.cat([text, torch.ones_like(text[:, :2])], 1)), past_key_values=cache, **HOW)
 
-    text = model.generate(**row(ids), past_key_values=cache, **HOW)   # by transformers
+    text = model.generate(**row(ids), past_key_values=cache, **HOW)  # by transformers
     for change in (None, cropped, lengthened, cache.reset):
         if change is not None:
             change()
@@ -163,7 +163,7 @@ def test_batches_and_beams_leave_it_alone() -> None:
     for given, how in ((rows, HOW), (row(rows["input_ids"][:1]), HOW | {"num_beams": 2}), ({k: v[1:] for k, v in rows.items()}, HOW)):
         assert torch.equal(say(of, given, past_key_values=cache, **how), model.generate(**given, **how))
         assert cache.get_seq_length() == 0
-    model.generate(**rows, past_key_values=cache, **HOW)   # filled by transformers, two rows
+    model.generate(**rows, past_key_values=cache, **HOW)  # filled by transformers, two rows
     longer = left_padded(list(torch.cat([model.generate(**rows, **HOW), torch.randint(1, VOCAB, (2, 3))], 1)))
     longer["attention_mask"][1, :5] = 0
     assert torch.equal(say(of, longer, past_key_values=cache, **HOW), model.generate(**longer, **HOW))

@@ -86,7 +86,7 @@ def test_recording_a_head_with_a_ring_extends_it_once(layers: int, window: int |
     whole = read(on, texts(1, 40), drafter)
     first, last = whole.split(4)
     expected = drafter.begin(last, drafter.reserve(drafter.begin(first), 64))
-    for place in (True, False):   # its caches in fixed memory, or copied in and out
+    for place in (True, False):  # its caches in fixed memory, or copied in and out
         captured, memory = captured_by_graph(lambda state, features: drafter.begin(features, state))
         state = drafter.reserve(drafter.begin(first), 64)
         caches = [cache.__class__(*memory.place(f"{i}", cache.past), cache.lengths_B, cache.rotation, cache.rotary, cache.ring)
@@ -152,7 +152,7 @@ def test_a_gpu_captures_by_name_alone_and_its_first_calls_are_not_timed() -> Non
     backend, reason = choose("auto", torch.device("cuda"))
     assert backend is None and str(reason).startswith("auto captures nothing on cuda until") and "choose a backend by name" in str(reason)
     assert choose("cuda-graph", torch.device("cuda")) == (CudaGraph, None) and CudaGraph.checked and CudaGraph.fixed
-    captured = Capturer("off", torch.device("cuda")).capture(lambda held, x: x * 2, "the function")   # loads kernels at new shapes
+    captured = Capturer("off", torch.device("cuda")).capture(lambda held, x: x * 2, "the function")  # loads kernels at new shapes
     for size, valid in ((2, False), (2, True), (3, False), (2, True)):
         with Stopwatch() as watch:
             captured(None, torch.ones(size))
@@ -176,7 +176,7 @@ class FakeCuda:
     """What recording asks of `torch.cuda`: streams by thread, graphs in pools that end with their last graph. ``fail``: where it fails."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.local, self.fail, self.recording, self.made, self.pools = threading.local(), "", 0, 0, {}   # type: ignore[var-annotated]
+        self.local, self.fail, self.recording, self.made, self.pools = threading.local(), "", 0, 0, {}  # type: ignore[var-annotated]
         outer = self
 
         class Graph:
@@ -203,9 +203,9 @@ class FakeCuda:
             finally:
                 outer.recording -= 1
             outer.made += 1
-            graph.handle = pool if pool is not None else f"pool {outer.made}"   # type: ignore[attr-defined]
-            outer.pools.setdefault(graph.handle, WeakSet()).add(graph)   # type: ignore[attr-defined]
-            outer.local.stream = "default"   # as it is only when all went well
+            graph.handle = pool if pool is not None else f"pool {outer.made}"  # type: ignore[attr-defined]
+            outer.pools.setdefault(graph.handle, WeakSet()).add(graph)  # type: ignore[attr-defined]
+            outer.local.stream = "default"  # as it is only when all went well
 
         @contextmanager
         def within(stream: Any) -> Iterator[None]:

@@ -97,7 +97,7 @@ def test_heads_are_loaded_once_and_again_when_they_change(folders: dict[str, Pat
     (second,) = loaded()
     assert second is not first and second.drafter is not None
     assert not torch.equal(second.drafter.state_dict()["fc.weight"], first.drafter.state_dict()["fc.weight"])
-    twin = copy.deepcopy(model)   # a copy has heads of its own
+    twin = copy.deepcopy(model)  # a copy has heads of its own
     assert twin not in kept and torch.equal(carried(twin, folder), plain)
     model.double()
     assert carried(model, folder).shape == plain.shape and loaded()[0].drafter.fc.weight.dtype == torch.float64
@@ -109,7 +109,7 @@ def test_nothing_stays_on_the_model_and_nothing_keeps_it(folders: dict[str, Path
     carried(model, folders["eagle3"])
     assert state(model) == before
     model.generation_config.eos_token_id = eos = int(carried(model, folders["eagle3"])[0, -3])
-    model.generation_config = copy.deepcopy(model.generation_config)   # what is put on it later counts
+    model.generation_config = copy.deepcopy(model.generation_config)  # what is put on it later counts
     plain = model.generate(**ROWS, max_new_tokens=LENGTH, do_sample=False)
     assert eos in plain and torch.equal(carried(model, folders["eagle3"]), plain) and model in kept
     gone = weakref.ref(model)
@@ -136,7 +136,7 @@ def test_code_in_a_checkpoint_runs_only_where_it_is_trusted(model: PreTrainedMod
     with pytest.raises(ValueError, match="trust_remote_code"):
         carried(model, folders["eagle3"], trust_remote_code=False)
     (folders["eagle3"] / "custom_generate" / "generate.py").write_text("raise RuntimeError('run')\n")
-    drafter = headstart.load(folders["eagle3"], backbone=model).drafter   # loading heads does not read it
+    drafter = headstart.load(folders["eagle3"], backbone=model).drafter  # loading heads does not read it
     assert drafter is not None
     drafter.save_pretrained(folders["eagle3"])
     assert (folders["eagle3"] / "custom_generate" / "requirements.txt").read_text() == f"headstart>={headstart.__version__}\n"

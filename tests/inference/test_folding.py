@@ -71,7 +71,7 @@ def test_rms_norms_are_computed_as_layer_norms(dtype: torch.dtype) -> None:
     kinds = [node.kind() for node in folded.graph.nodes()]
     assert kinds.count("aten::layer_norm") == 1 and kinds.count("aten::rms_norm") == 2
     for scale in (1.0, 1e-3, 1e4):
-        rows = torch.cat([x, x, x]) * scale + (torch.arange(48) == 5) * 300 * scale   # as outliers of hidden states
+        rows = torch.cat([x, x, x]) * scale + (torch.arange(48) == 5) * 300 * scale  # as outliers of hidden states
         rows = rows.to(dtype)
         first, *others = folded(rows, scale_D)
         expected, *unchanged = norms(rows, scale_D)

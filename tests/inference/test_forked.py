@@ -132,7 +132,7 @@ def test_batches_fork_by_row_or_go_without_drafts() -> None:
     out = say(of, ROWS, tree=TreeShape(12, 4), return_dict_in_generate=True, **how, logits_processor=LogitsProcessorList([Batched(3)]))
     assert torch.equal(out.sequences, truth) and out.tau > 1.5
     assert torch.equal(say(of, ROWS, batch_size=2, **how, logits_processor=LogitsProcessorList([Batched(3)])), truth)
-    whole = type("Whole", (Batched,), {"of_row": None})   # only all rows together
+    whole = type("Whole", (Batched,), {"of_row": None})  # only all rows together
     given = LogitsProcessorList([whole(3, Automaton)])
     out = say(of, ROWS, tree=TreeShape(12, 4), return_dict_in_generate=True, **how, logits_processor=given)
     assert torch.equal(out.sequences, truth) and out.tau == 1

@@ -55,7 +55,7 @@ def fits(kind: str, text: str) -> bool:
     if kind == "regex":
         return re.fullmatch(GRAMMARS[kind]["regex"], text) is not None
     row = json.loads(text)
-    return set(row) == {"name", "age"} and row["name"] in SCHEMA["properties"]["name"]["enum"] and 0 <= row["age"] <= 99   # type: ignore[index]
+    return set(row) == {"name", "age"} and row["name"] in SCHEMA["properties"]["name"]["enum"] and 0 <= row["age"] <= 99  # type: ignore[index]
 
 
 def nearly(truth: torch.Tensor, rows: dict[str, torch.Tensor]) -> SpeculativeModel:
@@ -72,7 +72,7 @@ def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, t
     for of in (nearly(truth, rows), heads("llama", "eagle3")):
         for tree in ("auto", TreeShape(12, 4), TreeShape(4, 1)):
             processors = given(kind)
-            for _ in range(2):   # the second call begins anew
+            for _ in range(2):  # the second call begins anew
                 out = say(of, rows, tree=tree, return_dict_in_generate=True, **HOW, logits_processor=processors)
                 assert torch.equal(out.sequences, truth)
     assert out.tau > 1 and torch.equal(say(of, rows, **HOW, batch_size=1, logits_processor=given(kind)), truth)
@@ -104,7 +104,7 @@ def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
     other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
     out = say(heads("llama", "eagle3"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
     assert out.shape[1] <= 9 + 3 + 1 and out[0, -1] in (END, 3)
-    how = {"max_new_tokens": 20, "do_sample": False}   # nothing ends the text, which goes on freely after the end token
+    how = {"max_new_tokens": 20, "do_sample": False}  # nothing ends the text, which goes on freely after the end token
     truth = backbone("llama").model.generate(**ROW, **how, logits_processor=given("regex"))
     assert torch.equal(say(heads("llama", "eagle3"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
 

@@ -115,7 +115,7 @@ def test_few_graphs_are_recorded_each_once(graphs: type[Recorded], sizes: Any) -
     options: dict[str, Any] = {"do_sample": False, "tree": TreeShape(32, 8), "return_dict_in_generate": True}
     out = say(recorded, left_padded(prompts((9,))), max_new_tokens=230, **options)
     assert out.passes > 120
-    octaves, padded = 4, 5   # 64 to 512 slots; 1, 4, 8, 16, 32 nodes
+    octaves, padded = 4, 5  # 64 to 512 slots; 1, 4, 8, 16, 32 nodes
     made = count(recorded)
     assert made["verification"] <= octaves * padded
     assert made["drafter prefill"] <= octaves * 2, "four or eight new positions"
@@ -137,7 +137,7 @@ def test_adaptive_trees_of_all_sources(sample: bool, graphs: type[Recorded]) -> 
         assert torch.equal(say(plain, left_padded(rows), **options), say(recorded, left_padded(rows), **options))
         assert torch.equal(say(plain, left_padded(rows), **options), say(recorded, left_padded(rows), speculate=False, **options))
     assert not [one.fallback for one in functions(recorded) if one.fallback]
-    tokens = {shapes[2] for one in functions(recorded) if one.name == "verification" for _, shapes in one._captures}   # type: ignore[misc]
+    tokens = {shapes[2] for one in functions(recorded) if one.name == "verification" for _, shapes in one._captures}  # type: ignore[misc]
     assert {nodes for _, nodes in tokens} <= {1, 4, 8, 16, 32, 64} and {rows for rows, _ in tokens} == {1, 2}
 
 

@@ -39,7 +39,7 @@ def text(ids_T: Tensor, temperature: float = 0.0, pads: int = 0) -> Text:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_decoding_writes_is_right(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "MOST_LOGITS", 7 * 61)   # in pieces of seven tokens
+    monkeypatch.setattr(judging, "MOST_LOGITS", 7 * 61)  # in pieces of seven tokens
     judge = Judge(backbone(family))
     ids_T, logits_TV = written(judge.backbone, temperature)
     found = judge.judge(text(ids_T, temperature, pads=4), logits_TV)
@@ -63,7 +63,7 @@ def test_a_changed_token_falls_short_by_what_its_logit_lacks(temperature: float)
 def test_a_token_that_no_logit_would_make_the_pick() -> None:
     judge = Judge(backbone("llama"))
     ids_T, _ = written(judge.backbone)
-    only = Processing(LogitsProcessorList([lambda ids, scores: scores.masked_fill(torch.arange(61) != 3, -torch.inf)]), 1)   # type: ignore[list-item]
+    only = Processing(LogitsProcessorList([lambda ids, scores: scores.masked_fill(torch.arange(61) != 3, -torch.inf)]), 1)  # type: ignore[list-item]
     found = judge.judge(Text(torch.cat([PROMPT_T, torch.tensor([3, 4])]), 2, None, only))
     assert found.shortfalls == {1: float("inf")} and found.worst == (float("inf"), 1)
 
@@ -105,7 +105,7 @@ def test_a_wrong_pass_over_trees_is_no_rounding(dtype: torch.dtype, monkeypatch:
     tree = Reader.tree
 
     def off(self: Reader, *given: object) -> object:
-        features, logits_BNV = tree(self, *given)   # type: ignore[arg-type]
+        features, logits_BNV = tree(self, *given)  # type: ignore[arg-type]
         return features, logits_BNV + 1000
 
     monkeypatch.setattr(Reader, "tree", off)
@@ -131,7 +131,7 @@ def test_texts_of_every_length(length: int) -> None:
 
 def test_processors_that_may_be_called_again() -> None:
     def processing(*given: object) -> Processing:
-        return Processing(LogitsProcessorList(given), 1)   # type: ignore[arg-type]
+        return Processing(LogitsProcessorList(given), 1)  # type: ignore[arg-type]
 
     assert processing(TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)).repeatable
     assert not processing(lambda ids, scores: scores).repeatable, "it may count its calls"

@@ -56,9 +56,7 @@ def law(of: SpeculativeModel, length: int, warpers: dict[str, Any]) -> dict[tupl
             **warpers,
         )
         probs = out.scores[0].softmax(-1).tolist()
-        exact = {
-            (*prefix, v): exact[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0
-        }
+        exact = {(*prefix, v): exact[prefix] * p for prefix, row in zip(prefixes, probs, strict=True) for v, p in enumerate(row) if p > 0}
     assert abs(sum(exact.values()) - 1) < 1e-4
     return exact
 

@@ -19,8 +19,8 @@ from headstart.inference.sources.levels import GROUP, GROUPED, Level, Progress, 
 def test_they_are_those_of_topk(candidates: int, count: int) -> None:
     torch.manual_seed(candidates)
     values_BM = torch.randn(3, candidates)
-    values_BM[0, GROUP : GROUP + 12] += 9   # several of them in one group
-    values_BM[1, -2:] += 9   # in the last group, which may be padded
+    values_BM[0, GROUP : GROUP + 12] += 9  # several of them in one group
+    values_BM[1, -2:] += 9  # in the last group, which may be padded
     values, indices = largest(values_BM, count)
     expected = values_BM.topk(count)
     assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)

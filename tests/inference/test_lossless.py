@@ -92,7 +92,7 @@ def test_greedy_text_is_transformers_own(family: str, processors: str) -> None:
     options = PROCESSORS[processors] | {"max_new_tokens": LENGTH, "do_sample": False}
     truths, rows = alone(family, **options), left_padded(prompts())
     assert len({token for truth in truths for token in truth[-LENGTH:]}) > 6, "a dull text shows nothing"
-    first = len(TREES) * (list(PROCESSORS).index(processors) + 3 * FAMILIES.index(family))   # every manner has its turns
+    first = len(TREES) * (list(PROCESSORS).index(processors) + 3 * FAMILIES.index(family))  # every manner has its turns
     for (name, tree), manner in zip(TREES.items(), itertools.islice(itertools.cycle(MANNERS), first, None), strict=False):
         output = unpadded(say(drafting(manner, family, truths), rows, tree=tree, **options), rows)
         assert cut(output, [len(truth) for truth in truths]) == truths, (name, manner)

@@ -1,4 +1,5 @@
 """The rule that says which cells of a wide matrix are slow."""
+
 from __future__ import annotations
 
 import pytest

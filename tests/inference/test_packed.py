@@ -51,7 +51,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_packed_or_not(shape: t
     for rows in (2, 3, 4, 5, 7, 12, 16, 24, 33, 64):
         some = x_RK[:rows].contiguous()
         assert torch.equal(multiply(some, weight), together[:rows]), rows
-        with OneDNNProducts():   # in bf16 torch's own
+        with OneDNNProducts():  # in bf16 torch's own
             assert torch.equal(F.linear(some, weight_NK), together[:rows]), rows
             assert dtype != torch.float32 or torch.equal(F.linear(x_RK[:1], weight_NK), together[:1]), "a single row"
 

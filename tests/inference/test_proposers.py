@@ -185,7 +185,7 @@ def test_history_continues_as_earlier_sequences_did() -> None:
     proposer.open(0, [1, 2, 3, 4])
     proposer.extend(0, [5, 6])
     proposer.open(1, [9, 2, 3])
-    assert proposer.propose(1, 3, 3).tokens == []   # row 0 is still active
+    assert proposer.propose(1, 3, 3).tokens == []  # row 0 is still active
     proposer.open(0, [8, 2, 3])
     assert chain(proposer.propose(0, 4, 4)) == (4, 5, 6)
     assert proposer.propose(0, 4, 4) == proposer.propose(1, 4, 4)

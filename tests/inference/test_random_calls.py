@@ -30,7 +30,7 @@ def attempt(call: Call, of: SpeculativeModel | None, **own: Any) -> Any:
         if of is None:
             return backbone(call.family).model.generate(**given), given.get("streamer")
         return say(of, {}, **given, **own), given.get("streamer")
-    except Exception as error:   # of any kind: transformers' own are compared too
+    except Exception as error:  # of any kind: transformers' own are compared too
         return error, None
 
 

@@ -102,7 +102,7 @@ def test_a_fault_is_caught_before_the_first_text(
     report = of.engine(True).capturer.report()
     assert report.backend == "off" and report.fallback and words in report.fallback
     again = recorded()
-    monkeypatch.setattr(check, "_fault", None)   # it is known
+    monkeypatch.setattr(check, "_fault", None)  # it is known
     assert torch.equal(write(again), truth)
     assert "found before; remove" in caplog.records[-1].message and str(kept.place()) in caplog.records[-1].message
 
@@ -155,7 +155,7 @@ def test_a_damaged_or_unwritable_file_is_ignored(monkeypatch: pytest.MonkeyPatch
 def test_a_result_is_for_a_version_of_the_code_for_the_heads_and_for_a_dtype() -> None:
     on = shallow()
     keys = {kept.key(on, drafters, Recorded) for drafters in ([], [random_drafter("eagle3", on)], [random_drafter("eagle3", on, layers=2)])}
-    keys.add(kept.key(Backbone(tiny("llama", num_hidden_layers=2).bfloat16()), [], Recorded))   # other bits round otherwise
+    keys.add(kept.key(Backbone(tiny("llama", num_hidden_layers=2).bfloat16()), [], Recorded))  # other bits round otherwise
     assert len(keys) == 4 and all(f"code {kept._code()}" in key and torch.__version__ in key for key in keys)
     assert len(kept._code()) == 16
 

@@ -58,7 +58,7 @@ def test_a_drafter_rests_where_a_proposer_is_sure() -> None:
     speculation = Speculation([source])
     speculation.costs = measured()
     speculation.costs.add_part(source.timed_as(1, 3), 1, 3, 1e-3)
-    source.purse, source.acceptance.levels = 0.0, [[0.9]]   # no trials
+    source.purse, source.acceptance.levels = 0.0, [[0.9]]  # no trials
 
     def depths(*probs: float) -> int:
         pool, node = Pool(3), 0
@@ -144,7 +144,7 @@ class AllAtOnce(Drafter):
 
     def __init__(self, on: Backbone) -> None:
         super().__init__(on, DrafterConfig(depth=4))
-        self.all_depths_at_once = True   # as a head does for which it depends on an argument
+        self.all_depths_at_once = True  # as a head does for which it depends on an argument
         self.steps: list[list[int]] = []
 
     def begin(self, features: Features, state: Any = None) -> Tensor:
@@ -201,7 +201,7 @@ def test_rows_and_features_wait_until_a_draft_needs_them(kind: str) -> None:
     both.join([0], [[]], part([0], 0, 6))
     both.append(part([0], 6, 8))
     both.join([1], [[]], part([1], 0, 8))
-    for step in range(8, 20):   # more than the limit of pending features
+    for step in range(8, 20):  # more than the limit of pending features
         both.append(part([0, 1], step, step + 1))
     both.select([1, 0, 1])
     both.append(part([1, 0, 1], 20, 22))

@@ -23,7 +23,7 @@ def test_a_table_starts_as_the_estimate_and_learns_what_it_is_worth() -> None:
     table, make = Table(), random.Random(1)
     for p in (0.01, 0.1, 0.5, 0.9, 0.99):
         assert table.prob(math.log(p)) == pytest.approx(p, rel=0.15)
-    for _ in range(4000):   # an overconfident proposer: right half as often as it claims
+    for _ in range(4000):  # an overconfident proposer: right half as often as it claims
         p = make.random()
         table.learn(math.log(p), make.random() < p / 2)
     for p in (0.2, 0.5, 0.8):
@@ -111,7 +111,7 @@ def test_costs_of_one_batch_size_inform_others() -> None:
 def test_a_measured_curve_is_followed_and_drifts_with_the_machine() -> None:
     costs = CostModel.from_json({"300": {"1": [[1, 4e-3], [16, 7e-3], [64, 19e-3]]}}).at(400)
     assert not costs.tree_due(1) and costs.of_pass(1, 40) == pytest.approx(13e-3) and costs.of_pass(1, 112) == pytest.approx(31e-3)
-    costs.add_pass(1, 16, 14e-3)   # twice as slow today
+    costs.add_pass(1, 16, 14e-3)  # twice as slow today
     assert costs.of_pass(1, 64) == pytest.approx(38e-3) and costs.of_pass(1, 16) == 14e-3
 
 
@@ -125,7 +125,7 @@ def test_other_lengths_cost_what_the_nearest_do_until_they_are_timed() -> None:
     short.add_part("host", 1, 1, 1e-3)
     long = known.at(5000)
     assert not long.tree_due(1) and not long.plain_due(1) and long.of_pass(1, 12) == 8e-3 and long.of_part("host", 1, 1) == 1e-3
-    long.add_pass(1, 1, 8e-3)   # AR steps after a long sequence: trees are assumed to take twice as long too
+    long.add_pass(1, 1, 8e-3)  # AR steps after a long sequence: trees are assumed to take twice as long too
     assert long.of_pass(1, 12) == pytest.approx(16e-3) and short.of_pass(1, 12) == 8e-3
     for _ in range(3):
         long.add_pass(1, 12, 60e-3)

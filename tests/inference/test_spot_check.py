@@ -85,12 +85,12 @@ def test_healthy_captures_stay_on(monkeypatch: pytest.MonkeyPatch, judged: list[
 def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[int]) -> None:
     register(monkeypatch, None)
     heads = model()
-    with spot_check.paused():   # as benchmarks do
+    with spot_check.paused():  # as benchmarks do
         say(heads, left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
     say(model(capture="trace"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
     say(model(capture="off"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
     say(heads, left_padded(prompts((9, 1, 14, 4))), num_beams=2, **{"max_new_tokens": 4})
-    stateful = lambda ids, scores: scores   # noqa: E731
+    stateful = lambda ids, scores: scores  # noqa: E731
     say(heads, left_padded(prompts((9, 1, 14, 4))), logits_processor=[stateful], **OPTIONS)
     assert judged == []
     say(heads, left_padded(prompts((9, 1, 14, 4))), **OPTIONS)

@@ -52,7 +52,7 @@ def test_heads_start_from_what_their_evaluation_measured(tmp_path: Path) -> None
     stored: dict[str, Any] = {"sampled": False, **learned().to_json()}
     of.drafter.save_pretrained(tmp_path / "heads", extra={"acceptance": stored})
     loaded = headstart.load(tmp_path / "heads", backbone=model)
-    source, = loaded.engine(True).speculation.sources
+    (source,) = loaded.engine(True).speculation.sources
     assert source.by_mode[False].prob(0, 0, math.log(0.9)) < 0.6 < 0.8 < source.by_mode[True].prob(0, 0, math.log(0.9))
     rows = {"input_ids": prompts((9,))[0][None]}
     assert torch.equal(say(loaded, rows, max_new_tokens=20, do_sample=False), say(of, rows, max_new_tokens=20, do_sample=False))

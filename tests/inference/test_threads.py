@@ -48,7 +48,7 @@ def test_threads_on_one_model_get_the_texts_of_calls_alone(sampling: dict[str, A
     alone = [say(fresh(), row, max_new_tokens=LENGTH, **sampling) for row in rows()]
     heads = fresh()
     calls = [lambda row=row: say(heads, row, max_new_tokens=LENGTH, **sampling) for row in rows()]
-    for _ in range(2):   # captured in the second round
+    for _ in range(2):  # captured in the second round
         for own, other in zip(alone, at_once(calls), strict=True):
             assert torch.equal(own, other)
 

@@ -120,7 +120,7 @@ class Watching(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         training = any(part.training for part in self.model.modules())
-        if len(value.shape) == 1:   # the first call has the prompt, before ours begins
+        if len(value.shape) == 1:  # the first call has the prompt, before ours begins
             self.modes.add((training, torch.is_grad_enabled(), any(weight.requires_grad for weight in self.model.parameters())))
 
     def end(self) -> None:
@@ -212,7 +212,7 @@ def test_hooks_of_the_users_own_act_as_they_do_without_heads() -> None:
     with pytest.raises(UserError, match="hooks on the model as a whole"):
         say(heads, ROW, max_new_tokens=4)
     handle.remove()
-    model.forward = lambda *args, own=model.forward, **options: own(*args, **options)   # as accelerate wraps it
+    model.forward = lambda *args, own=model.forward, **options: own(*args, **options)  # as accelerate wraps it
     assert torch.equal(say(heads, ROW, max_new_tokens=16), first)
 
 

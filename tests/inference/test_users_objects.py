@@ -58,7 +58,7 @@ class Stepping(LogitsProcessor):
         allowed = torch.full_like(scores, -math.inf)
         for row in range(len(scores)):
             allowed[row, [(11 * self.step + 7 * i + 3 * row) % VOCAB for i in range(6)]] = 0
-        scores += allowed   # in place, as some do
+        scores += allowed  # in place, as some do
         return scores
 
 
@@ -195,7 +195,7 @@ def test_what_keeps_no_state_goes_with_trees(of: SpeculativeModel, caplog: pytes
         assert torch.equal(slow.sequences, expected) and set(slow.nodes) == {1}
     said = [record.getMessage() for record in caplog.records if "Undeclared" in record.getMessage()]
     assert len(said) == 1 and "headstart.stateless" in said[0] and "rollback" in said[0] and "\n" not in said[0]
-    even = headstart.stateless(lambda ids, scores: Even()(ids, scores))   # a function, and an instance, may be declared too
+    even = headstart.stateless(lambda ids, scores: Even()(ids, scores))  # a function, and an instance, may be declared too
     assert torch.equal(say(of, ROW, **how, logits_processor=[even]).sequences, say(of, ROW, **how, logits_processor=[Even()]).sequences)
 
 

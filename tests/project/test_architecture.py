@@ -1,7 +1,8 @@
 """Import order of the layers, imports without extras, length of files and functions, public names.
 
-    train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
+train_heads.py, headstart/cli -> training -> inference -> heads -> headstart/support -> torch, transformers
 """
+
 import ast
 import os
 import re
@@ -25,8 +26,8 @@ MOST_PARAMETERS = 6
 FRONT_DOOR = {"inference/generate.py": {"generate", "load"}, "inference/serving/assisted.py": {"generate"}}
 """Functions whose signatures follow transformers' ``generate`` and ``from_pretrained``."""
 DEFERRED = {
-    ("headstart.heads.base", "headstart.heads.checkpoint"),   # Drafter.save_pretrained
-    ("headstart.heads.base", "headstart.heads.methods"),      # the names in an error message
+    ("headstart.heads.base", "headstart.heads.checkpoint"),  # Drafter.save_pretrained
+    ("headstart.heads.base", "headstart.heads.methods"),  # the names in an error message
 }
 """Imports inside a function that go against the package order."""
 PUBLIC = {

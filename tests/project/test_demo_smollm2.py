@@ -79,7 +79,7 @@ def test_each_stage_says_how_long_and_is_not_repeated(make: Any, tmp_path: Path)
     assert "10 minutes" in done.stdout and f"done: {tmp_path / 'demo'}/report.html" in done.stdout
     assert make(fails="headstart")[1] == []
     (tmp_path / "mine.jsonl").touch()
-    for fails in ("headstart", ""):   # a fault is not taken for a result
+    for fails in ("headstart", ""):  # a fault is not taken for a result
         assert make(f"MEASURED={tmp_path / 'mine.jsonl'}", fails=fails)[1] == ["headstart bench"], "other prompts are measured anew"
 
 

@@ -18,7 +18,7 @@ from documented import NOT_RUN, PAGES, ROOT, blocks, clear, commands, make_home,
 from headstart.cli.main import _parser, main
 from headstart.training.recipe.recipe import load_recipe
 
-FAST = ("headstart generate --heads out/mine \"Why is the sky blue?\"",)
+FAST = ('headstart generate --heads out/mine "Why is the sky blue?"',)
 ALL = commands()
 
 
@@ -47,9 +47,7 @@ def test_it_parses(line: str) -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("line", [pytest.param(line, marks=() if line in FAST else pytest.mark.slow) for line in ALL])
-def test_it_runs(
-    line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs(line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if (reason := reason_not_run(line)) is not None:
         pytest.skip(f"parsed only: {reason}")
     place = tmp_path / "place"
@@ -81,9 +79,7 @@ def report(folder: Path) -> None:
         shutil.copy(folder / "report.json", folder / name)
 
 
-LAUNCHED = [
-    line.strip() for page in PAGES for text in blocks(page) for line in text.splitlines() if "train_heads.py recipes/" in line
-]
+LAUNCHED = [line.strip() for page in PAGES for text in blocks(page) for line in text.splitlines() if "train_heads.py recipes/" in line]
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(LAUNCHED))

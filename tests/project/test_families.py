@@ -1,4 +1,5 @@
 """Every architecture through every check, and docs/families.md says the same."""
+
 from __future__ import annotations
 
 import functools
@@ -24,7 +25,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
     return {one.name: Subject(one, tmp_path_factory.mktemp("family")) for one in served()}
 
 
-@pytest.mark.matrix(cells=list(CHECKS).index("train"))   # test_released_sizes trains, saves and exports in `make test`
+@pytest.mark.matrix(cells=list(CHECKS).index("train"))  # test_released_sizes trains, saves and exports in `make test`
 @pytest.mark.parametrize("architecture", served(), ids=lambda one: one.name)
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architecture, check: str) -> None:

@@ -40,7 +40,7 @@ def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         blocks = re.findall(r"```python\n(.*?)```", page, re.S)
         assert len(blocks) >= least
         code = "".join(blocks).replace("Qwen/Qwen3-0.6B", resolve("embedded")).replace("out/mine", str(tmp_path))
-        code = code.replace("models/chat.Q4_K_M.gguf", resolve("embedded"))   # tests/heads/test_gguf.py reads such files
+        code = code.replace("models/chat.Q4_K_M.gguf", resolve("embedded"))  # tests/heads/test_gguf.py reads such files
         scope: dict[str, Any] = {}
         exec(code, scope)
         assert scope["out"].tau >= 1 and str(scope["out"].tau) in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_its_table_names_every_kind_and_the_engines_that_read_it() -> None:
             read = [entry for entry in entries if isinstance(entry, Support)]
             if any(entry.until is None for entry in read):
                 assert name in cell, (kind, name)
-            elif name in cell:   # an older version: it must be said
+            elif name in cell:  # an older version: it must be said
                 assert any(entry.until is not None and f"{name} up to {entry.until}" in cell for entry in read), (kind, name)
 
 

@@ -1,4 +1,5 @@
 """Random models of released sizes, through all that users do: three of different shape here, every family in `make test-all`."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -24,7 +25,7 @@ FAST: dict[str, tuple[str, tuple[Step, ...]]] = {
 
 
 def go(model: str, dtype: str, steps: tuple[Step, ...], drafter: dict[str, Any] | None = None) -> None:
-    with TemporaryDirectory() as folder:   # not one of pytest's, which keeps those of three runs
+    with TemporaryDirectory() as folder:  # not one of pytest's, which keeps those of three runs
         released = Released(model, dtype, Path(folder), drafter)
         for step in steps:
             step(released)

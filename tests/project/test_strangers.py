@@ -50,7 +50,7 @@ def test_a_strangers_drafter_trains_and_decodes(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_memory_is_planned_for_them(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, drafter={"kind": kind, "depth": 2}, objective=LOSSES[kind])
-    assert headstart(["plan", str(recipe), "--memory", "0.4"]) == 0   # less than torch takes, so it looks for no larger batch that fits
+    assert headstart(["plan", str(recipe), "--memory", "0.4"]) == 0  # less than torch takes, so it looks for no larger batch that fits
     out = capsys.readouterr().out
     assert "drafter activations" in out and "does not fit: 50" in out
 

@@ -59,7 +59,7 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     binaries = tmp_path / "env" / "bin"
     site = Path(run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")   # .pth files in there are not read
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files in there are not read
     run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--no-deps", wheel, cwd=tmp_path)
     home = run(binaries / "python", "-c", "import headstart; print(headstart.__file__)", cwd=tmp_path).strip()
     assert Path(home).is_relative_to(site)
@@ -67,7 +67,7 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_installed_outside_the_clone_it_trains_and_decodes(binaries: Path, tmp_path: Path) -> None:
-    recipe = "recipes/quickstart/eagle3.yaml"   # of the package: there is no such file here
+    recipe = "recipes/quickstart/eagle3.yaml"  # of the package: there is no such file here
     settings = ["train.steps=2", "train.epochs=null", "train.batch_size=2", "data.limit=12", "data.eval_rows=2", "data.max_length=64"]
     settings += ["eval.prompts=1", "eval.max_new_tokens=4", "drafter.depth=2"]
     run(binaries / "headstart", "train", recipe, "save.dir=out", *settings, cwd=tmp_path)
@@ -82,7 +82,7 @@ def test_installed_outside_the_clone_it_trains_and_decodes(binaries: Path, tmp_p
 def test_every_command_of_the_readme_that_needs_no_clone_runs(binaries: Path, tmp_path: Path) -> None:
     """One after another, as a reader types them, on the small backbone and few rows."""
     home = make_home(tmp_path)
-    shutil.rmtree(home / "out" / "quickstart")   # the README trains these
+    shutil.rmtree(home / "out" / "quickstart")  # the README trains these
     lines = commands([ROOT / "README.md"])
     assert len(lines) >= 8 and not [line for line in lines if reason_not_run(line)]
     for line in lines:

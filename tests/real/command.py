@@ -26,7 +26,7 @@ class Folder:
 
     def run(self, *words: str | Path, status: int = 0, typed: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``headstart`` and require the exit status; what it prints, without progress bars, is in the error otherwise."""
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}   # the tests' own is one thread
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # the tests' own is one thread
         environment |= {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "false" if ON_A_GPU else "true"}
         command = [sys.executable, "-m", "headstart.cli", *map(str, words)]
         done = subprocess.run(command, cwd=self.path, env=environment, input=typed or "", capture_output=True, text=True, timeout=LIMIT)

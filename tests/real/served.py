@@ -50,15 +50,13 @@ class Served:
                 rows = [one for one in batch if one[0]["temperature"] == temperature]
                 try:
                     self.answer(rows, temperature)
-                except Exception as error:   # else whoever asked would wait for ever
+                except Exception as error:  # else whoever asked would wait for ever
                     for _, future in rows:
                         future.set_exception(error)
 
     @torch.no_grad()
     def answer(self, batch: list[tuple[dict[str, Any], Future[dict[str, Any]]]], temperature: float) -> None:
-        prompts = [
-            self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False) for body, _ in batch
-        ]
+        prompts = [self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False) for body, _ in batch]
         longest = max(map(len, prompts))
         rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=self.model.device)
@@ -81,7 +79,7 @@ def serving(model: Any, tokenizer: Any) -> Iterator[tuple[Served, str]]:
     served = Served(model, tokenizer)
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:   # noqa: N802  # http.server's name
+        def do_POST(self) -> None:  # noqa: N802  # http.server's name
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             reply = json.dumps(served.ask(body)).encode()
             self.send_response(200)

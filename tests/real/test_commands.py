@@ -41,7 +41,7 @@ def test_new_recipe(at: Folder) -> None:
 
 def test_regenerate(at: Folder) -> None:
     words = ["regenerate.out=answers.jsonl", "regenerate.limit=4", "regenerate.max_new_tokens=48", "regenerate.batch_size=4"]
-    at.run("regenerate", "recipe.yaml", *words, "regenerate.unfinished=keep", "--json", "regenerated.json")   # its answers are long
+    at.run("regenerate", "recipe.yaml", *words, "regenerate.unfinished=keep", "--json", "regenerated.json")  # its answers are long
     report = at.json("regenerated.json")
     assert report["turns"] == 4 and report["tokens"] > 40
 

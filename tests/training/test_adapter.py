@@ -73,7 +73,7 @@ def test_the_adapter_moves_and_the_base_does_not(trained: Path) -> None:
     assert {f"average/{name}" for name in moved} <= state.keys()
     assert {f"optimizer/exp_avg/{name}" for name in moved} <= state.keys()
     assert not [name for name in state if "base_layer" in name or "embed_tokens" in name and name.startswith("adapter")]
-    run = prepare(load_recipe(trained / "recipe.yaml"))   # already at its last step
+    run = prepare(load_recipe(trained / "recipe.yaml"))  # already at its last step
     base = load_file(trained / "backbone" / "model.safetensors")
     now = {name.replace(".base_layer.", "."): weight for name, weight in run.backbone.model.state_dict().items() if "lora_" not in name}
     assert all(torch.equal(now[name], weight) for name, weight in base.items())
@@ -94,7 +94,7 @@ def test_saved_as_a_standard_adapter_and_decoded_with(trained: Path) -> None:
     heads = headstart.load(out, backbone=model)
     assert heads.backbone.adapter is not None and heads.backbone.adapter.digest() == metadata["contract"]["adapter"]
     assert not heads.backbone.trainable and not any(weight.requires_grad for weight in heads.backbone.adapter.parameters.values())
-    ours = headstart.load(out, backbone=alone)   # passed as it is: the adapter is already attached
+    ours = headstart.load(out, backbone=alone)  # passed as it is: the adapter is already attached
     bare = AutoModelForCausalLM.from_pretrained(trained / "backbone")
     differs = False
     for seed in range(4):
@@ -188,7 +188,7 @@ def test_lm_loss_is_the_models_own(chunk: int) -> None:
     features = on.read(tokens)
     labelled = Features(tokens, features.hidden_BTD, None, mask, torch.zeros_like(tokens))
     labels = tokens.masked_fill(~mask, -100)
-    labels[:, :2] = -100   # no depth drafts the first two tokens
+    labels[:, :2] = -100  # no depth drafts the first two tokens
     expected_loss = F.cross_entropy(on.model(tokens).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     loss = lm_loss(on, labelled, chunk).cross_entropy
     torch.testing.assert_close(loss, expected_loss, atol=1e-4, rtol=1e-5)
@@ -250,7 +250,7 @@ def test_heads_of_another_adapter(trained: Path, tmp_path: Path) -> None:
     importlib.import_module("tests.helpers.dying")
     on = load_backbone(str(trained / "backbone"), device="cpu")
     headstart.load(trained / "out", backbone=on)
-    headstart.load(trained / "out", backbone=on)   # the adapter is already attached
+    headstart.load(trained / "out", backbone=on)  # the adapter is already attached
     plain = load_backbone(str(trained / "backbone"), device="cpu")
     random_drafter("medusa", plain).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="trained without an adapter"):

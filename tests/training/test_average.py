@@ -50,7 +50,7 @@ def test_what_is_saved_is_the_average_and_training_goes_on_from_the_weights(tmp_
     assert folder is not None
     state = read_state(folder).tensors
     for name, tensor in with_it.items():
-        assert torch.equal(state[f"drafter/{name}"], without[name])   # averaging does not disturb training
+        assert torch.equal(state[f"drafter/{name}"], without[name])  # averaging does not disturb training
         assert torch.equal(state[f"average/{name}"], tensor) and not torch.equal(tensor, without[name])
     losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("average", "weights")]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS

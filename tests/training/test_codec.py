@@ -39,7 +39,7 @@ def make_samples() -> list[Sample]:
 
 
 def form_for(on: Backbone, taps: tuple[int, ...], store: str = "int8", top: int | None = None) -> CacheFormat:
-    return CacheFormat(taps, on.dim, on.vocab, on.dtype, store, top)   # type: ignore[arg-type]
+    return CacheFormat(taps, on.dim, on.vocab, on.dtype, store, top)  # type: ignore[arg-type]
 
 
 def keep(form: CacheFormat, on: Backbone, samples: list[Sample], batch: Batch) -> Features:
@@ -129,7 +129,7 @@ def test_likeliest_tokens_teach_what_the_hidden_state_does() -> None:
     kept, live = keep(form, on, samples, batch), LiveFeatures(on, taps).read(batch)
     assert kept.hidden_BTD.shape[-1] == 2 * 8 + 1
     wanted = Objective(terms={"topk_kl": 1.0}, top_k=8)
-    mine, expected = loss_of(kept, "eagle3", on, wanted, teacher), loss_of(live, "eagle3", on, wanted)   # type: ignore[arg-type]
+    mine, expected = loss_of(kept, "eagle3", on, wanted, teacher), loss_of(live, "eagle3", on, wanted)  # type: ignore[arg-type]
     torch.testing.assert_close(mine[0], expected[0], rtol=1e-3, atol=0)
     torch.testing.assert_close(mine[2], expected[2], rtol=0, atol=2e-3 * expected[2].abs().max().item())
     assert torch.equal(mine[1].correct_K, expected[1].correct_K)

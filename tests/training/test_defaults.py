@@ -49,7 +49,7 @@ def test_wider_drafters_and_longer_runs_take_smaller_steps_larger_batches_larger
     middle = learning_rate("muon", 256, 1000, 1000)
     assert learning_rate("muon", 4096, 1000, 1000) < middle / 3 and learning_rate("muon", 256, 1000, 100_000) < middle
     assert learning_rate("muon", 256, 8000, 1000) > middle > learning_rate("adamw", 256, 1000, 1000)
-    assert learning_rate("muon", 1, 1e9, 1) <= 0.05   # bounded
+    assert learning_rate("muon", 1, 1e9, 1) <= 0.05  # bounded
     assert learning_rate("muon", 256, 1000, 1000, adapted=True) == pytest.approx(ADAPTED * middle, rel=0.1)
 
 
@@ -84,7 +84,7 @@ def test_a_number_is_taken_as_it_is(small: Path) -> None:
     [
         ("eagle3", [], 0.3),
         ("eagle3", MUON, 0.3),
-        ("eagle3", ["train.lr=1e-3"], 1.0),   # AdamW
+        ("eagle3", ["train.lr=1e-3"], 1.0),  # AdamW
         ("eagle3", ["train.readout_lr_ratio=0.5"], 0.5),
         ("medusa", [], 1.0),
     ],
@@ -95,7 +95,7 @@ def test_output_layers_learn_at_a_rate_of_their_own(small: Path, drafter: str, c
     trainer = run.trainers[0]
     rate = trainer.set_learning_rate(3, 6)
     rates = {id(weight): group["lr"] for group in trainer.optimizer.param_groups for weight in group["params"]}
-    layer = run.drafter.lm_head if drafter == "eagle3" else run.drafter.output_layers()[0]   # type: ignore[attr-defined]
+    layer = run.drafter.lm_head if drafter == "eagle3" else run.drafter.output_layers()[0]  # type: ignore[attr-defined]
     assert rates.pop(id(layer.weight)) == pytest.approx(ratio * rate) and rate > 0
     assert drafter != "eagle3" or {*rates.values()} == {rate}
     assert trainer.chosen.values.get("train.readout_lr_ratio", 1.0) == (1.0 if "readout" in "".join(changes) else ratio)
@@ -160,7 +160,7 @@ def test_the_drafter_computes_in_the_backbones_precision(
     recipes = [load_recipe(small, [*given, *more]) for more in ([], [f"train.precision={taken}"])]
     plans = [MemoryPlan(recipe, make_fake_models(recipe, False), False, False).step(MicroBatch(2, 32)).phases for recipe in recipes]
     assert plans[0] == plans[1]
-    assert main([str(small), "train.steps=4", *given]) == 0   # the same run
+    assert main([str(small), "train.steps=4", *given]) == 0  # the same run
     assert "resuming from" in capsys.readouterr().err
 
 
@@ -169,9 +169,9 @@ def test_a_frozen_readout_stays_the_backbones(small: Path) -> None:
     assert main([str(small), arguments]) == 0
     run = prepare(load_recipe(small, [arguments]))
     run.log.close()
-    assert torch.equal(run.drafter.lm_head.weight, run.backbone.unembed.weight)   # type: ignore[attr-defined]
+    assert torch.equal(run.drafter.lm_head.weight, run.backbone.unembed.weight)  # type: ignore[attr-defined]
     fresh = build_drafter("eagle3", run.backbone, {"depth": 2})
-    assert not torch.equal(run.drafter.fc.weight, fresh.fc.weight)   # type: ignore[attr-defined]
+    assert not torch.equal(run.drafter.fc.weight, fresh.fc.weight)  # type: ignore[attr-defined]
 
 
 def test_a_readout_of_another_width_cannot_be_frozen(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

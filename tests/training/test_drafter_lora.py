@@ -109,7 +109,7 @@ def test_merged_on_request_it_drafts_the_same(adapted: Path, tmp_path: Path) -> 
     drafts = [continue_text(SpeculativeModel(on, one), torch.arange(9), settings, 0).accept_lengths for one in (whole, apart)]
     assert drafts[0] == drafts[1]
     again = tmp_path / "again"
-    apart.save_pretrained(again)   # a loaded drafter is merged
+    apart.save_pretrained(again)  # a loaded drafter is merged
     assert not (again / FOLDER).exists() and torch.equal(load_file(again / WEIGHTS)["fc.weight"], apart.tensors()["fc.weight"])
     assert main([str(adapted / "recipe.yaml"), f"drafter.init={tmp_path}/apart", f"save.dir={tmp_path}/chained", "train.steps=1"]) == 0
     assert torch.equal(load_file(tmp_path / "chained" / WEIGHTS)["fc.weight"], apart.tensors()["fc.weight"])

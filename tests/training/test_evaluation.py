@@ -181,7 +181,7 @@ def test_neither_trackers_nor_the_terminal_end_a_run(tmp_path: Path, monkeypatch
     with os.fdopen(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr("sys.stderr", gone)
         assert main([str(recipe)]) == 0
-        gone.close = lambda: None   # type: ignore[method-assign]
+        gone.close = lambda: None  # type: ignore[method-assign]
     assert [line["step"] for line in read_log(tmp_path / "out") if "warning" in line] == [1], "it gets no more"
     assert provenance(tmp_path / "out")["steps"] == 3
 

@@ -239,12 +239,10 @@ class TestRun:
             while not list(out.glob("state/step-*")) and time.monotonic() < end:
                 time.sleep(0.05)
             assert main([str(recipe), f"save.dir={out}"]) == 2
-            assert errors(capsys) == [
-                f"error: another run is writing to save.dir={out}; let it end or stop it, or choose another save.dir"
-            ]
+            assert errors(capsys) == [f"error: another run is writing to save.dir={out}; let it end or stop it, or choose another save.dir"]
         finally:
             assert first.kill()
-        (out / LOCK).chmod(0o600)   # it is still there
+        (out / LOCK).chmod(0o600)  # it is still there
         assert main([str(recipe), f"save.dir={out}", "save.resume=false"]) == 2
         assert "holds an earlier run" in errors(capsys)[0], "the lock has died with its process"
 
@@ -270,7 +268,7 @@ class TestRun:
         assert "Traceback" not in text and len(lines) == 1
         assert lines[0].startswith("error (process 1): another process" if victim == 0 else "error: another process")
         assert f"goes on from what was last saved in {out}" in lines[0]
-        done = int(find_state(out).name.removeprefix("step-"))   # type: ignore[union-attr]
+        done = int(find_state(out).name.removeprefix("step-"))  # type: ignore[union-attr]
         for folder in (out, tmp_path / "whole"):
             arguments = [str(recipe), f"save.dir={folder}", f"train.steps={done + 2}", "train.batch_size=4"]
             assert Forked(2, arguments, tmp_path / "again").wait() == 0

@@ -88,7 +88,7 @@ def test_trained_from_a_cache_the_losses_are_the_live_ones(
 
 def test_shards_have_about_the_size_asked_for() -> None:
     samples = [Sample(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in (300, 200, 700, 50, 900, 100)]
-    form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")   # 6 KB per token
+    form = CacheFormat((1, 2), 1024, 100, torch.float32, "bf16")  # 6 KB per token
     assert plan_shards(samples, form, 3) == ((0, 3), (3, 5), (5, 6))
     assert plan_shards(samples, form, 1000) == ((0, 6),)
 
@@ -98,7 +98,7 @@ def test_a_manifest_tells_what_it_is(whole: Path) -> None:
     assert content["features"]["backbone hidden_size"] == 16 and len(content["features"]["backbone weights"]) == 64
     assert content["features"]["taps"] == [1, 3, 5] and content["features"]["cache.dtype"] == "int8"
     assert content["samples"]["count"] == 36 and content["data"]["data.max_length"] == 64 and "tokenizer" in content["data"]
-    assert not list((whole / "cache").glob(".*"))   # neither locks nor partial files
+    assert not list((whole / "cache").glob(".*"))  # neither locks nor partial files
     manifest = read_manifest(whole / "cache")
     assert manifest is not None and cache_writer.measured_errors(manifest)["hidden"] < 0.01
 
@@ -119,7 +119,7 @@ def test_another_cache_is_refused_by_what_differs(whole: Path, tmp_path: Path, c
     assert train([*options(whole), f"save.dir={tmp_path}/out", change]) == 2
     assert message in said(capsys)
     if "dir" not in change:
-        assert main(["cache", *options(whole), change]) == 2   # it is not overwritten either
+        assert main(["cache", *options(whole), change]) == 2  # it is not overwritten either
         assert message in said(capsys)
 
 
@@ -173,7 +173,7 @@ def test_a_killed_writer_goes_on_and_two_share_the_work(copy: Path, whole: Path)
                 os.kill(os.getpid(), signal.SIGKILL)
             rename(here, there)
 
-        os.replace = replace   # type: ignore[assignment]
+        os.replace = replace  # type: ignore[assignment]
         return main(command)
 
     def start(target: Callable[..., int], *more: str) -> Any:

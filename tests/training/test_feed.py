@@ -53,7 +53,7 @@ def test_other_samples_are_refused_on_resume(tmp_path: Path, capsys: pytest.Capt
     recipe = make_recipe(tmp_path, eval={"prompts": 1})
     assert main([str(recipe), "train.steps=2"]) == 0
     rows = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))   # the same rows in another order
+    (tmp_path / "text.jsonl").write_text("".join([*rows[1:], rows[0]]))  # the same rows in another order
     assert main([str(recipe), "train.steps=4"]) == 2
     error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert "step-00000002 was trained on other samples (hash" in error and "text.jsonl or the tokenizer have changed; restore them" in error

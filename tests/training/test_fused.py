@@ -62,7 +62,7 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(backbone: Backbone
         with Largest() as largest:
             objective(FusedLoss(wanted, backbone, drafter), features, hidden).loss.backward()
         sizes.append(largest.numbers)
-    assert sizes == [backbone.unembed.weight.numel(), learned(features) * V] and sizes[0] < sizes[1]   # the largest weight
+    assert sizes == [backbone.unembed.weight.numel(), learned(features) * V] and sizes[0] < sizes[1]  # the largest weight
 
 
 def test_without_autograd_the_numbers_are_the_same(backbone: Backbone) -> None:
@@ -99,7 +99,7 @@ class Feature(TinyDrafter):
     own_readout = False
 
     def forward_dense(self, features: Features) -> list[Tensor]:
-        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]   # both sides of the bend of smooth L1
+        return [3 * drafted_BTD for drafted_BTD in super().forward_dense(features)]  # both sides of the bend of smooth L1
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         logits = self.backbone.readout(hidden)
@@ -146,10 +146,10 @@ def test_under_autocast_it_is_the_naive_objective_within_rounding(terms: dict[st
     torch.manual_seed(2)
     backbone = small_backbone(torch.float32)
     drafter, features = TinyDrafter(backbone, 3, None), batch(backbone)
-    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)   # type: ignore[arg-type]
+    exact = run(naive, wanted := Objective(terms=terms, depth_weights=weights, chunk_size=7), backbone, drafter, features)  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
         rounded = run(chunked, wanted, backbone, drafter, features)
     assert {grad.dtype for grad in rounded[len(Sums._fields) :]} == {torch.float32}
     torch.testing.assert_close(rounded[0], exact[0].double(), rtol=0.02, atol=0.02)
     for a, b in zip(rounded[len(Sums._fields) :], exact[len(Sums._fields) :], strict=True):
-        assert (a - b).norm() < 0.2 * b.norm()   # the gradient of tv jumps where q crosses p
+        assert (a - b).norm() < 0.2 * b.norm()  # the gradient of tv jumps where q crosses p

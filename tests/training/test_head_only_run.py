@@ -65,7 +65,7 @@ def test_the_losses_are_those_beside_the_whole_backbone(
     assert train([*command, f"save.dir={tmp_path}/head"]) == 0
     layer = [name for name in names if name not in HEAD]
     assert sorted(set(names)) == sorted({*HEAD, *layer}) and (bool(layer) == (kind != "medusa"))
-    assert all(name.startswith(LAYER) for name in layer) and len(layer) == len(set(layer)) <= 9   # what a fresh head starts as
+    assert all(name.startswith(LAYER) for name in layer) and len(layer) == len(set(layer)) <= 9  # what a fresh head starts as
     monkeypatch.setattr(opening, "opens_head_only", lambda recipe: False)
     monkeypatch.setattr(setup, "opens_head_only", lambda recipe: False)
     assert train([*command, f"save.dir={tmp_path}/whole"]) == 0
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_reads_three_tensors_and_needs_no_others(cached: tupl
     assert isinstance(run.backbone, HeadOnlyBackbone) and run.backbone.files is not None and run.done == 3
     assert sorted(run.backbone.files.read_names) == HEAD
     assert sum(weight.numel() for weight in run.backbone.weights) == (2 * 256 + 1) * 16
-    assert train([str(recipe), *options, f"save.dir={tmp_path}/fresh"]) == 0   # starts at random then
+    assert train([str(recipe), *options, f"save.dir={tmp_path}/fresh"]) == 0  # starts at random then
 
 
 def test_held_out_rows_are_evaluated_on_their_features(cached: tuple[Path, list[str]], tmp_path: Path, capsys: Any) -> None:

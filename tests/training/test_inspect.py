@@ -30,7 +30,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(folder / "backbone")
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2,
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=2,
         max_position_embeddings=96,
     ).save_pretrained(folder / "backbone")
     turns = [("user", "What is two?"), ("assistant", ANSWER)]
@@ -104,7 +108,7 @@ def test_what_the_heads_will_read(recipe: Path, tmp_path: Path, capsys: pytest.C
     learned = [piece["token"] for piece in report["sample"] if piece["loss"]]
     different = set(learned)
     assert report["vocabulary"]["distinct_label_tokens"] == len(different) and drafted["size"] == 8
-    often = sorted(map(learned.count, different), reverse=True)   # all answers are the same
+    often = sorted(map(learned.count, different), reverse=True)  # all answers are the same
     assert drafted["training"] == pytest.approx(sum(often[:8]) / len(learned))
     assert "8 of" in out
     assert not inspected(tmp_path, recipe, "drafter={kind: medusa}")["vocabulary"]["drafters"]

@@ -54,7 +54,7 @@ def test_killed_ten_times(recipe: Path, tmp_path: Path, processes: int) -> None:
         time.sleep(draw.uniform(0.1, 0.5) * seconds)
         if run.kill():
             killed += 1
-        else:   # the run had ended: start another one
+        else:  # the run had ended: start another one
             round += 1
         if (out / "headstart.json").exists():
             load_drafter(out, backbone)
@@ -73,9 +73,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.matrix(cells=1)
 @pytest.mark.parametrize("where", ["tensors", "flush"])
-def test_a_full_disk(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
-) -> None:
+def test_a_full_disk(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str) -> None:
     """The safetensors library raises its own error for it."""
     out, real = tmp_path / "out", {"tensors": checkpoint.save_file, "flush": os.fsync}
     assert main([str(recipe), "train.steps=3", "train.schedule=constant"]) == 0

@@ -195,7 +195,7 @@ def test_what_a_step_reads_is_a_function_of_the_step() -> None:
 
 @pytest.mark.parametrize(("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.101), ("cosine", 0.55, 0.1)])
 def test_learning_rate(schedule: str, middle: float, last: float) -> None:
-    wanted = Train(lr=2.0, warmup_ratio=0.1, schedule=schedule, min_lr_ratio=0.1)   # type: ignore[arg-type]
+    wanted = Train(lr=2.0, warmup_ratio=0.1, schedule=schedule, min_lr_ratio=0.1)  # type: ignore[arg-type]
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
     assert rates[0] == pytest.approx(0.01) and rates[49] == pytest.approx(0.5) and rates[99] == rates[100] == pytest.approx(1.0)
     assert rates[550] == pytest.approx(middle, abs=1e-3) and rates[-1] == pytest.approx(last, abs=1e-3)

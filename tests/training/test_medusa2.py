@@ -50,7 +50,7 @@ def adapted(family: str = "llama", **config: Any) -> Backbone:
 
 def test_the_stages_are_functions_of_the_step() -> None:
     def rises(**settings: float) -> list[float]:
-        return [round(adapter_rise(step, 10, Lora(**settings)), 3) for step in range(1, 11)]   # type: ignore[arg-type]
+        return [round(adapter_rise(step, 10, Lora(**settings)), 3) for step in range(1, 11)]  # type: ignore[arg-type]
 
     assert rises() == [1.0] * 10
     assert rises(warmup_ratio=0.3) == [0.0] * 3 + [1.0] * 7
@@ -84,7 +84,7 @@ def assert_loss_of(folder: Path, recipe: str, before: float, after: float) -> No
     run.log.close()
     bare = AutoModelForCausalLM.from_pretrained(folder / "backbone")
     with_adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "backbone"), str(folder / "out/adapter"))
-    for model, reported in ((bare, before), (with_adapter.merge_and_unload(), after)):   # the adapter merged, as one would serve it
+    for model, reported in ((bare, before), (with_adapter.merge_and_unload(), after)):  # the adapter merged, as one would serve it
         total, count = 0.0, 0
         for row in rows:
             logits = model(row.tokens[None]).logits[0, 1:-1]
@@ -157,7 +157,7 @@ def test_a_plan_counts_the_trained_backbone(tmp_path: Path) -> None:
     assert persistent["weight average"] - before["weight average"] == adapter
     phases = [one.step(size).phases[DRAFT_STEP] for one in (frozen, joint)]
     assert "backbone activations" not in phases[0]
-    kept = 8 * 64 * 4 * 6 * (2 * 16 + 3 * 32)   # of 6 layers, in fp32: at least two states of the width and three of the feed-forward
+    kept = 8 * 64 * 4 * 6 * (2 * 16 + 3 * 32)  # of 6 layers, in fp32: at least two states of the width and three of the feed-forward
     assert phases[1]["backbone activations"] > kept
     assert planned("backbone.lora.kl_weight=1", "backbone.lora.use_dora=true").step(size).peak >= joint.step(size).peak
     again = planned("train.gradient_checkpointing=true").step(size).phases[DRAFT_STEP]

@@ -85,7 +85,7 @@ def test_gradients_are_right_by_finite_differences(backbone: Backbone) -> None:
     torch.manual_seed(3)
     drafter = TinyDrafter(backbone, 2, None).double()
     features = batch(backbone)
-    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk_size=5)   # other weights depend on the draft
+    wanted = Objective(terms={"kl": 0.5, "ce": 0.5}, depth_weights="geometric", chunk_size=5)  # other weights depend on the draft
     weight = drafter.head.weight
 
     def loss(values: Tensor) -> Tensor:
@@ -159,5 +159,5 @@ def test_the_dtype_of_the_softmax_is_at_least_fp32(backbone: Backbone) -> None:
     drafter = TinyDrafter(backbone, 1, None).bfloat16()
     features = batch(backbone)
     hidden = [h.bfloat16() for h in TinyDrafter(backbone, 1, None).double()(features)]
-    assert objective(FusedLoss(Objective(), backbone, drafter), features, hidden).alpha_K.dtype == torch.float64   # the teacher's
-    assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16   # without an explicit dtype
+    assert objective(FusedLoss(Objective(), backbone, drafter), features, hidden).alpha_K.dtype == torch.float64  # the teacher's
+    assert F.log_softmax(torch.zeros(2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16  # without an explicit dtype

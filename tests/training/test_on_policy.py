@@ -59,11 +59,11 @@ def each_draft(anchors: SampledAnchors) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_target_hidden_is_that_of_each_draft_in_its_sequence(family: str, rows: list[list[int]]) -> None:
     on = backbone(family)
-    features, N = with_kv(on, random_drafter("medusa", on), rows), 6   # gemma3's windows are shorter
+    features, N = with_kv(on, random_drafter("medusa", on), rows), 6  # gemma3's windows are shorter
     anchors = sample_anchors(features, N + 1, 0.5, KEY, first_depth=1)
     guesses_MN = texts(len(anchors), N, seed=9)
     assert len(guesses_MN) > 12
-    for _ in range(2):   # reading does not change the cache
+    for _ in range(2):  # reading does not change the cache
         heard_MND = target_hidden(on, features, anchors.at, guesses_MN)
         for m, row, t, first in each_draft(anchors):
             text = torch.cat([features.tokens_BT[row, first : t + 2], guesses_MN[m]])[None]
@@ -129,7 +129,7 @@ def naive(wanted: Objective, on: Backbone, drafter: Drafter, features: FeaturesW
         text = features.tokens_BT[row, first : t + 2]
         state, token = drafter.begin(on.read(text[None, :-1], taps=drafter.taps)), text[-1].view(1, 1)
         for k in range(drafter.trained_depth):
-            state = map_tensors(torch.clone, state)   # a step writes in place into what `begin` or the last step need for their gradients
+            state = map_tensors(torch.clone, state)  # a step writes in place into what `begin` or the last step need for their gradients
             hidden, state = drafter.step(state, token, torch.zeros_like(token), k)
             if k and anchors.counts_MK[m, k]:
                 p_V = on.readout(on.read(text[None]).hidden_BTD[0, -1]).softmax(-1)
@@ -210,7 +210,7 @@ def test_tokens_are_drawn_from_the_drafters_own_distribution() -> None:
         with torch.no_grad():
             guesses_MN, hidden = rollout(FusedLoss(Objective(on_policy=1.0, on_policy_temperature=2.0), on, drafter), features, anchors)
         counts += torch.bincount(guesses_MN[:, 0], minlength=on.vocab)
-        q_V = (drafter.readout(hidden[0], 0) / 2).softmax(-1).mean(0)   # the same at every step
+        q_V = (drafter.readout(hidden[0], 0) / 2).softmax(-1).mean(0)  # the same at every step
     assert q_V is not None and (counts / counts.sum() - q_V).abs().sum() < 0.1 and (counts > 0).sum() > 20
 
 

@@ -83,7 +83,7 @@ def test_on_policy_training_improves_its_own_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_head_learns_as_it_would_alone(tmp_path: Path) -> None:
-    heads = "heads=[{kind: eagle3, depth: 3, objective: {on_policy: 0.5, on_policy_share: 0.3}}, {name: other, kind: eagle3, depth: 2, objective: {on_policy: 1}}, {kind: medusa, depth: 2}]"   # noqa: E501
+    heads = "heads=[{kind: eagle3, depth: 3, objective: {on_policy: 0.5, on_policy_share: 0.3}}, {name: other, kind: eagle3, depth: 2, objective: {on_policy: 1}}, {kind: medusa, depth: 2}]"  # noqa: E501
     recipe = str(make_recipe(tmp_path, train={"steps": 3}, eval={"prompts": 1}))
     assert main([recipe, "drafter={}", heads, f"save.dir={tmp_path}/together"]) == 0
     assert main([recipe, "drafter={kind: eagle3, depth: 2}", "objective.on_policy=1", f"save.dir={tmp_path}/other"]) == 0

@@ -96,7 +96,7 @@ def test_output_layers_can_have_a_rate_of_their_own(optimizer: str) -> None:
     for ratio in (0.5, 1.0):
         groups = build_optimizer(drafter, Train(steps=9, optimizer=optimizer, lr=1e-2, readout_lr_ratio=ratio)).param_groups
         apart = [[*map(id, group["params"])] for group in groups if group.get("lr_ratio", 1.0) != 1.0]
-        assert apart == ([] if ratio == 1.0 else [[id(drafter.lm_head.weight)]])   # type: ignore[attr-defined]
+        assert apart == ([] if ratio == 1.0 else [[id(drafter.lm_head.weight)]])  # type: ignore[attr-defined]
         assert sorted(id(weight) for group in groups for weight in group["params"]) == sorted(map(id, drafter.parameters())), "each once"
 
 
@@ -106,7 +106,7 @@ def test_the_fusion_of_the_taps_steps_as_if_they_had_unit_size(kind: str) -> Non
     with torch.no_grad():
         model.model.get_input_embeddings().weight *= 4096
     drafter = build_drafter(kind, model, {"depth": 2, "taps": [1, 2, 4]})
-    weight = drafter.fc.weight   # type: ignore[attr-defined]
+    weight = drafter.fc.weight  # type: ignore[attr-defined]
     [(name, sizes)] = drafter.input_sizes().items()
     assert name == "fc.weight" and len(sizes) == 3 and min(sizes) > 16 and {*sizes} <= {2.0**n for n in range(30)}
     train = Train(steps=9, optimizer="muon", lr=1e-2, weight_decay=0.1)
@@ -133,7 +133,7 @@ def test_only_what_reads_taps_of_a_frozen_backbone_has_input_sizes() -> None:
 def test_wsd_is_constant_and_then_decays() -> None:
     wanted = Train(lr=2.0, warmup_ratio=0.1, schedule="wsd", decay_ratio=0.3, min_lr_ratio=0.1)
     rates = [learning_rate(step, 1000, wanted) / 2.0 for step in range(1, 1001)]
-    assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}   # step 701 is the first to decay
+    assert rates[49] == pytest.approx(0.5) and set(rates[99:701]) == {1.0}  # step 701 is the first to decay
     assert rates[850] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1 + 0.9 / 300)
     assert all(before > after for before, after in zip(rates[700:], rates[701:], strict=False))
-    assert learning_rate(1, 1, Train(lr=2.0, schedule="wsd", warmup_ratio=0.0)) == 2.0   # too short for a decay
+    assert learning_rate(1, 1, Train(lr=2.0, schedule="wsd", warmup_ratio=0.0)) == 2.0  # too short for a decay

@@ -38,7 +38,7 @@ FEWER = {"eagle3": 16, "medusa": 16}
 """Steps of the heads that learn faster."""
 HEADS = [*every_head(DEPTH), *((kind, {"depth": DEPTH}) for kind in STRANGERS)]
 HEADS += [(kind, {**dict(every_head(DEPTH))[kind], **arguments}) for kind, arguments in VARIANTS]
-HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))   # the first two are the fast ones
+HEADS.sort(key=lambda head: head[0] not in ("eagle3", "medusa"))  # the first two are the fast ones
 
 
 @dataclass(frozen=True)

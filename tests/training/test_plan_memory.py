@@ -67,7 +67,7 @@ def real_step(recipe: Recipe, size: MicroBatch) -> dict[str, int]:
         loss.backward()
 
     reading = allocated(lambda: source.read(batch))
-    learn()   # one-time allocations of torch do not belong to a step
+    learn()  # one-time allocations of torch do not belong to a step
     drafter.zero_grad()
     return {TARGET_FORWARD: reading, "step": allocated(learn)}
 

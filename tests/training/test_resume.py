@@ -67,7 +67,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(whole: Path, tmp_path: Path,
     assert states(out)[-1].name == f"step-{saved:08d}"
     assert number == signal.SIGKILL or f"stopped by a signal after step {DEATH} of {STEPS}" in said.read_text()
     with (out / "log.jsonl").open("a") as log:
-        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')   # a line of a later step, and one torn by the kill
+        log.write('{"step": 39, "loss": 1.0}\n{"step": 3')  # a line of a later step, and one torn by the kill
     assert main(recipe_for(whole, out)) == 0
     assert (out / WEIGHTS).read_bytes() == (whole / "out" / WEIGHTS).read_bytes()
     assert numbers(out) == numbers(whole / "out")

@@ -219,7 +219,7 @@ def test_values_follow_from_the_model() -> None:
     short = values(context=1024, chat=False)
     assert (short["train"]["batch_size"], short["data"]["max_length"], short["data"]["packing"]) == (32, 1024, True)
     assert "packing" not in values(chat=False, packable=False)["data"]
-    assert values(context=100)["train"]["batch_size"] == 256   # a power of two
+    assert values(context=100)["train"]["batch_size"] == 256  # a power of two
     assert values("block", layers=4, width=64)["drafter"]["layers"] == 2
     assert values("medusa2")["backbone"]["lora"]["rank"] == 32 and values("medusa2")["train"]["micro_batch"] == 1
     assert values("mlp")["drafter"]["tie_weights"] is True and "tie_weights" not in values("mlp", vocab=32_000)["drafter"]
@@ -230,7 +230,7 @@ def test_a_backbone_larger_than_half_a_gpu_is_sharded_over_several() -> None:
     large = dataclasses.replace(FACTS, parameters=70_000_000_000)
     assert propose(large, "eagle3", several).tree["backbone"]["shard"] is True
     assert "shard" not in propose(FACTS, "eagle3", several).tree["backbone"]
-    assert propose(FACTS, "eagle3", several).tree["train"]["micro_batch"] == 2   # of a share of two rows
+    assert propose(FACTS, "eagle3", several).tree["train"]["micro_batch"] == 2  # of a share of two rows
     cpu = propose(FACTS, "eagle3", find_machine(None, None)).tree
     assert "dtype" not in cpu["backbone"] and "precision" not in cpu["train"]
 

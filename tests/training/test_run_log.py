@@ -56,7 +56,7 @@ def test_the_log_goes_on_where_the_run_went_on(ran: Path) -> None:
 
 def test_its_page_has_the_numbers_of_the_log(ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')   # a partly written line
+    (tmp_path / "run" / "log.jsonl").write_text((ran / "log.jsonl").read_text() + '{"step": 13, "lo')  # a partly written line
     assert command(["compare", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
     text, said = (tmp_path / "page.html").read_text(), capsys.readouterr().out
     read, last = Reader(text), [next(line for line in reversed(read_log(ran)) if key in line) for key in ("loss", "tau")]
@@ -74,7 +74,7 @@ def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
         assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) == 24
         assert re.sub(r"[][]", "", marked(example)) == re.sub(r"[][]", "", "".join(example["tokens"]))
     lengths = [length for example in last["examples"] for length in example["accept_lengths"]]
-    assert last["tau"] == pytest.approx(sum(lengths) / len(lengths))   # there are two prompts, and both are shown
+    assert last["tau"] == pytest.approx(sum(lengths) / len(lengths))  # there are two prompts, and both are shown
     assert marked({"tokens": ["x ", "def", " fib", "(", "n", ")", ":"], "accept_lengths": [2, 3, 1]}) == "x [def fib][(n)]:"
 
 
@@ -99,7 +99,7 @@ def test_several_heads_are_lines_of_one_chart() -> None:
     log = [{"step": 0, "recipe": recipe, "steps": 9}, *lines_of("x", 3, 3, loss=-0.5), *lines_of("y", 1, 300, **nothing)]
     text = runs_page({"out": log})
     read, sections = Reader(text), dict(re.findall(r"<h2>([^<]*)</h2>(.*?)</section>", text, re.DOTALL))
-    assert "a<b>&c" in read.words and "out, x" in sections["Loss"] and "out, y" not in sections["Loss"]   # y has no loss, so no line
+    assert "a<b>&c" in read.words and "out, x" in sections["Loss"] and "out, y" not in sections["Loss"]  # y has no loss, so no line
     assert all("out, x" in sections[title] and "out, y" in sections[title] for title in ("Speed", "Mean acceptance length"))
     assert "out, y" not in sections["Gradient norm"] and "600</td>" in sections["Latest values"]
 
@@ -137,7 +137,7 @@ def test_starts_in_the_same_second_write_files_of_their_own(tmp_path: Path, monk
     recipe = load_recipe(make_recipe(tmp_path), ["log.tensorboard=true"])
     for done in (0, 6):
         AcceleratorState._reset_state(True)
-        Accelerator(cpu=True)   # trackers ask it for the main process
+        Accelerator(cpu=True)  # trackers ask it for the main process
         (tracker,) = start_trackers(recipe, done)
         tracker.finish()
     steps = [event.step for event in events(tmp_path / "out" / "tensorboard") for value in event.summary.value]
@@ -164,7 +164,7 @@ def test_wandb_offline_has_recipe_numbers_and_examples(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     recipe = make_recipe(tmp_path, train={"steps": 2}, log={"wandb": "offline", "name": "tried", "project": "tiny"})
     assert main([str(recipe)]) == 0
-    wandb.teardown()   # a finished run may not be on disk until wandb's own process ends
+    wandb.teardown()  # a finished run may not be on disk until wandb's own process ends
     (path,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
     logged = list(records(path))
     (run,) = (record.run for record in logged if record.WhichOneof("record_type") == "run")

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Backbone, list[
     """A folder with a recipe, its backbone, and the losses of a run beside it."""
     folder = tmp_path_factory.mktemp("run")
     recipe, file = make_recipe(folder, drafter=EAGLE, train={"steps": 8}), folder / "backbone" / "model.safetensors"
-    norm = {"model.norm.weight": torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.3}   # one of ones may be applied twice
+    norm = {"model.norm.weight": torch.rand(16, generator=torch.Generator().manual_seed(0)) + 0.3}  # one of ones may be applied twice
     save_file(load_file(file) | norm, file, {"format": "pt"})
     assert train([str(recipe), f"save.dir={folder}/live"]) == 0
     return folder, load_backbone(str(folder / "backbone"), dtype="fp32", device="cpu"), losses(folder / "live")
@@ -96,7 +96,7 @@ def test_what_fails_now_and_then_is_asked_for_again(fate: str, run: Any, served:
 
 def test_a_run_whose_servers_are_gone_is_saved_and_goes_on(run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     folder, _, live = run
-    served.before = lambda number: "die" if number > 36 + 1 + 4 * 4 else ""   # start values, a probe and four steps
+    served.before = lambda number: "die" if number > 36 + 1 + 4 * 4 else ""  # start values, a probe and four steps
     out = [*command(folder, served, patience=0.3, prefetch=0), f"save.dir={tmp_path}/out"]
     assert train(out) == 2
     assert "no hidden states for 0.3 s (features.patience), at last http://" in said(capsys)
@@ -156,9 +156,7 @@ FAULTS: dict[str, tuple[Change | str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_states_are_refused_by_their_cause(
-    fault: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any
-) -> None:
+def test_wrong_states_are_refused_by_their_cause(fault: str, run: Any, served: StatesServer, tmp_path: Path, capsys: Any) -> None:
     folder, backbone, _ = run
     change, message = FAULTS[fault]
     if not isinstance(change, str):

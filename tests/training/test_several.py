@@ -97,7 +97,7 @@ def test_the_backbone_reads_a_batch_once(tmp_path: Path, monkeypatch: pytest.Mon
     read, taps = Backbone.read, []
     monkeypatch.setattr(Backbone, "read", lambda self, *args, **named: taps.append(named.get("taps")) or read(self, *args, **named))
     assert main([str(make(tmp_path)), "train.steps=2", "data.eval_rows=0"]) == 0
-    assert taps.count((0, 1, 2, 3, 4, 5)) == 2 * 2   # steps, micro-batches
+    assert taps.count((0, 1, 2, 3, 4, 5)) == 2 * 2  # steps, micro-batches
 
 
 def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_resumed_it_is_the_same_bit_for_bit(together: Path, tmp_path: Path) -> N
         assert main([recipe, f"save.dir={tmp_path}", "eval.every=0", f"train.steps={steps}", "train.schedule=constant"]) == 0
     assert main([recipe, f"save.dir={tmp_path}/whole", "eval.every=0", "train.schedule=constant"]) == 0
     parts, whole = weights(tmp_path), weights(tmp_path / "whole")
-    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]   # wide's schedule depends on the step count
+    assert parts["eagle3"] == whole["eagle3"] and parts["other-taps"] == whole["other-taps"]  # wide's schedule depends on the step count
 
 
 def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_from_a_cache_with_all_their_taps(together: Path, tmp_path: Path) -> Non
 def test_two_processes(together: Path, tmp_path: Path, sharded: bool) -> None:
     environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
     args = [str(together / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.micro_batch=null"]
-    for steps in ([3, STEPS] if sharded else [STEPS]):
+    for steps in [3, STEPS] if sharded else [STEPS]:
         given_steps = [*args, f"train.steps={steps}", "train.schedule=constant", "heads.wide.train.schedule=constant"]
         assert Forked(2, given_steps, tmp_path / "said", **environment).wait() == 0, (tmp_path / "said").read_text()[-3000:]
     assert main([str(together / "recipe.yaml"), f"save.dir={tmp_path}/one", *given_steps[3:]]) == 0

@@ -97,7 +97,7 @@ def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypat
         assert os.environ["RANK"] == "0", "another process reads the model's files"
         return real(*arguments, **options)
 
-    monkeypatch.setattr(opened, "open_backbone", only_in_the_first)   # the processes are forked from this one
+    monkeypatch.setattr(opened, "open_backbone", only_in_the_first)  # the processes are forked from this one
     for tied in (False, True):
         recipe = make_recipe(tmp_path, drafter=DRAFTER, train={**TRAIN, "steps": 2, "batch_size": 2}, eval={"prompts": 1})
         model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=tied))
@@ -109,7 +109,7 @@ def test_the_files_of_a_sharded_backbone_are_read_once(tmp_path: Path, monkeypat
 
 def test_a_process_keeps_a_part_of_each_layer_as_planned(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path), ["backbone.shard=true"])
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())   # one of four, without communication
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())  # one of four, without communication
     try:
         model = shard_layers(AutoModelForCausalLM.from_pretrained(recipe.backbone.path), torch.device("cpu"))
         local = {name: to_local(weight).numel() for name, weight in model.named_parameters()}
@@ -159,7 +159,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main([str(recipe)]) == 2
     assert "launched with FSDP version 1; training supports version 2" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert main([str(recipe), "train.steps=1"]) == 0   # one process has nothing to shard
+    assert main([str(recipe), "train.steps=1"]) == 0  # one process has nothing to shard
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -53,7 +53,7 @@ def test_value_and_gradient_are_those_of_the_formula(terms: dict[str, float], vo
     value, gradient_CV = fused(wanted, backbone_CV, draft_CV, vocabulary, weight_C)
     torch.testing.assert_close(value, right.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(gradient_CV, torch.autograd.grad(right, free_CV)[0], rtol=1e-10, atol=1e-12)
-    assert not gradient_CV[0].any() and gradient_CV[1:].any()   # a weight of 0
+    assert not gradient_CV[0].any() and gradient_CV[1:].any()  # a weight of 0
 
 
 def test_every_term_is_covered() -> None:

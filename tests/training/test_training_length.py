@@ -120,7 +120,7 @@ def test_gradients_by_differences(lengths: Any, monkeypatch: pytest.MonkeyPatch)
     document_BT = None if lengths is None else torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
     blocks = divide(document_BT, (2, 4, 8), torch.device("cpu"))
     make = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()   # fewer queries than keys, as in later passes
+    query = torch.randn(2, 4, 7, 3, dtype=torch.float64, generator=make).requires_grad_()  # fewer queries than keys, as in later passes
     keys, values = (torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=make).requires_grad_() for _ in range(2))
     assert torch.autograd.gradcheck(lambda q, k, v: attend_past(q, k, v, blocks), (query, keys, values))
 
@@ -161,7 +161,7 @@ def test_blocks_take_their_documents_keys_alone(monkeypatch: pytest.MonkeyPatch)
     blocks = divide(documents(lengths), (2, 4, T), torch.device("cpu"))
     assert blocks.bounds == ((0, 4, 0), (4, 8, 0), (8, 12, 0), (12, 16, 7), (16, 20, 7), (20, 24, 18), (24, 28, 20), (28, 30, 20))
     assert list(blocks.upto(9)) == [(0, 4, 0), (4, 8, 0), (8, 9, 0)]
-    assert divide(documents([[30], [13]]), (2, 4, T), torch.device("cpu")).starts_BT is None   # padding lies after everything that counts
+    assert divide(documents([[30], [13]]), (2, 4, T), torch.device("cpu")).starts_BT is None  # padding lies after everything that counts
 
 
 def saved(drafter: Eagle3, features: Features) -> int:
@@ -193,7 +193,7 @@ def test_memory_is_linear_in_the_length() -> None:
     drafter, _ = case("llama", None)
     short, long = (saved(drafter, made_up(drafter, length)) for length in (512, 2048))
     assert 3.9 * short < long < 4.1 * short
-    whole_scores = 4 * 4 * 2048**2   # one pass's, four heads in fp32
+    whole_scores = 4 * 4 * 2048**2  # one pass's, four heads in fp32
     assert long < 0.5 * whole_scores
 
 
@@ -227,7 +227,7 @@ def test_checkpointing_keeps_less() -> None:
     before = saved(drafter, features)
     drafter.recompute()
     with torch.no_grad():
-        drafter(features)   # nothing to keep, nothing to checkpoint
+        drafter(features)  # nothing to keep, nothing to checkpoint
     assert saved(drafter, features) < 0.4 * before
 
 

@@ -120,7 +120,7 @@ def compare(rows: Sequence[Row], source: Source, chat: Chat) -> Check:
             continue
         try:
             check += _compare(_conversation(rows[number], f"{source.name}, row {number + 1}", source, chat), source.exact, chat)
-        except TemplateRefusal:   # counted where samples are made
+        except TemplateRefusal:  # counted where samples are made
             continue
     return check + Check(0, 0, warning=warning if check.answers else "")
 

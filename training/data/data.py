@@ -24,9 +24,7 @@ from headstart.training.data.tokenise import Stats, chat_settings, make_samples
 from headstart.training.recipe.recipe import Data, Eval
 
 
-def load_data(
-    data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True
-) -> Splits:
+def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, context: int, *, ends: Sequence[int] = (), progress: bool = True) -> Splits:
     """Read and tokenise a recipe's data for a backbone of ``context`` positions, whose decoding stops at ``ends``. Raises UserError.
 
     What an earlier start has made of the same rows is taken from the user's cache folder.
@@ -59,7 +57,7 @@ def _make_splits(data: Data, tokenizer: PreTrainedTokenizerBase, ends: Sequence[
         sources, bad = [(kept, data, data.eval)], [*bad, *[more] * bool(more.count)]
     held_out: list[Sample] = []
     for part, settings, name in sources:
-        uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings   # later pieces are not prompts
+        uncut = settings.model_copy(update={"overlong": "truncate"}) if data.splits_long else settings  # later pieces are not prompts
         held_out += make_samples(part, tokenizer, uncut, source=name, ends=ends)[0]
     stats = sum((part_stats for _, part_stats in parts), Stats(rows_bad=sum(one.count for one in bad), bad_row=bad[0].first if bad else ""))
     check = sum((_check(part, tokenizer, one, ends) for part, one in zip(rows, datasets, strict=True)), Check(0, 0, stored=True))

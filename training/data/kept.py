@@ -92,11 +92,11 @@ def read_splits(file: Path) -> Splits | None:
     try:
         with safe_open(file, framework="numpy") as opened:
             about = json.loads((opened.metadata() or {})["about"])
-            arrays = {name: opened.get_tensor(name) for name in opened.keys()}   # noqa: SIM118  (not a mapping)
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
         if about["format"] != FORMAT or about["name"] != file.stem or about["sum"] != _sum(arrays):
             return None
         splits = _unpacked(about, arrays)
-        os.utime(file)   # the one used last
+        os.utime(file)  # the one used last
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError):
         return None
     return splits
@@ -110,7 +110,7 @@ def keep_splits(file: Path, splits: Splits) -> None:
         "mix": None if splits.mix is None else asdict(splits.mix), "check": None if splits.check is None else asdict(splits.check),
     }  # fmt: skip
     try:
-        file.parent.mkdir(0o700, parents=True, exist_ok=True)   # the rows may be nobody else's business
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # the rows may be nobody else's business
         with atomic(file) as temporary:
             save_file(arrays, temporary, {"about": json.dumps(about)})
         _remove_old(file)
@@ -141,7 +141,7 @@ def _remove_old(newest: Path) -> None:
         used += size
         many = (used > MOST_BYTES or number >= MOST_FILES) and file != newest
         if time < now - DAY if file.suffix == ".tmp" else many:
-            with suppress(FileNotFoundError):   # another process has removed it
+            with suppress(FileNotFoundError):  # another process has removed it
                 file.unlink()
 
 
@@ -149,7 +149,7 @@ def _described(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a hash of all that makes a tokenizer's tokens; None if it cannot be known."""
     try:
         state = tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
-    except Exception as error:   # a tokenizer may be a program that comes with a model
+    except Exception as error:  # a tokenizer may be a program that comes with a model
         logger.info("tokens are not kept, as the tokenizer cannot be written down: %s", error)
         return None
     options = {key: value for key, value in tokenizer.init_kwargs.items() if key not in ("name_or_path", "tokenizer_file", "vocab_file")}

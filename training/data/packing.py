@@ -83,7 +83,7 @@ def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     """Number of free tokens -> rows with exactly that many."""
-    rooms = 0   # bit r is set if by_room[r] is not empty, to find the smallest sufficient room with bit operations
+    rooms = 0  # bit r is set if by_room[r] is not empty, to find the smallest sufficient room with bit operations
     for index in sorted(order, key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > row_length:

@@ -33,11 +33,11 @@ def in_parts(work: Callable[[range], T], items: int, processes: int | None = Non
     """
     parts = [range(first, min(first + PART, items)) for first in range(0, items, PART)]
     count = min(free_cpus() if processes is None else processes, items // LEAST)
-    if count < 2 or sys.platform != "linux" or current_process().daemon:   # elsewhere a fork is not safe, and a daemon may have none
+    if count < 2 or sys.platform != "linux" or current_process().daemon:  # elsewhere a fork is not safe, and a daemon may have none
         yield from map(work, parts)
         return
     settings: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, "worker_init_fn": _begin, "multiprocessing_context": "fork"}
-    own = torch.Generator()   # the loader draws a seed, which would change the random numbers of the run
+    own = torch.Generator()  # the loader draws a seed, which would change the random numbers of the run
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*worker processes in total")
         loader = iter(DataLoader(_Parts(work, parts), num_workers=count, generator=own, **settings))
@@ -51,7 +51,7 @@ def in_parts(work: Callable[[range], T], items: int, processes: int | None = Non
             raise
         raise UserError(f"a process that tokenises has ended ({cause(error)}); give it more memory, or set data.processes=1") from None
     finally:
-        del loader   # an error may hold this frame, and a later fork must not inherit the loader
+        del loader  # an error may hold this frame, and a later fork must not inherit the loader
 
 
 def free_cpus() -> int:
@@ -71,7 +71,7 @@ class _Parts(Dataset[T | UserError]):
     def __getitem__(self, number: int) -> T | UserError:
         try:
             return self.work(self.parts[number])
-        except UserError as error:   # raised again in one line; the loader would add a traceback
+        except UserError as error:  # raised again in one line; the loader would add a traceback
             return error
 
 
@@ -81,5 +81,5 @@ def _as_it_is(item: T) -> T:
 
 def _begin(_: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # else it would wait for ever for a killed parent to read its results
-    gc.freeze()   # a collection would write to, and so copy, all memory that is shared with the first process
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for ever for a killed parent to read its results
+    gc.freeze()  # a collection would write to, and so copy, all memory that is shared with the first process

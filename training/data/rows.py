@@ -55,7 +55,7 @@ def fingerprint(source: str, *, split: str = "train", subset: str | None = None)
     try:
         files = files_of(source) if local else sorted(file for file in path.rglob("*") if file.is_file())
         return value_hash([[file.name, _contents(file)] for file in files])
-    except OSError:   # reading says why
+    except OSError:  # reading says why
         return None
 
 
@@ -104,7 +104,7 @@ def _read_file(path: Path) -> Iterator[Row]:
             yield from _read_json(path)
         else:
             yield from read_table(path, TABLES[Path(name).suffix])
-    except (OSError, EOFError, zlib.error) as error:   # truncated, no permission
+    except (OSError, EOFError, zlib.error) as error:  # truncated, no permission
         raise UserError(f"{path} cannot be read: {cause(error)}; check the file") from None
 
 

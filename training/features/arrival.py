@@ -125,9 +125,9 @@ def _stated(answer: Answer, device: torch.device) -> Stated | None:
             token, entry = max(one.items(), key=lambda item: item[1]["logprob"])
             found.append((i - 1, int(token), float(entry["logprob"])))
     stated = answer.choice.get("logprobs") or {}
-    log_probs = stated.get("token_logprobs") or [one["logprob"] for one in stated.get("content") or []]   # completions, chat completions
+    log_probs = stated.get("token_logprobs") or [one["logprob"] for one in stated.get("content") or []]  # completions, chat completions
     if answer.generated and log_probs:
-        first = len(answer.tokens) - len(answer.generated)   # all but the last token generated have rows
+        first = len(answer.tokens) - len(answer.generated)  # all but the last token generated have rows
         pairs = zip(answer.generated, log_probs, strict=False)
         found += [(first + i, token, float(log_prob)) for i, (token, log_prob) in enumerate(pairs)]
     found = [one for one in found if one[0] < len(answer.hidden_TLD)]
@@ -153,7 +153,7 @@ def _part(stated: Stated, part: slice) -> Stated:
 def _block(wrong_N: Tensor) -> tuple[int, int] | None:
     """Return the first and last of the wrong positions if they lie together and the others are right, but for a few."""
     at = wrong_N.nonzero().flatten()
-    for share in (0.0, 0.02):   # strays at either end are ties
+    for share in (0.0, 0.02):  # strays at either end are ties
         cut = round(share * len(at))
         first, last = int(at[cut]), int(at[-1 - cut])
         inside = wrong_N[first : last + 1].float().mean()

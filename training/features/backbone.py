@@ -60,7 +60,7 @@ def open_to_cache(recipe: Recipe, device: torch.device | None) -> Backbone:
 def read_config(section: sections.Backbone) -> PretrainedConfig:
     """Load the backbone's configuration; nothing else is downloaded. Raises UserError if there is none."""
     if find_gguf(section.path) is not None:
-        quantizing(section.dtype, gguf=True)   # refuses integers
+        quantizing(section.dtype, gguf=True)  # refuses integers
     return load_config(section.path, trust_remote_code=section.trust_remote_code)
 
 

@@ -60,7 +60,7 @@ class CachedFeatures(FeatureSource):
         tokens_1T = torch.zeros(1, length, dtype=torch.int64, device=self.backbone.device)
         batch = Batch(tokens_1T, torch.ones_like(tokens_1T, dtype=torch.bool), torch.zeros_like(tokens_1T), ((0,),))
         features = self.form.decode(record, batch, self.form.taps)
-        if self.form.top_k:   # states after a norm are all of one size
+        if self.form.top_k:  # states after a norm are all of one size
             assert features.taps and isinstance(self.backbone, HeadOnlyBackbone)
             return replace(features, hidden_BTD=self.backbone.norm(features.taps[max(features.taps)]))
         return features

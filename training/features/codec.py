@@ -61,7 +61,7 @@ class CacheFormat:
         entry = {"int8": 1, "bf16": 2, "exact": self.backbone_dtype.itemsize}[self.dtype]
         scales = 2 * (tokens + self.dim) if self.dtype == "int8" else 0
         teacher = labels * (self.top_k * (self.token_dtype.itemsize + 2) + 8) if self.top_k else 0
-        return len(self.states) * (tokens * self.dim * entry + scales) + teacher + 8   # two counts
+        return len(self.states) * (tokens * self.dim * entry + scales) + teacher + 8  # two counts
 
     def encode(self, features: Features, readout: Callable[[Tensor], Tensor]) -> Record:
         """Encode one sample (a batch of one row with ``loss_mask_BT``); the record is on the CPU."""
@@ -171,5 +171,5 @@ class TopKTeacher:
         top_k = hidden.shape[-1] // 2
         tokens, log_probs, others = hidden[..., :top_k].long(), hidden[..., top_k : 2 * top_k], hidden[..., 2 * top_k :]
         tail = self.log_tail_V.expand(*hidden.shape[:-1], -1).scatter(-1, tokens, -torch.inf)
-        scale = (others - tail.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LOG_ZERO)   # infinite if all tokens are stored
+        scale = (others - tail.logsumexp(-1, keepdim=True)).nan_to_num(posinf=LOG_ZERO)  # infinite if all tokens are stored
         return (tail + scale).scatter(-1, tokens, log_probs)

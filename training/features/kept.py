@@ -71,7 +71,7 @@ class KeptFeatures(ServedFeatures):
         features = Features(tokens_1T, record["hidden"][None], taps, torch.zeros_like(tokens_1T, dtype=torch.bool))
         encoded = self.stored.encode(features, self.backbone.readout)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in {_name(tokens), _name(tokens[: self.longest])}:   # as a whole sample, and as one that is cut off
+        for name in {_name(tokens), _name(tokens[: self.longest])}:  # as a whole sample, and as one that is cut off
             save_tensors(encoded, self.folder / name, {})
 
     def _find(self, tokens_T: Tensor) -> Path | None:

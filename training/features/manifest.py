@@ -83,7 +83,7 @@ def difference(actual: Contents, expected: Contents) -> str | None:
 
 
 def _describe(key: str, actual: Any, expected: Any) -> str:
-    if key == "backbone weights":   # report only the first differing pair of the fingerprints' 64 values
+    if key == "backbone weights":  # report only the first differing pair of the fingerprints' 64 values
         pairs = list(zip(actual or [], expected, strict=False))
         actual, expected = next((pair for pair in pairs if not same_weights([pair[0]], [pair[1]])), (actual, expected))
     return f"{key}: found {actual!r}, expected {expected!r}"

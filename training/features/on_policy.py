@@ -33,7 +33,7 @@ class LiveWithCache(LiveFeatures):
     """The live backbone; its KV cache is kept with the features."""
 
     def read(self, batch: Batch) -> FeaturesWithCache:
-        cache, document_BT = DynamicCache(), batch.document_BT   # without a configuration, so that sliding layers keep all keys
+        cache, document_BT = DynamicCache(), batch.document_BT  # without a configuration, so that sliding layers keep all keys
         positions_BT, attention_mask = None, None
         if batch.packed:
             positions_BT, attention_mask = document_positions(document_BT), document_masks(document_BT, self.backbone.windows)
@@ -45,7 +45,7 @@ def with_cache(recipe: Recipe, source: FeatureSource) -> FeatureSource:
     """Return the feature source, with the KV cache if a drafter trains on-policy."""
     if not any(one.objective.on_policy for one in recipe.per_drafter().values()):
         return source
-    assert isinstance(source, LiveFeatures)   # recipes with a feature cache are rejected on loading
+    assert isinstance(source, LiveFeatures)  # recipes with a feature cache are rejected on loading
     return LiveWithCache(source.backbone, source.taps)
 
 

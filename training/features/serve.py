@@ -52,7 +52,7 @@ def server_line(recipe: Recipe, taps: tuple[int, ...], layers: int, *, port: int
     transfer: dict[str, Any] = {"kv_connector": ON_CPU if cpu else CONNECTOR, "kv_role": "kv_producer"}
     transfer |= {"kv_connector_module_path": "hidden_states_on_cpu"} if cpu else {}
     transfer["kv_connector_extra_config"] = {"shared_storage_path": str(Path(served.folder).absolute())}
-    length = recipe.data.max_length + 1   # a request asks for one token more
+    length = recipe.data.max_length + 1  # a request asks for one token more
     if recipe.cache.dir is not None and recipe.regenerate.out is not None:
         length = recipe.data.max_length + recipe.regenerate.max_new_tokens
     command = [

@@ -54,7 +54,7 @@ class ServedFeatures(FeatureSource):
             self._begin(tokens_T)
         records = [self._record(tokens_T) for tokens_T in documents]
         members = tuple(tuple(range(len(row))) for row in documents_of(batch))
-        if not records:   # padding alone
+        if not records:  # padding alone
             return self._empty(batch)
         needed = [{name: record[name] for name in (*self.form.states, "tokens", "labels")} for record in records]
         return self.form.decode(concatenate(needed), Batch(batch.tokens_BT, batch.loss_mask_BT, batch.document_BT, members), self.taps)
@@ -84,7 +84,7 @@ class ServedFeatures(FeatureSource):
         return answer, checked
 
     def _record(self, tokens_T: Tensor) -> Record:
-        self._begin(tokens_T)   # two equal documents of a batch
+        self._begin(tokens_T)  # two equal documents of a batch
         try:
             answer, checked = self.waiting.pop(_key(tokens_T)).result()
             if checked:
@@ -115,7 +115,7 @@ class ServedFeatures(FeatureSource):
     def close(self) -> None:
         self.servers.close()
         self.pool.shutdown(cancel_futures=True)
-        self.servers.close()   # of requests that have ended meanwhile
+        self.servers.close()  # of requests that have ended meanwhile
 
 
 def documents_of(batch: Batch) -> list[list[Tensor]]:

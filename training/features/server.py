@@ -183,7 +183,7 @@ class Servers:
             end = time.monotonic() + GRACE
             while not file.exists() and time.monotonic() < end:
                 time.sleep(0.01)
-            content = file.read_bytes()   # not mapped, since it is deleted now
+            content = file.read_bytes()  # not mapped, since it is deleted now
         except FileNotFoundError:
             self._count_missing(url)
             raise Away("answered but wrote no file") from None
@@ -213,7 +213,7 @@ class Servers:
             try:
                 if self.run in file.name or time.time() - file.stat().st_mtime > age:
                     file.unlink()
-            except OSError:   # another run's, or gone
+            except OSError:  # another run's, or gone
                 continue
 
     def close(self) -> None:
@@ -239,5 +239,5 @@ def _wait_for(lock: Path, end: float) -> None:
                     if time.monotonic() > end:
                         raise Away("holds the lock of a file that it does not write") from None
                     time.sleep(0.005)
-    except FileNotFoundError:   # not every connector locks
+    except FileNotFoundError:  # not every connector locks
         return

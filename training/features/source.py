@@ -89,7 +89,7 @@ class LiveFeatures(FeatureSource):
         if batch.packed:
             attention_mask = document_masks(document_BT, self.backbone.windows)
             features = self.backbone.read(tokens_BT, None, document_positions(document_BT), attention_mask, self.taps)
-        else:   # causal, so no position attends to right padding
+        else:  # causal, so no position attends to right padding
             features = self.backbone.read(tokens_BT, taps=self.taps)
         return replace(features, loss_mask_BT=batch.loss_mask_BT, document_BT=document_BT)
 

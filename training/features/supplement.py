@@ -80,9 +80,7 @@ def read_supplement(manifest: Manifest, form: CacheFormat) -> Supplement | None:
     return Supplement(form, load_file(path), tuple(json.loads(header["fitted"])), header["held_out"], header["lacks_last"] == "True")
 
 
-def write_supplement(
-    manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits, positions: int
-) -> None:
+def write_supplement(manifest: Manifest, form: CacheFormat, source: FeatureSource, splits: Splits, positions: int) -> None:
     """Write a cache's supplement, unless it is there. ``positions``: of texts for start values."""
     path = manifest.folder / FILE
     with locked(manifest.folder / ".locks" / "supplement", "cache.dir", wait=True):
@@ -113,7 +111,7 @@ def evaluated(samples: Sequence[Sample]) -> list[Sample]:
 def chosen_texts(samples: Sequence[Sample], positions: int) -> list[int]:
     """Return the samples of about so many positions that start values are fitted to: of a mix, some of each part."""
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)   # whose neighbours are known too
+    before = accumulate((len(samples[i].tokens) - 2 for i in order), initial=0)  # whose neighbours are known too
     return [i for i, count in zip(order, before, strict=False) if count < positions]
 
 

@@ -58,11 +58,11 @@ def evaluate(
     training, devices = drafter.training, [one for one in (drafter.backbone.device,) if one.type == "cuda"]
     how = Settings(settings.max_new_tokens, settings.temperature, tree=TreeShape(nodes=settings.nodes, width=settings.width))
     queued = (Prompt(prompt_T, seed + i, i) for i, prompt_T in enumerate(prompts))
-    waiting = iter(sorted(queued, key=lambda one: len(one.ids_T)))   # a pass attends to as many positions as the longest has
+    waiting = iter(sorted(queued, key=lambda one: len(one.ids_T)))  # a pass attends to as many positions as the longest has
     tally, texts, runs = Tally(accepted=[0] * drafter.depth), dict[int, list[int]](), [list[int]() for _ in prompts]
     drafter.eval()
     try:
-        heads = SpeculativeModel(drafter.backbone, drafter, capture="off")   # captures would be made anew for every evaluation
+        heads = SpeculativeModel(drafter.backbone, drafter, capture="off")  # captures would be made anew for every evaluation
         learned = heads.engine(True).speculation.sources[0].by_mode[how.temperature > 0]
         steps = stream(heads, lambda: next(waiting, None), Queue(how, ROWS, end_tokens(drafter.backbone.model.generation_config)))
         with torch.random.fork_rng(devices), closing(steps):

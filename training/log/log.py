@@ -59,7 +59,7 @@ class Meter:
         if result is None:
             self.skipped += 1
             return
-        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0   # the gradient scaler skipped the step
+        norm = result.grad_norm if math.isfinite(result.grad_norm) else 0.0  # the gradient scaler skipped the step
         self.steps, self.loss, self.grad_norm = self.steps + 1, self.loss + result.loss, self.grad_norm + norm
         self.joint += result.lm_loss > 0
         self.lm_loss, self.lm_kl = self.lm_loss + result.lm_loss, self.lm_kl + result.lm_kl
@@ -70,13 +70,17 @@ class Meter:
     def record(self) -> dict[str, Any]:
         """Return means, with accuracy and expected acceptance rate (alpha) per depth; loss and norm are None if all steps were skipped."""
         backbone = {name: value / self.joint for name, value in (("lm_loss", self.lm_loss), ("lm_kl", self.lm_kl)) if value}
-        return {
-            "loss": self.loss / self.steps if self.steps else None,
-            "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
-            "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
-            "grad_norm": self.grad_norm / self.steps if self.steps else None,
-            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-        } | backbone | ({"skipped": self.skipped} if self.skipped else {})
+        return (
+            {
+                "loss": self.loss / self.steps if self.steps else None,
+                "accuracy": [round(x / max(n, 1.0), 5) for x, n in zip(self.correct_K, self.count_K, strict=True)],
+                "alpha": [round(x / max(n, 1.0), 5) for x, n in zip(self.alpha_K, self.count_K, strict=True)],
+                "grad_norm": self.grad_norm / self.steps if self.steps else None,
+                "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+            }
+            | backbone
+            | ({"skipped": self.skipped} if self.skipped else {})
+        )
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,12 +157,12 @@ class Log:
         if not self.main:
             return
         self.bar.close()
-        with suppress(OSError):   # what could not be written has been reported
+        with suppress(OSError):  # what could not be written has been reported
             self.file.close()
         for tracker in self.trackers:
             try:
                 tracker.finish()
-            except Exception as error:   # whatever was trained is saved
+            except Exception as error:  # whatever was trained is saved
                 self.say(f"warning: {tracker.name} could not be closed: {type(error).__name__}: {cause(error)}")
 
     def _write(self, line: dict[str, Any]) -> None:

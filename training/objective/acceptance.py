@@ -59,7 +59,7 @@ def _chains(loss: FusedLoss, features: Features, sampled: bool, seed: int) -> It
     agree_NK, counts_NK = agree_MK.new_zeros(2, (count + 1) * K).unbind()
     agree_NK.scatter_(0, index_MK.flatten(), (agree_MK * rows.counts_MK).flatten())
     counts_NK.scatter_(0, index_MK.flatten(), rows.counts_MK.to(agree_MK.dtype).flatten())
-    counts_NK = counts_NK.view(-1, K).cumprod(1)   # a chain whose start is no label has none
+    counts_NK = counts_NK.view(-1, K).cumprod(1)  # a chain whose start is no label has none
     yield agree_NK.view(-1, K).cumprod(1) * counts_NK, counts_NK
 
 

@@ -62,9 +62,7 @@ def sample_anchors(features: Features, depth: int, share: float, step_key: StepK
     number_M = number_within(row_M * tokens_BT.shape[1] + first_M)
     order_M = number_M.argsort(stable=True)
     row_M, t_M = row_M[order_M], t_M[order_M]
-    return SampledAnchors(
-        Anchors(row_M, t_M), share, first_M[order_M], number_M[order_M], key_BT[row_M, t_M], counts_BTK[row_M, t_M]
-    )
+    return SampledAnchors(Anchors(row_M, t_M), share, first_M[order_M], number_M[order_M], key_BT[row_M, t_M], counts_BTK[row_M, t_M])
 
 
 def _keys(tokens_BT: Tensor, position_BT: Tensor, step_key: StepKey) -> Tensor:
@@ -85,7 +83,7 @@ def text_rows(features: Features, anchors: SampledAnchors) -> LossRows:
     """Make the loss rows of teacher-forced drafts at anchors, with one target per depth, at position ``t+1+k``."""
     row_M1, K, last = anchors.at.row_M[:, None], anchors.counts_MK.shape[1], features.tokens_BT.shape[1] - 1
     target_MK = anchors.at.position_M[:, None] + 1 + torch.arange(K, device=row_M1.device)
-    here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)   # no depth counts beyond the row
+    here_MK, next_MK = target_MK.clamp(max=last), (target_MK + 1).clamp(max=last)  # no depth counts beyond the row
     tokens_BT = features.tokens_BT
     hidden_MKD, parents_MK, labels_MK = features.hidden_BTD[row_M1, here_MK], tokens_BT[row_M1, here_MK], tokens_BT[row_M1, next_MK]
     return LossRows(hidden_MKD, parents_MK, labels_MK, anchors.counts_MK, anchors.counts_MK)

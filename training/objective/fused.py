@@ -54,8 +54,8 @@ class FusedLoss:
     def _chunk(self, rows: LossRows, chunk: slice, gradients: GradientAccumulator) -> tuple[Tensor, Tensor, Tensor]:
         sums, targets = [], rows.hidden_MJD.shape[1]
         for i in range(len(gradients.drafts)):
-            if i < targets:   # one target for all depths, or one per depth
-                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):   # in its own dtype, as in decoding
+            if i < targets:  # one target for all depths, or one per depth
+                with torch.no_grad(), torch.autocast(rows.parents_MJ.device.type, enabled=False):  # in its own dtype, as in decoding
                     target = soft_target(self.teacher.readout(rows.hidden_MJD[:, i]), self.vocabulary)
             sums.append(self._depth(i, target, rows, chunk, gradients))
         losses_K, correct_K, alpha_K = (torch.stack(part) for part in zip(*sums, strict=True))
@@ -114,7 +114,7 @@ class GradientAccumulator:
     def backward(self, i: int, chunk: slice, leaf_CD: Tensor, logits_CV: Tensor, gradient_CV: Tensor) -> None:
         """Propagate the gradient of a chunk's logits through the readout to ``leaf_CD`` and the weights."""
         inputs = [weight for weight in leaves(logits_CV) if weight is not leaf_CD] + [leaf_CD] * leaf_CD.requires_grad
-        with torch.autocast(logits_CV.device.type, enabled=False):   # a backward uses the dtypes of its forward
+        with torch.autocast(logits_CV.device.type, enabled=False):  # a backward uses the dtypes of its forward
             gradients = torch.autograd.grad(logits_CV, inputs, gradient_CV.to(logits_CV.dtype), allow_unused=True)
         for tensor, part in zip(inputs, gradients, strict=True):
             if tensor is leaf_CD and part is not None:

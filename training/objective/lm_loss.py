@@ -37,7 +37,7 @@ def lm_loss(backbone: Backbone, features: Features, chunk: int, original_BTD: Te
     hidden_MD, label_M = features.hidden_BTD[row_M, j_M], features.tokens_BT[row_M, j_M + 1]
     original_MD = None if original_BTD is None else original_BTD[row_M, j_M]
     cross_entropy = kl = hidden_MD.new_zeros((), dtype=hidden_MD.float().dtype)
-    starts = list(range(0, max(len(label_M), 1), chunk))   # at least one, since data parallelism needs the adapter in every graph
+    starts = list(range(0, max(len(label_M), 1), chunk))  # at least one, since data parallelism needs the adapter in every graph
     for start in chunk_policy().select(starts):
         rows = slice(start, start + chunk)
         original_CD = None if original_MD is None else original_MD[rows]

@@ -40,12 +40,12 @@ def target_hidden(backbone: Backbone, features: FeaturesWithCache, at: Anchors, 
     tokens_BRN = drafted_MN.new_zeros(B, R, N)
     tokens_BRN[at.row_M, rank_M] = drafted_MN
     positions_BX, attention_mask = draft_masks(features.document_BT, anchor_BR, N, backbone.windows)
-    if backbone.max_positions is not None:   # tokens past the document's end have no weight
+    if backbone.max_positions is not None:  # tokens past the document's end have no weight
         positions_BX = positions_BX.clamp(max=backbone.max_positions - 1)
     kept = [(layer.keys, layer.values) for layer in features.cache.layers]
     try:
         hidden_BXD = backbone.read(tokens_BRN.flatten(1), features.cache, positions_BX, attention_mask).hidden_BTD
-    finally:   # restore the cache for the next drafter
+    finally:  # restore the cache for the next drafter
         for layer, (keys, values) in zip(features.cache.layers, kept, strict=True):
             layer.keys, layer.values = keys, values
     return hidden_BXD.unflatten(1, (R, N))[at.row_M, rank_M]
@@ -60,18 +60,18 @@ def prefill_at(drafter: Drafter, features: Features, anchors: SampledAnchors) ->
     row_M, first_M, number_M = anchors.at.row_M, anchors.first_M, anchors.number_M
     end_M, document_M = anchors.at.position_M - first_M + 1, row_M * features.tokens_BT.shape[1] + first_M
     by_document_M, read_M = document_M.argsort(stable=True), torch.zeros_like(end_M)
-    read_M[by_document_M[1:]] = end_M[by_document_M[:-1]]   # up to the previous anchor
+    read_M[by_document_M[1:]] = end_M[by_document_M[:-1]]  # up to the previous anchor
     read_M[number_M == 0] = 0
     pieces = [(number_M == number).nonzero().flatten() for number in range(int(number_M.max()) + 1)]
-    longest = max(int(read_M[now].max() + (end_M - read_M)[now].max()) for now in pieces)   # rows of a piece are padded to one length
-    alive = document_M[pieces[0]]   # documents of the state's rows, ascending
+    longest = max(int(read_M[now].max() + (end_M - read_M)[now].max()) for now in pieces)  # rows of a piece are padded to one length
+    alive = document_M[pieces[0]]  # documents of the state's rows, ascending
     for now in pieces:
         rows, alive = torch.searchsorted(alive, document_M[now]), document_M[now]
         state = None if state is None else drafter.select(state, rows)
         piece = _piece(features, row_M[now], first_M[now] + read_M[now], (end_M - read_M)[now])
         state = drafter.reserve(drafter.begin(piece, state), longest + drafter.trained_depth)
         states.append(state)
-    while len(states) > 1:   # in pairs, so that each is copied only a few times
+    while len(states) > 1:  # in pairs, so that each is copied only a few times
         pairs = [states[i : i + 2] for i in range(0, len(states), 2)]
         states = [drafter.join(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
     return states[0]

@@ -95,7 +95,7 @@ def compare(teacher: SoftTarget, logits_CV: Tensor) -> DraftProbs:
     logits_CV = logits_CV.to(torch.promote_types(at_least_fp32(logits_CV[:0]).dtype, teacher.p_CV.dtype))
     q_CV, choice_C = logits_CV.softmax(-1), logits_CV.argmax(-1)
     norm_C = (logits_CV.gather(-1, choice_C[:, None]) - q_CV.gather(-1, choice_C[:, None]).log()).squeeze(-1)
-    buffer_CV = teacher.p_CV * logits_CV   # one buffer for products that are only summed, then for the gradient
+    buffer_CV = teacher.p_CV * logits_CV  # one buffer for products that are only summed, then for the gradient
     cross_C = buffer_CV.sum(-1)
     alpha_C = torch.minimum(teacher.p_CV, q_CV, out=buffer_CV).sum(-1)
     return DraftProbs(logits_CV, q_CV, norm_C, choice_C, cross_C, alpha_C, buffer_CV.zero_())
@@ -131,7 +131,7 @@ def js(teacher: SoftTarget, draft: DraftProbs, weight_C: Tensor, settings: Objec
     apart_CV = _log(draft.q_CV).sub_(_log(half_CV)).mul_(draft.q_CV)
     draft.log_q_grad_CV.addcmul_(apart_CV, weight_C[:, None], value=0.5)
     to_half_C = teacher.negentropy_C - torch.linalg.vecdot(teacher.p_CV, _log(half_CV))
-    outside_C = (1 - teacher.mass_C) * math.log(2)   # outside, q is 0 and h is p / 2
+    outside_C = (1 - teacher.mass_C) * math.log(2)  # outside, q is 0 and h is p / 2
     return (to_half_C + apart_CV.sum(-1) + outside_C) / 2
 
 

@@ -91,7 +91,7 @@ class FakeValues(TorchFunctionMode):
         if func is torch._grouped_mm:
             return _GroupedProduct.apply(*args[:2])
         if func is torch.Tensor.detach:
-            func(*args)   # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
+            func(*args)  # the mode refers to an operation's first result, and a module could then not be moved, as PEFT does
         if func is torch.Tensor.item:
             return 0.0 if args[0].is_floating_point() else 0
         if func is torch.Tensor.__int__:
@@ -167,7 +167,7 @@ def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torc
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:
     options, arguments = split_drafter(recipe.drafter)
-    if options.init is not None and Path(options.init).is_dir():   # nothing is downloaded
+    if options.init is not None and Path(options.init).is_dir():  # nothing is downloaded
         require_kind(options.init, read_metadata(options.init)[1], options.kind)
     drafter = construct_drafter(options.kind, backbone, arguments).train()
     for weight in drafter.frozen():

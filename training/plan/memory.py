@@ -155,7 +155,7 @@ class MemoryPlan:
         """Return the non-persistent bytes of the backbone's forward and of the largest drafter step."""
         values, draft_steps = self.models.values, list[Parts]()
         values.label_tokens, values.packed, values.longest = size.label_tokens, self.recipe.data.packing, size.length - 1
-        policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)   # fake tensors are always on a CPU
+        policy = ChunkPolicy("cuda" if self.accelerator else "cpu", ends_only=True)  # fake tensors are always on a CPU
         with _quiet(), self.models.fake_mode(), MemoryCounter() as counter, use_chunk_policy(policy), recompute_within(lambda: values):
             features, teacher = self._features(size, counter)
             target_forward = counter.parts([])

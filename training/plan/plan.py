@@ -137,7 +137,7 @@ def _estimate(memory_plan: MemoryPlan, size: MicroBatch, share: int, steps: int 
 
 def read_data(recipe: Recipe, models: FakeModels) -> Splits | str:
     """Load the samples, or return why they are not available; nothing is downloaded. Raises UserError if a file cannot be read."""
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")   # makes `datasets` use only its cache
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # makes `datasets` use only its cache
     settings, data, context = recipe.backbone, recipe.data, models.backbone.max_positions or sys.maxsize
     if data.max_length > context:
         raise UserError(f"data.max_length={data.max_length} is longer than the backbone's context of {context}; lower it")
@@ -283,4 +283,3 @@ def _advice(recipe: Recipe, peak: StepMemory, report: dict[str, Any], machine: M
         smaller = "train a smaller head (drafter.draft_vocab_size, drafter.intermediate_size)"
         return f"{smaller}, or set train.optimizer=muon or train.ema_decay=null"
     return "take rows of fewer tokens (data.max_length), a smaller backbone, or more memory"
-

@@ -1,6 +1,6 @@
 """A training run as a recipe: every key it may have is a field of these models; anything else is an error.
 
-    recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafter.depth=3"])
+recipe = load_recipe("recipes/quickstart/eagle3.yaml", ["train.lr=3e-4", "drafter.depth=3"])
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def recipe_schema() -> dict[str, Any]:
     schema["properties"]["heads"] = {**_described(schema, "heads"), "anyOf": [listed, {"type": "object", "additionalProperties": entry}]}
     schema["properties"] = {EXTENDS: _EXTENDS, **schema["properties"]}
     required = schema.pop("required")
-    inside = {key: {"required": definitions[key.capitalize()].pop("required")} for key in required}   # an extended file may have them
+    inside = {key: {"required": definitions[key.capitalize()].pop("required")} for key in required}  # an extended file may have them
     whole = [{"required": [*required, trained], "properties": inside} for trained in ("drafter", "heads")]
     return {"$schema": DIALECT, **schema, "title": "Headstart recipe", "anyOf": [*whole, {"required": [EXTENDS]}]}
 

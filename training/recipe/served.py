@@ -23,7 +23,7 @@ def address(section: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         try:
             parts = urlsplit(text)
-            if parts.username is not None or parts.password is not None or parts.query:   # it would stand in logs and cards
+            if parts.username is not None or parts.password is not None or parts.query:  # it would stand in logs and cards
                 raise UserError(
                     f"{section}.endpoint is an address without user, password and query (what was given is not shown); "
                     f"name the environment variable with the server's key in {section}.api_key"
@@ -32,7 +32,7 @@ def address(section: str) -> Callable[[str], str]:
                 return text
         except UserError:
             raise
-        except ValueError:   # a port that is no number
+        except ValueError:  # a port that is no number
             pass
         raise ValueError("is an http(s) address, or null")
 

@@ -36,7 +36,7 @@ class _Resolver(VersionedResolver):
 
 
 def _yaml() -> YAML:
-    yaml: Any = YAML(typ="safe", pure=True)   # plain values only
+    yaml: Any = YAML(typ="safe", pure=True)  # plain values only
     yaml.Resolver = _Resolver
     yaml.default_flow_style = False
     yaml.allow_unicode = True
@@ -48,7 +48,7 @@ def _yaml() -> YAML:
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML document. Raises UserError with ``source`` and the line if it is not valid, or beyond a limit."""
     try:
-        _require_shape(text, source)   # before values are made: slow and recursive in what is nested
+        _require_shape(text, source)  # before values are made: slow and recursive in what is nested
         value = _yaml().load(text)
     except UserError:
         raise
@@ -128,4 +128,4 @@ def override(tree: dict[str, Any], change: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise UserError(f"{change!r}: {'.'.join(parents[:level])} is {node!r}, with no keys below it")
-    node[last] = _plain(value) if value.startswith("*") else parse_yaml(value, repr(change))   # a pattern of files
+    node[last] = _plain(value) if value.startswith("*") else parse_yaml(value, repr(change))  # a pattern of files

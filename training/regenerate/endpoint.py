@@ -100,7 +100,7 @@ class Endpoint:
 
     def respond(self, items: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
         """See `Responder`. If the server does not answer, raise UserError and cancel pending requests."""
-        if any(isinstance(item, Completion) for item in items):   # loaded before the threads start; only plain texts need it
+        if any(isinstance(item, Completion) for item in items):  # loaded before the threads start; only plain texts need it
             where = self.recipe.backbone
             self._tokenizer = load_tokenizer(where.path, trust_remote_code=where.trust_remote_code)
             if not self._tokenizer.is_fast:
@@ -115,7 +115,7 @@ class Endpoint:
                 if not under_way:
                     return
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in sorted(done, key=_failed):   # what was answered is kept
+                for future in sorted(done, key=_failed):  # what was answered is kept
                     item = future.result()
                     wrote(item.tokens)
                     answered, refused = answered + item.turns, refused + (item.error == "refused")
@@ -149,7 +149,7 @@ class Endpoint:
         choice = self._choice(path, item, prompt, "message")
         fields = choice.part if isinstance(choice.part, dict) else {}
         kept = {name: fields[name] for name in ("tool_calls", "function_call", "refusal") if fields.get(name)}
-        if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):   # servers differ in the name
+        if thoughts := fields.get("reasoning_content") or fields.get("reasoning"):  # servers differ in the name
             kept["reasoning_content"] = thoughts
         content = fields.get("content")
         if not isinstance(content, str | None) or not isinstance(kept.get("reasoning_content", ""), str):
@@ -206,7 +206,7 @@ class Endpoint:
         """Request a response and return ``part`` of it."""
         settings, seed = self.settings, self.recipe.seed
         sampling = {"temperature": item.temperature(settings, seed), "top_p": settings.top_p, "seed": item.seed(seed) % (1 << 31)}
-        filters = {"top_k": settings.top_k} if settings.top_k else {}   # not part of OpenAI's API, so sent only if set
+        filters = {"top_k": settings.top_k} if settings.top_k else {}  # not part of OpenAI's API, so sent only if set
         kept = {} if self.keeper is None else self.keeper.parameters
         request = {"model": self.model, **prompt, **kept, "max_tokens": settings.max_new_tokens, **sampling, **filters}
         try:

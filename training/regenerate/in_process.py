@@ -83,7 +83,7 @@ class InProcess:
                 failed.append(item)
             return None
 
-        ahead = [take()]   # the tokens that end an answer are known after the first prompt is made
+        ahead = [take()]  # the tokens that end an answer are known after the first prompt is made
         how = Settings(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
         queue = Queue(how, settings.batch_size, self.ends)
         with contextlib.closing(stream(self.heads, lambda: ahead.pop() if ahead else take(), queue)) as steps:

@@ -87,7 +87,7 @@ class Item(ABC):
         if response.answer and self.trace is not None:
             self.trace.add(response.prompt, response.answer)
         else:
-            self.trace = None   # of a row with a text alone, the tokens are made from it
+            self.trace = None  # of a row with a text alone, the tokens are made from it
 
     def columns(self) -> dict[str, Any]:
         """Return the row's exact tokens, if all of them are known: one sample or, where the template rewrites earlier turns, several."""

@@ -57,7 +57,7 @@ class PartialFile:
         if out.exists():
             raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
         self.lock_path = out.with_name(f".{out.name}.lock")
-        with ExitStack() as resources:   # closed if anything below fails
+        with ExitStack() as resources:  # closed if anything below fails
             if not resources.enter_context(locked(self.lock_path, "regenerate.out")):
                 raise UserError(f"{self.path} is being written by another process; let it finish, or choose another regenerate.out")
             try:
@@ -107,7 +107,7 @@ class PartialFile:
         header: dict[str, Any] = {}
         for number, raw in enumerate(self.file, 1):
             if not raw.endswith(b"\n") and (number > 1 or START.startswith(raw[: len(START)])):
-                self.file.truncate(offset)   # incomplete after a kill
+                self.file.truncate(offset)  # incomplete after a kill
                 break
             line = self._line(raw, number)
             if number == 1:

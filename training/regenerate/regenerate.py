@@ -111,7 +111,7 @@ def write_answers(recipe: Recipe) -> dict[str, Any]:
         raise UserError("regenerate.out is not set; name the file to write, as in regenerate.out=data/answers.jsonl")
     out = as_path("regenerate.out", settings.out)
     require_writable("regenerate.out", out)
-    if out.exists():   # before the backbone is loaded
+    if out.exists():  # before the backbone is loaded
         raise UserError(f"regenerate.out={out} is there already; delete it, or choose another name")
     recipe = begun_at(recipe, [begun_with(out).get("data.template_time")], now())
     data = _one_dataset(recipe)
@@ -189,7 +189,11 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
         for item in finished:
             partial.append(
                 {
-                    "row": item.row, "turns": item.turns, "tokens": item.tokens, "error": item.error, "detail": item.detail,
+                    "row": item.row,
+                    "turns": item.turns,
+                    "tokens": item.tokens,
+                    "error": item.error,
+                    "detail": item.detail,
                     "result": item.result(),
                 }  # fmt: skip
             )
@@ -198,7 +202,7 @@ def _answer(responder: Responder, missing: Sequence[Item], partial: PartialFile,
 
 def _finished(responder: Responder, missing: Sequence[Item], wrote: Callable[[int], None]) -> Generator[Item]:
     """Yield items when they are no longer pending; closing the generator cancels running requests."""
-    yield from (item for item in missing if not item.pending)   # these need no response
+    yield from (item for item in missing if not item.pending)  # these need no response
     yield from responder.respond([item for item in missing if item.pending], wrote)
 
 

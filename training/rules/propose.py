@@ -75,7 +75,7 @@ def _ladder(tree: Tree, machine: Machine) -> Iterator[Tree]:
     """Yield changes, the cheapest first."""
     frozen = tree["backbone"].get("lora") is None
     recomputed = {"train": {"gradient_checkpointing": True}}
-    can_recompute = not frozen or find_drafter(tree["drafter"]["kind"]).recompute is not Drafter.recompute   # the backbone can
+    can_recompute = not frozen or find_drafter(tree["drafter"]["kind"]).recompute is not Drafter.recompute  # the backbone can
     steps = [{}, recomputed] if can_recompute else [{}]
     yield from steps
     if machine.processes > 1 and frozen and not tree["backbone"].get("shard"):
@@ -172,7 +172,7 @@ def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, ma
 
 def _micro_batch(method: Method, batch_size: int, length: int, processes: int) -> int:
     """Return the rows of a forward pass: a power of two, at most a device's share of the step."""
-    tokens = FORWARD_TOKENS // 2 if method.trains_backbone else FORWARD_TOKENS   # a trained backbone keeps its activations
+    tokens = FORWARD_TOKENS // 2 if method.trains_backbone else FORWARD_TOKENS  # a trained backbone keeps its activations
     return min(max(1, batch_size // processes), 1 << (max(1, tokens // length).bit_length() - 1))
 
 

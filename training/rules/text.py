@@ -96,7 +96,7 @@ def _commands(proposal: Proposal, path: str) -> list[str]:
     """Return the commands from regeneration to serving."""
     out, name = proposal.tree["save"]["dir"], f"data/{proposal.facts.name}.jsonl"
     reset = {"format": "auto", "column": "null", "limit": "null", "eval": "null", "eval_rows": "64"}
-    given = {} if proposal.preset.own else proposal.preset.data   # answers have the rows of the prompts
+    given = {} if proposal.preset.own else proposal.preset.data  # answers have the rows of the prompts
     changes = " ".join(f"data.{key}={value}" for key, value in reset.items() if given.get(key) is not None)
     only = proposal.preset.data["train"]
     one = f" data.train={only[0]['path']}" if isinstance(only, list) else ""

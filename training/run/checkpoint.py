@@ -96,7 +96,7 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
     """Write the state of a step atomically, then delete all but the ``keep`` newest."""
     folder = save_dir / "state" / f"step-{step:08d}"
     discard_unfinished(folder.with_name("step-*"))
-    discard(folder)   # damaged: the run would have gone on from an intact state of this step
+    discard(folder)  # damaged: the run would have gone on from an intact state of this step
     with atomic(folder, folder=True) as temporary:
         save_file(tensors, temporary / "tensors.safetensors")
         content = {"format": FORMAT, "step": step, **progress, "sha256": file_hash(temporary / "tensors.safetensors")}
@@ -104,7 +104,7 @@ def write_state(save_dir: Path, step: int, tensors: dict[str, Tensor], progress:
         for path in [*temporary.iterdir(), temporary]:
             flush(path)
     flush(folder.parent)
-    for old in _steps(save_dir)[max(keep, 1):]:
+    for old in _steps(save_dir)[max(keep, 1) :]:
         shutil.rmtree(old)
     return folder
 

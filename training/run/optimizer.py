@@ -25,7 +25,7 @@ def learning_rate(step: int, steps: int, train: Train) -> float:
     if train.schedule == "constant":
         return train.peak_lr
     falling = round(train.decay_ratio * steps) if train.schedule == "wsd" else steps - warmup
-    done = max(step - 1 - (steps - falling), 0) / max(falling, 1)   # from 0, so that the last step's rate is above the minimum
+    done = max(step - 1 - (steps - falling), 0) / max(falling, 1)  # from 0, so that the last step's rate is above the minimum
     left = (1 + math.cos(math.pi * min(done, 1.0))) / 2 if train.schedule == "cosine" else 1 - done
     return train.peak_lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * max(left, 0.0))
 
@@ -61,10 +61,10 @@ class Muon(torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum = to_local(state["momentum_buffer"]).lerp_(to_local(gradient), 1 - group["momentum"])
-        ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)   # unsharded
+        ahead = gather_like(to_local(gradient).lerp(momentum, group["momentum"]), parameter)  # unsharded
         ahead = ahead if ahead.device.type == "cpu" else ahead.bfloat16()
         update = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        size = 0.2 * max(parameter.shape) ** 0.5   # 0.2 is the typical RMS of AdamW's updates
+        size = 0.2 * max(parameter.shape) ** 0.5  # 0.2 is the typical RMS of AdamW's updates
         to_local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
         to_local(parameter).add_(to_local(distribute_like(update, parameter)), alpha=-group["lr"] * size)
 

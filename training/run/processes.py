@@ -65,7 +65,7 @@ def sole_run(save_dir: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if made and [path.name for path in folder.iterdir()] == [LOCK]:   # refused before anything was written
+            if made and [path.name for path in folder.iterdir()] == [LOCK]:  # refused before anything was written
                 with suppress(OSError):
                     (folder / LOCK).unlink()
                     for place in made:
@@ -85,7 +85,7 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():   # only the main thread may set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
@@ -132,7 +132,7 @@ def lost_process(error: RuntimeError, save_dir: str) -> UserError | None:
     """Return what to report if a collective operation failed because another process is gone; None for any other error."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not (isinstance(error, torch.distributed.DistError) or LOST.search(str(error))):
         return None
-    cause = re.sub(r"^\[[^\]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0][:200]   # without the place in gloo's source
+    cause = re.sub(r"^\[[^\]]*\] ", "", str(error).strip()).split("\n")[0].split(". ")[0][:200]  # without the place in gloo's source
     return UserError(
         f"another process of this run has ended or does not answer ({cause}); its own message says why. "
         f"The same command goes on from what was last saved in {save_dir}"

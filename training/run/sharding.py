@@ -87,7 +87,7 @@ def shard_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
     for layer in decoder_layers(model, model.config.get_text_config().num_hidden_layers):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)   # each layer is an FSDP root, and roots stay gathered by default
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each layer is an FSDP root, and roots stay gathered by default
     model.load_state_dict(_receive(model, weights, device), strict=False, assign=True)
     model.tie_weights()
     return model.to(device)
@@ -128,7 +128,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Shard a tensor that every process holds whole like another one of the same shape."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:   # AdamW's step counter is a scalar
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:  # AdamW's step counter is a scalar
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 

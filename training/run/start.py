@@ -45,9 +45,7 @@ def choose_vocabularies(drafters: Mapping[str, Drafter], starts: Mapping[str, Wa
         drafter.use_vocabulary(most_frequent(counts.training_V, len(drafter.vocabulary)) if tokens is None else tokens)
 
 
-def fit_starts(
-    drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator
-) -> list[str]:
+def fit_starts(drafters: Sequence[Drafter], samples: Sequence[Sample], features: FeatureSource, accelerator: Accelerator) -> list[str]:
     """Let new drafters fit their start values to texts of the training data; returns lines for the log, in the main process.
 
     The main process does so for all; with a sharded backbone, all read the texts together.

@@ -44,7 +44,7 @@ class TrainStep(nn.Module):
         if drafter.anchor_share < 1:
             anchors = sample_anchors(features, drafter.trained_depth, drafter.anchor_share, step_key)
         hidden = drafter(features, None if anchors is None else anchors.at)
-        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())   # the teacher gets no gradients
+        targets = replace(features, hidden_BTD=features.hidden_BTD.detach())  # the teacher gets no gradients
         sums = objective(loss, targets, hidden, anchors)
         if not self.settings.on_policy:
             return sums
@@ -70,7 +70,7 @@ class JointStep(nn.Module):
     def forward(self, batch: Batch, step_key: StepKey, rise: float) -> Sums:
         features, lm = self._read(batch, rise > 0)
         sums = self.heads(features, step_key)
-        if lm is None:   # data parallelism needs the adapter in every graph
+        if lm is None:  # data parallelism needs the adapter in every graph
             return sums._replace(loss=sums.loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter]).sum())
         kept = self.lora.lm_weight * lm.cross_entropy + self.lora.kl_weight * lm.kl
         return sums._replace(loss=rise * sums.loss + kept, lm_loss=lm.cross_entropy, lm_kl=lm.kl)

@@ -117,7 +117,7 @@ class DrafterTrainer:
         Processes synchronise at the ``last`` micro-batch.
         """
         set_seed(seed)
-        autocast = self.accelerator.autocast() if self.sharded else nullcontext()   # unless sharded, the wrapped module applies autocast
+        autocast = self.accelerator.autocast() if self.sharded else nullcontext()  # unless sharded, the wrapped module applies autocast
         keep_gathered(self.module, not last)
         arguments = (inputs, StepKey(self.recipe.seed, self.step), *((self.rise,) if self.drafter.backbone.trainable else ()))
         with nullcontext() if last else self.accelerator.no_sync(self.module):
@@ -143,7 +143,7 @@ class DrafterTrainer:
 
     def optimizer_step(self) -> None:
         """Update the weights with the accumulated gradients, and the average with the weights."""
-        if not self.rise:   # so that the adapter's moments begin with its first update
+        if not self.rise:  # so that the adapter's moments begin with its first update
             for weight in self.drafter.backbone.trainable.values():
                 weight.grad = None
         self.optimizer.step()

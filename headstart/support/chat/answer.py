@@ -53,7 +53,7 @@ def written(template: Template, messages: Sequence[Message], tools: Any = None) 
 def _written(template: Template, messages: Sequence[Message], tools: Any) -> Written:
     *before, message = messages
     prompt = template.render(before, tools, ask=True).text
-    if CLOSED.search(prompt):   # the prompt has closed its thought, so the model writes none
+    if CLOSED.search(prompt):  # the prompt has closed its thought, so the model writes none
         message = {key: value for key, value in message.items() if key not in THOUGHTS}
     messages = [*before, message]
     after, content, thought = template.render(messages, tools), _after_opening(prompt, message), thoughts(message)
@@ -95,17 +95,17 @@ def _restored(template: Template, messages: Sequence[Message], tools: Any, promp
     called = bool(message.get("tool_calls"))
     shown = template.render([*before, message if called and not content else message | {"content": MARK}], tools).text
     place = shown.rfind(MARK)
-    if place < 0:   # a call beside no content, or a template that leaves content out beside one
+    if place < 0:  # a call beside no content, or a template that leaves content out beside one
         return _beside(template, messages, tools, prompt, shown)
     lead, tail = _lead(template, messages, tools, prompt, shown[:place]), shown[place + len(MARK) :]
     if text is not None and _squeezed(content) in _squeezed(text) and _squeezed(thought) in _squeezed(text):
         inside = text[len(lead) : len(text) - len(tail)]
-        only = text == lead + inside + tail and inside.strip() == content.strip()   # else the template has split the content
+        only = text == lead + inside + tail and inside.strip() == content.strip()  # else the template has split the content
         return Written(prompt, lead + content + tail if only else text, None)
     if CLOSED.search(prompt) and not shown.startswith(prompt):
         return Written(prompt, content + tail, None)
     found = TAG.match(lead)
-    if found is not None and content.lstrip().startswith(f"<{found.group(1)}>"):   # the content has what the template adds
+    if found is not None and content.lstrip().startswith(f"<{found.group(1)}>"):  # the content has what the template adds
         lead = ""
     return Written(prompt, _thoughtful(template.source(tools), prompt, thought, lead, content) + tail, None)
 
@@ -123,7 +123,7 @@ def _lead(template: Template, messages: Sequence[Message], tools: Any, prompt: s
     common = _common(prompt, shown)
     if common >= _turn(template, messages, tools, prompt):
         return shown[common:]
-    said = messages[-2].get("content")   # it writes earlier messages otherwise: look from the last one on
+    said = messages[-2].get("content")  # it writes earlier messages otherwise: look from the last one on
     ending = prompt[prompt.rfind(said) :] if isinstance(said, str) and said.strip() and said in prompt else ""
     return shown[shown.rfind(ending) + len(ending) :] if ending and ending in shown else ""
 

@@ -46,7 +46,7 @@ class Pieces:
         plain = tokenizer.is_fast and not tokenizer.split_special_tokens
         plain = plain and not any(one.lstrip or one.rstrip or one.single_word for one in tokenizer.added_tokens_decoder.values())
         self.special = {one.content for one in added if one.special} if plain else set()
-        longest_first = sorted((one.content for one in added), key=len, reverse=True)   # of two at one place the longer one counts
+        longest_first = sorted((one.content for one in added), key=len, reverse=True)  # of two at one place the longer one counts
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def cut(self, text: str) -> list[str]:

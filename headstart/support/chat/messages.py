@@ -27,7 +27,7 @@ def decode_list(value: Any, what: str) -> Any:
 
     Raises UserError, which begins with ``what``, for text that begins as a list and is not valid JSON.
     """
-    for _ in range(2):   # tables of tables encode twice
+    for _ in range(2):  # tables of tables encode twice
         if isinstance(value, str) and value.strip().startswith(("[", '"[', '"\\u005b')):
             value = _parse(value, what)
     if isinstance(value, list):

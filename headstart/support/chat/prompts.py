@@ -169,7 +169,7 @@ def _task(row: Row) -> str | None:
         if isinstance(row.get(key), str) and row[key]:
             return str(row[key])
     if isinstance(row.get("task_id"), str) and "/" in row["task_id"]:
-        return str(row["task_id"]).partition("/")[0]   # HumanEval/0
+        return str(row["task_id"]).partition("/")[0]  # HumanEval/0
     if "question" in row and "####" in str(row.get("answer")):
         return "GSM8K"
     return None

@@ -31,7 +31,7 @@ class Marked:
         tail = self.around[-1]
         if end and end in tail:
             self.around[-1] = tail.partition(end)[0]
-        elif self.marks and self.marks[-1] == MARK:   # another end, or none: the content goes on to there
+        elif self.marks and self.marks[-1] == MARK:  # another end, or none: the content goes on to there
             self.around[-1] = ""
 
     @cached_property

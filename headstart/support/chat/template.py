@@ -157,7 +157,7 @@ class Template:
                 conversations=[messages], tools=tools, add_generation_prompt=ask, return_assistant_tokens_mask=marks,
                 **self.arguments(tools),
             )  # fmt: skip
-        except Exception as error:   # a template is a program that comes with a model, and may raise anything
+        except Exception as error:  # a template is a program that comes with a model, and may raise anything
             raise TemplateRefusal(cause(error)) from None
         return Rendered(texts[0], tuple(blocks[0]) if marks else ())
 

@@ -117,7 +117,7 @@ class Block(RenamedLayout):
             own = layer_shapes(layer, D, head_norms=True) | {"input_layernorm.weight": (D,)}
             shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
         optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
-        unbounded = replace(layer, windows=(None,) * layer.layers)   # those that remain are as long as the context
+        unbounded = replace(layer, windows=(None,) * layer.layers)  # those that remain are as long as the context
         return replace(reading, layer=unbounded, shapes=shapes, optional=frozenset(optional))
 
     def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
@@ -175,7 +175,7 @@ class DflashHf(Block):
         stated = {
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": "muse_glimmer_assistant",
-            "sliding_window": config["max_position_embeddings"],   # of layers of another type
+            "sliding_window": config["max_position_embeddings"],  # of layers of another type
             **config["dflash_config"],
         }
         kept = {key: config[key] for key in KEPT if key in config}

@@ -24,7 +24,7 @@ def layer_arguments(stated: Mapping[str, Any], backbone: Backbone, path: str) ->
     if config["hidden_act"] != "silu":
         raise UserError(f"{path}: hidden_act {config['hidden_act']!r} in config.json; heads here compute silu alone")
     ours = llama_like(backbone, None).to_dict()
-    bias = bool(stated.get("qkv_bias", stated.get("attention_bias", False)))   # qkv_bias: SafeAILab
+    bias = bool(stated.get("qkv_bias", stated.get("attention_bias", False)))  # qkv_bias: SafeAILab
     theirs = {**config, "attention_bias": bias, "rope_parameters": _rope(config)}
     mine = {**ours, "attention_bias": False, "rope_parameters": _rope(ours)}
     shape = {key: theirs[key] for key in LayerShape.model_fields if theirs[key] is not None and theirs[key] != mine[key]}

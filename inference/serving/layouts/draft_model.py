@@ -63,7 +63,7 @@ class DraftModel(ServedLayout):
         return named and len(files.shapes) > 0 and "fc.weight" not in files.shapes
 
     def sizes(self, files: Files) -> Sizes:
-        return Sizes()   # the configuration is that of the draft model
+        return Sizes()  # the configuration is that of the draft model
 
     def read(self, files: Files, on: Sizes, counting: Counting | None = None) -> list[Reading]:
         safe = all(file.suffix == ".safetensors" for file in files.homes.values())

@@ -148,7 +148,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
-        with warnings.catch_warnings(action="ignore"):   # of pickle protocols, where the error says it
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols, where the error says it
             found = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise _cut_short(file, error) from None
@@ -189,7 +189,7 @@ class Contents:
         """
         require_finite(self.tensors)
         tensors = _separate(self.tensors)
-        with atomic(folder / self.weights_file) as file:   # which gives it the usual permissions
+        with atomic(folder / self.weights_file) as file:  # which gives it the usual permissions
             save_file(tensors, file, metadata={"format": "pt"})
         if self.pickled_file is not None:
             torch.save(tensors, folder / self.pickled_file)
@@ -214,7 +214,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         with atomic(folder, folder=True) as temporary:
             yield temporary
-    except (OSError, SafetensorError) as error:   # such as a full disk
+    except (OSError, SafetensorError) as error:  # such as a full disk
         cause = " ".join(str(error).split())[:200]
         raise UserError(f"cannot write {folder} ({cause}); nothing is written: make room or choose another folder") from None
 
@@ -230,7 +230,7 @@ def require_new(folder: Path) -> None:
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError naming the first tensor that holds a NaN or an infinite value."""
     for name, tensor in tensors.items():
-        values = tensor.float() if tensor.element_size() == 1 else tensor   # isfinite takes no 8-bit floats
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite takes no 8-bit floats
         if tensor.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise UserError(f"tensor {name} holds NaN or infinite values, so it is damaged or training diverged; nothing is written")
 

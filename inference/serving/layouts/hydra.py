@@ -48,7 +48,7 @@ class Hydra(Layout):
             notes.append(f"config.json states {stated} heads, the file holds {depth}: all {depth} are used")
         tensors = files.read(name for name in files.shapes if name != UNUSED)
         layers = config.get("hydra_num_layers") or stored
-        if layers > stored == 2:   # the file holds the repeated block once
+        if layers > stored == 2:  # the file holds the repeated block once
             step, first = (2, 3) if prefix else (1, 1)
             for name in [name for name in tensors if re.match(rf"hydra_mlp\.\d+\.{first}\.linear\.", name)]:
                 head, part = name.split(".")[1], name.rpartition(".")[2]

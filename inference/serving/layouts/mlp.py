@@ -47,7 +47,7 @@ class MlpSpeculator(RenamedLayout):
             raise UserError(f"{path}: config.json does not say n_predict, the number of tokens that it drafts; add it")
         depth, tied = whole_number(config, "n_predict", path), bool(config.get("tie_weights", False))
         tensors = {name if name in ("d2t", "t2d") else PREFIX + name.removeprefix(PREFIX): x for name, x in files.read().items()}
-        for name in sorted(tensors) if tied else ():   # files may hold the shared weights once or once for every depth
+        for name in sorted(tensors) if tied else ():  # files may hold the shared weights once or once for every depth
             match = SHARED.fullmatch(name)
             first = 1 if match and match[1] == "proj" else 0
             if match and int(match[2]) > first:
@@ -55,7 +55,7 @@ class MlpSpeculator(RenamedLayout):
                 if shared is None or not shared.equal(tensors[name]):
                     raise UserError(f"{path} says tie_weights, but {name} differs from the {match[1]} of other depths; set it to false")
                 del tensors[name]
-        inner = config.get("inner_dim") or config.get("emb_dim") or on.width   # 0: the width of the backbone
+        inner = config.get("inner_dim") or config.get("emb_dim") or on.width  # 0: the width of the backbone
         options = {"n_predict": depth, "inner_dim": inner, "tied": tied, "scale_input": bool(config.get("scale_input", False))}
         return [Reading(MlpReader, config, tensors, options=options)]
 

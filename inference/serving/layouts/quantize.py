@@ -73,7 +73,7 @@ def _quantize(weight_OI: Tensor, how: How) -> dict[str, Tensor]:
     scale = (weight.abs().amax(1, keepdim=True) / LARGEST[how]).clamp(min=torch.finfo(torch.float32).tiny)
     if how == "fp8":
         return {"": (weight / scale).clamp(-LARGEST[how], LARGEST[how]).to(torch.float8_e4m3fn), "_scale": scale}
-    scale = scale.to(weight_OI.dtype)   # the dtype in which it is multiplied
+    scale = scale.to(weight_OI.dtype)  # the dtype in which it is multiplied
     values = (weight / scale.float()).round().clamp(-128, 127)
     packed = (values + 128).to(torch.uint8).contiguous().view(torch.int32)
     return {"_packed": packed, "_scale": scale, "_shape": torch.tensor(weight.shape, dtype=torch.int64)}

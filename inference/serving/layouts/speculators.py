@@ -58,24 +58,24 @@ class Speculators(RenamedLayout):
             "speculators_config": _proposal(heads),
         }
         layers = {key: config[key] for key in LAYER_KEYS if key in config}
-        if heads.method == "eagle3":   # a later layer's hidden_norm is a copy that SGLang alone reads
+        if heads.method == "eagle3":  # a later layer's hidden_norm is a copy that SGLang alone reads
             kept = {name: x for name, x in tensors.items() if not (name.startswith("layers.") and name.endswith(".hidden_norm.weight"))}
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
             tensors["embed_tokens.weight"] = heads.embedding().to(tensors["fc.weight"].dtype)
             own = {key: bool(config.get(key)) for key in ("norm_before_fc", "fc_norm", "norm_output", RESIDUAL)}
             own |= {"embed_requires_grad": False, IDS: config[IDS]}
-            layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]   # vLLM reads it here only
+            layers["num_aux_hidden_states"] = config["num_aux_hidden_states"]  # vLLM reads it here only
             layers["model_type"] = "qwen3" if has_qk_norm(config) else "llama"
         else:
             own = _block_config(config)
-            if config["dflash_config"].get("causal"):   # here layers with a window are causal inside a block, others never
+            if config["dflash_config"].get("causal"):  # here layers with a window are causal inside a block, others never
                 kinds = ["sliding_attention"] * config["num_hidden_layers"]
                 window = {"sliding_window": config["max_position_embeddings"], "use_sliding_window": True}
                 layers, own = layers | {"layer_types": kinds} | window, own | {"sliding_window_non_causal": False}
         return Contents(common | own | {"transformer_layer_config": layers}, tensors)
 
     def unread(self, heads: Checkpoint) -> dict[str, str]:
-        return {} if heads.method == "eagle3" else unscaled_embedding(heads, self.engines)   # EAGLE-3 norms the embedding
+        return {} if heads.method == "eagle3" else unscaled_embedding(heads, self.engines)  # EAGLE-3 norms the embedding
 
     def notes(self, heads: Checkpoint) -> list[str]:
         moved = ["the configuration is that of speculators 0.9"]
@@ -122,7 +122,7 @@ class Speculators(RenamedLayout):
     def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
         found = INNER[reading.method].imported(reading, files, backbone)
         methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        depth = methods[0].get("speculative_tokens")   # of a block it is not that of its training
+        depth = methods[0].get("speculative_tokens")  # of a block it is not that of its training
         known = isinstance(depth, int) and depth > 0 and reading.method != "block"
         return replace(found, arguments={**found.arguments, **({"depth": depth} if known else {})})
 

@@ -85,7 +85,7 @@ def differences(reading: Reading, original: Reading, quantised: bool = False) ->
     for name in sorted(set(reading.tensors) & set(original.tensors)):
         mine, theirs = reading.tensors[name], original.tensors[name]
         if drafted is not None and "d2t" not in reading.tensors and len(theirs) == len(drafted) < len(mine):
-            mine = mine[drafted]   # an output layer that was written over the whole vocabulary
+            mine = mine[drafted]  # an output layer that was written over the whole vocabulary
         if not (quantised and name.endswith("_proj.weight")) and not same(mine, theirs):
             yield f"tensor {name} {NOT_AS}", _with(reading, {name: theirs})
 
@@ -188,7 +188,7 @@ def _ropes(reading: Reading, target: Target) -> Iterator[Other]:
     mine = reading.layer.rope
     try:
         others = [read_rope(target.config.to_dict())]
-    except UserError:   # the backbone's is of a kind that heads here do not have
+    except UserError:  # the backbone's is of a kind that heads here do not have
         others = []
     others += [replace(mine, theta=theta) for theta in THETAS] + [Rope(mine.theta, share=mine.share)]
     for other in others:

@@ -38,7 +38,7 @@ def draft(folder: Path, backbone: str, prompts: list[list[int]], settings: Engin
     if assistant.config.get_text_config().to_dict().get("vocab_size", on.config.vocab_size) != on.config.vocab_size:
         raise UserError(f"{folder} drafts tokens of another vocabulary than {backbone}; give the backbone that it was trained on")
     model = on.model
-    model.generation_config = GenerationConfig(do_sample=False)   # no padding token: where texts have it, assistants would mask it
+    model.generation_config = GenerationConfig(do_sample=False)  # no padding token: where texts have it, assistants would mask it
     shown = watched(prompts, "drafting with transformers", "prompt")
     return [_transcript(model, assistant, options, prompt, settings) for prompt in shown]
 
@@ -85,9 +85,9 @@ def _transcript(
     most = min(settings.new_tokens + settings.depth, limit - len(prompt))
     ids_1T = torch.tensor([prompt])
     with _recorded(model, settings.depth) as drafted:
-        text = model.generate(
-            ids_1T, attention_mask=torch.ones_like(ids_1T), assistant_model=assistant, max_new_tokens=most, **options
-        )[0].tolist()
+        text = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), assistant_model=assistant, max_new_tokens=most, **options)[
+            0
+        ].tolist()
     written = settings.ended(text[len(prompt) :])
     rounds = [judged(position, drafts, text) for position, drafts in drafted if position < len(prompt) + len(written)]
     return Transcript(tuple(prompt), tuple(written), tuple(rounds))
@@ -113,7 +113,7 @@ def _recorded(model: PreTrainedModel, depth: int) -> Iterator[Drafted]:
         generator.get_candidates = get_candidates
         return generator
 
-    model._get_candidate_generator = recording   # an attribute of the object hides the method of its class
+    model._get_candidate_generator = recording  # an attribute of the object hides the method of its class
     try:
         yield drafted
     finally:

@@ -173,9 +173,7 @@ def _depth(check: Check, drafter: Drafter | None, reading: Reading) -> int:
     return check.depth or (drafter.depth if drafter is not None else reading.reader.depth_of(reading.options) or 4)
 
 
-def _engine_drafts(
-    check: Check, verdict: Verdict, reading: Reading, target: Target, settings: EngineSettings
-) -> list[Transcript] | None:
+def _engine_drafts(check: Check, verdict: Verdict, reading: Reading, target: Target, settings: EngineSettings) -> list[Transcript] | None:
     """The engine's transcripts; None if the files are too damaged to draft with."""
     if check.engine == "reference":
         return None if reading.faults else reference_drafts(reading, target, check.prompts, settings)
@@ -205,7 +203,7 @@ def _look_for_cause(verdict: Verdict, texts: list[Expected], target: Target, rea
 def _look_for_better(verdict: Verdict, texts: list[Expected], target: Target, reading: Reading, fit: Fit | None) -> None:
     """Without original heads: look for a reading that drafts much more of the backbone's own text."""
     drafted, now = (fit.drafted, fit.share) if fit is not None else (0, 0.0)
-    best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)   # beyond what chance makes of so many drafts
+    best, share = None, max(now * BETTER, now + 2 * (now / max(drafted, 1)) ** 0.5, LEAST)  # beyond what chance makes of so many drafts
     for cause, other in watched(other_readings(reading, target, None), "trying other readings", "reading"):
         verdict.tried += 1
         found = decode.fit_of(other, target, texts)

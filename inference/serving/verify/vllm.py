@@ -112,7 +112,7 @@ def run_driver(python: Path, driver: Path, job: dict[str, Any], threads: int = 1
         work = Path(name)
         (work / "job.json").write_text(json.dumps(job))
         files = [str(work / name) for name in ("job.json", "result.json")]
-        command = [str(python), "-I", str(driver), *files]   # -I: the vllm.py of this folder is not vLLM
+        command = [str(python), "-I", str(driver), *files]  # -I: the vllm.py of this folder is not vLLM
         done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, errors="replace")
         file = work / "result.json"
         if not file.is_file():

@@ -21,8 +21,8 @@ from typing import Any
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",          # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",   # the engine in this process, where its drafts are recorded
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where its drafts are recorded
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -39,7 +39,7 @@ def record_drafts() -> list[dict[str, list[int]]]:
     def recording(self: Any, scheduler_output: Any, sampled_token_ids: Any, *rest: Any) -> Any:
         drafts = propose(self, scheduler_output, sampled_token_ids, *rest)
         (kept,), (drafted,) = (ids if isinstance(ids, list) else ids.tolist() for ids in (sampled_token_ids, drafts))
-        passes.append({"kept": [token for token in kept if token >= 0], "drafted": list(drafted)})   # -1 stands for a rejected draft
+        passes.append({"kept": [token for token in kept if token >= 0], "drafted": list(drafted)})  # -1 stands for a rejected draft
         return drafts
 
     GPUModelRunner.propose_draft_token_ids = recording
@@ -90,12 +90,10 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         max_num_seqs=1,
         max_model_len=job["max_model_len"],
-        max_num_batched_tokens=max(job["max_model_len"], 512),   # a prompt is read in one pass
+        max_num_batched_tokens=max(job["max_model_len"], 512),  # a prompt is read in one pass
         async_scheduling=False,
     )
-    greedy = vllm.SamplingParams(
-        temperature=0, max_tokens=job["new_tokens"], stop_token_ids=job["stop"], ignore_eos=True, detokenize=False
-    )
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=job["new_tokens"], stop_token_ids=job["stop"], ignore_eos=True, detokenize=False)
     texts, recorded = [], []
     for prompt in job["prompts"]:
         passes.clear()
@@ -110,7 +108,7 @@ def main(job: Path, result: Path, work: Callable[[dict[str, Any]], dict[str, Any
     os.environ.update(ENVIRONMENT)
     try:
         found = work(json.loads(job.read_text()))
-    except Exception as error:   # vLLM's own refusals are of many types
+    except Exception as error:  # vLLM's own refusals are of many types
         found = {"error": f"{type(error).__name__}: {error}"}
     result.write_text(json.dumps(found))
 

@@ -78,7 +78,7 @@ class Eagle1(Drafter):
     def begin(self, features: Features, state: State | None = None) -> State:
         hidden_BTD, counts_B = features.hidden_BTD, features.lengths_B
         last_BD = hidden_BTD[torch.arange(len(counts_B), device=counts_B.device), (counts_B - 1).clamp(min=0)]
-        if state is None:   # a sequence's first token follows no hidden state
+        if state is None:  # a sequence's first token follows no hidden state
             cache, tokens_BT, before_BTD, new_B = self.cached.empty(features.tokens_BT), features.tokens_BT[:, 1:], hidden_BTD, counts_B - 1
         else:
             cache, tokens_BT, new_B = state.cache, features.tokens_BT, counts_B

@@ -1,4 +1,5 @@
 """Systems compared by `bench`: batches, transformers' assisted decoding, several turns, tasks, bandwidth, captures."""
+
 import io
 
 import pytest
@@ -168,7 +169,7 @@ def test_transformers_assisted_decoding_beside_heads(heads, tmp_path):
     report = compare([("m", heads)], asked(14, 20), Plan(16, (0.0, 1.0), tree=TREE, batches=(1, 2)), others=others)
     names = {place: [row.get("name", "m") for row in rows_at(report, *place)] for place in ((0.0, 1), (0.0, 2), (1.0, 1))}
     assert names[0.0, 1] == names[1.0, 1] == [AR_TRANSFORMERS, AR, LOOKUP, "same", "m"]
-    assert names[0.0, 2] == [AR_TRANSFORMERS, AR, "m"]   # assisted decoding takes one sequence at a time
+    assert names[0.0, 2] == [AR_TRANSFORMERS, AR, "m"]  # assisted decoding takes one sequence at a time
     greedy = {row["name"]: row for row in report["baselines"] if row["temperature"] == 0 and row["batch"] == 1}
     assert greedy["same"]["identical"] is True and greedy[LOOKUP]["identical"] is True and greedy[AR_TRANSFORMERS]["identical"] is None
     assert greedy["same"]["tau"] > 1.5 and greedy["same"]["tau"] == pytest.approx(32 / (greedy["same"]["passes"] + 2))
@@ -274,4 +275,4 @@ def test_every_kind_of_heads_can_be_compared(kind):
     report = compare([(kind, SpeculativeModel(on, random_drafter(kind, on)))], asked(5, 9), Plan(8, batches=(2,)))
     row = report["results"][0]
     assert row["identical"] and row["kind"] == kind and sum(row["tree_sizes"].values()) == row["passes"]
-    assert (row["nodes"], row["width"]) == (None, None)   # no shape was requested
+    assert (row["nodes"], row["width"]) == (None, None)  # no shape was requested

@@ -42,7 +42,7 @@ def test_it_pairs_by_name_then_by_order_and_gives_the_changes(tmp_path: Path, ca
     assert main(["compare", before, str(tmp_path / "after.json"), "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "+50.0%" in out and "+100.0%" in out and "2.00" in out and "3.00" in out
-    assert out.count("out/old → out/new") == 3   # itself and its two tasks
+    assert out.count("out/old → out/new") == 3  # itself and its two tasks
     assert "out/old → out/new" in page.read_text() and "extra" not in out
 
 
@@ -106,7 +106,7 @@ def test_training_runs_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture
     speed = text[text.index("<h2>Speed") :]
     assert len(set(re.findall("line2d_\\d+.*?stroke: (#[0-9a-f]{6})[^>]*stroke-width: 1.5", speed[: speed.index("</section>")], re.S))) == 3
     assert "Learning rate" in text and "save.dir" not in text and text.count("<svg") == 6
-    assert main(["compare", paths[0], "--html", str(page)]) == 0 and paths[0] in page.read_text()   # the curves of one run
+    assert main(["compare", paths[0], "--html", str(page)]) == 0 and paths[0] in page.read_text()  # the curves of one run
 
 
 def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

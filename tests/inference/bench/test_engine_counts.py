@@ -1,4 +1,5 @@
 """Acceptance as vLLM counts it: every draft that a pass keeps, also past the end of the text; the worked example of docs/serving.md."""
+
 import io
 import re
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
         assert row["mean_acceptance_length"] == pytest.approx(mean_acceptance_length(expected)) == pytest.approx(1 + sum(kept) / len(kept))
         assert row["acceptance_rate_per_pos"] == pytest.approx(acceptance_rate_per_position(expected))
         assert row["draft_acceptance_rate"] == pytest.approx(sum(kept) / (DEPTH * len(kept)))
-        assert row["tau"] == pytest.approx(tau(expected)) and row["tau"] < row["mean_acceptance_length"] - 0.1   # texts end inside a pass
+        assert row["tau"] == pytest.approx(tau(expected)) and row["tau"] < row["mean_acceptance_length"] - 0.1  # texts end inside a pass
         assert row["tasks"][""]["mean_acceptance_length"] == row["mean_acceptance_length"]
         note = f"as vLLM counts it: {setting}: mean acceptance length {row['mean_acceptance_length']:.3f}"
         assert note in out.getvalue() and note in report_page(report)
@@ -73,7 +74,7 @@ def test_trees_and_proposals_that_drafted_nothing():
 
 
 def test_a_chain_stays_within_the_positions_of_the_model():
-    on = backbone("gpt2")   # 96 learned positions
+    on = backbone("gpt2")  # 96 learned positions
     ids_T = torch.arange(1, 58)
     alone = continue_texts(SpeculativeModel(on), [ids_T], Settings(39), [0]).sequences[0]
     oracle = SpeculativeModel(on, Scripted(on, [alone.tolist()], "oracle", DEPTH))

@@ -61,8 +61,8 @@ def test_a_comparison_in_miniature(comparison: ModuleType, tmp_path: Path, monke
         for name in ("chain_0", "chain_1", "tree_0", "tree_1"):
             assert 1 <= entry[f"tau_{name}"][0] <= 6 and entry[f"prompts_differing_{name}"] == [0, 0]
     runs = lines(out / "runs.jsonl")
-    assert [run["seed"] for run in runs] == [0] * 3 + [1] * 3 and len([*(out / "heads").iterdir()]) == 3   # those of the first seed
-    assert report(*asked)["entries"] == found["entries"] and lines(out / "runs.jsonl") == runs   # nothing is done twice
+    assert [run["seed"] for run in runs] == [0] * 3 + [1] * 3 and len([*(out / "heads").iterdir()]) == 3  # those of the first seed
+    assert report(*asked)["entries"] == found["entries"] and lines(out / "runs.jsonl") == runs  # nothing is done twice
     assert "drafting ms" not in report(*asked, "--table")
 
     timed = report("--only", "medusa-2", "--seeds", "0", "1", "--tokens", "400", "--time")["entries"]
@@ -77,9 +77,7 @@ def test_a_comparison_in_miniature(comparison: ModuleType, tmp_path: Path, monke
     assert texts.count("medusa") == 1 and any("400 training tokens" in str(text) for text in texts)
 
 
-def test_seconds_become_steps_by_the_speed_measured_before(
-    comparison: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_become_steps_by_the_speed_measured_before(comparison: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_recipe(tmp_path)
     monkeypatch.setattr(comparison, "TRIAL_STEPS", 3)
     monkeypatch.setattr(comparison, "WARM_UP", 1)

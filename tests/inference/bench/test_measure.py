@@ -1,4 +1,5 @@
 """Measuring: tau equals that of decoding, the model's own sampling settings have no effect, the verdict."""
+
 import io
 import time
 from typing import Any
@@ -27,8 +28,16 @@ PROMPTS = [torch.arange(3, 9), torch.arange(20, 31)]
 def heads() -> SpeculativeModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=96, initializer_range=0.2, bos_token_id=1, eos_token_id=None,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=None,
     )
     backbone = Backbone(LlamaForCausalLM(config))
     return SpeculativeModel(backbone, build_drafter("medusa", backbone, {"depth": 3}).eval())
@@ -44,14 +53,14 @@ def test_tau_is_what_decoding_says(heads, temperature):
     assert alone["acceptance_per_depth"] == pytest.approx(one.acceptance_per_depth)
     both = measure_tau(heads, PROMPTS, max_new_tokens=30, temperature=temperature, seed=5, tree=tree)
     assert (both["tokens"], both["passes"]) == (60, one.passes + two.passes)
-    assert both["tau"] == pytest.approx(58 / both["passes"])   # the first token of each sequence comes from the prefill
+    assert both["tau"] == pytest.approx(58 / both["passes"])  # the first token of each sequence comes from the prefill
     assert len(both["acceptance_per_depth"]) == 3
 
 
 def test_plain_decoding_is_one_token_a_pass(heads):
     measured = measure_tau(SpeculativeModel(heads.backbone), PROMPTS, max_new_tokens=8)
     assert measured == {"tau": 1.0, "acceptance_per_depth": [], "tokens": 16, "passes": 14}
-    assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0   # no pass after the prefill
+    assert measure_tau(heads, PROMPTS, max_new_tokens=1)["tau"] == 1.0  # no pass after the prefill
 
 
 def test_decoding_is_timed_from_the_first_token_on(heads, capsys):
@@ -124,14 +133,16 @@ def test_compare_takes_every_system_through_every_prompt(heads):
     assert [(row["head"], row["temperature"]) for row in report["results"]] == [("a", 0.0), ("b", 0.0), ("a", 1.0), ("b", 1.0)]
     assert {row["tokens"] for row in report["results"]} == {24} and {row["depth"] for row in report["results"]} == {3}
     assert report["verdict"] == "identical"
-    assert sentence(report).startswith("Every token of every prompt is identical to autoregressive decoding with the same seed;"
-                                       " at temperature 0 also to transformers' generate. ")
+    assert sentence(report).startswith(
+        "Every token of every prompt is identical to autoregressive decoding with the same seed;"
+        " at temperature 0 also to transformers' generate. "
+    )
     assert all(row["logits"]["positions"] == 24 and row["logits"]["largest_difference"] < 1e-4 for row in report["results"])
     out = io.StringIO()
     print_report(report, out)
     head, *lines = out.getvalue().splitlines()[3:12]
     assert [line[head.index("system") :].split("  ")[0] for line in lines] == 2 * ["AR (transformers)", "AR (headstart)", "a", "b"]
-    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):   # right-aligned
+    for title in ("accept len (tau)", "tokens/s", "x AR", "x transformers"):  # right-aligned
         assert all(line[head.index(title) + len(title) - 1].isdigit() for line in lines)
 
 

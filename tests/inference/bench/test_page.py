@@ -36,7 +36,7 @@ def report() -> dict:
 def test_a_page_complete_in_itself(report: dict) -> None:
     text = report_page(report)
     read = Reader(text)
-    assert not re.search(r"<script|<link|<img|@import|url\([^#]|src=|href=\"[^#]", text)   # of another place; "#" is in the page
+    assert not re.search(r"<script|<link|<img|@import|url\([^#]|src=|href=\"[^#]", text)  # of another place; "#" is in the page
     assert ("meta", "charset", "utf-8") in read.attributes
     for expected in ("tiny & small", "out/<m>", "a<b", "Acceptance by depth", "Speed by batch size", "MBU", "two & two"):
         assert expected in read.words, expected
@@ -51,7 +51,7 @@ def test_a_page_complete_in_itself(report: dict) -> None:
 
 
 def test_the_replay_holds_every_token_of_all_runs(report: dict) -> None:
-    assert len(report["replays"]) == 4   # the first prompt of each task, at each temperature
+    assert len(report["replays"]) == 4  # the first prompt of each task, at each temperature
     read = Reader(report_page(report))
     for one in report["replays"]:
         texts = ["".join(token for step in run["passes"] for token in step["tokens"]) for run in one["runs"]]
@@ -78,7 +78,7 @@ def test_a_chart_shows_names_as_they_are() -> None:
     words = [text.text for text in figure.iter("{http://www.w3.org/2000/svg}text")]
     assert [*words[-3:]] == [NASTY.replace("\x1b", "\\x1b"), "_hidden", "日本"] and {"1", "8", "batch size", "tokens/s"} <= {*words}
     assert charts([Series("x", [], 0)], "", "") == []
-    assert charts(series, "batch size", "tokens/s") == [drawn]   # the same figures make the same page
+    assert charts(series, "batch size", "tokens/s") == [drawn]  # the same figures make the same page
     assert "<script" not in page(NASTY, [NASTY], [])
 
 

@@ -22,7 +22,7 @@ from headstart.inference.measure import Settings, continue_by_transformers
 from headstart.support.chat.prompts import Prompter, read_prompts
 
 TOKENS = 10
-VLLM = '''
+VLLM = """
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,9 +54,9 @@ class LLM:
     def get_metrics(self):
         by_depth = SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[self.kept, 0])
         return [by_depth, SimpleNamespace(name="vllm:other", value=1)] if self.heads else []
-'''
+"""
 TORCH = "import os\n\n\ndef get_num_threads():\n    return int(os.environ['OMP_NUM_THREADS'])\n"
-NODE = '''
+NODE = """
 import json, os, sys
 answers = json.load(open(sys.argv[0] + ".answers"))
 driver, folder, descriptor = sys.argv[1:]
@@ -69,7 +69,7 @@ with os.fdopen(int(descriptor), "w") as out:
         asked = json.loads(line)
         texts = [answers[str(prompt)] for prompt in asked["prompts"]]
         print(json.dumps({"texts": texts, "decoding": 0.5, "accepted": []}), file=out, flush=True)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_beside_the_others(peers: ModuleType, home: Path, capsys: pytest.Capture
         for name in ("vLLM", "llama.cpp"):
             assert rows[name, batch]["prompts_differing_from_headstart"] == 0 and rows[name, batch]["prompts_differing"] is None
             assert rows[name, batch]["tau"] == 1 and rows[name, batch]["kind"] == "ar"
-        drafted, wrong = rows[chain, batch], batch - 1   # a prompt of the one batch of two
+        drafted, wrong = rows[chain, batch], batch - 1  # a prompt of the one batch of two
         assert drafted["prompts_differing"] == drafted["prompts_differing_from_headstart"] == wrong
         assert drafted["tau"] > 1.5 and drafted["kind"] == "assisted"
     after_the_first = rows["vLLM", 1]["tokens"] - 3
@@ -208,7 +208,7 @@ def test_what_stops_an_engine_is_one_line(peers: ModuleType, home: Path, tmp_pat
     command = [str(home / "python"), "-I", str(peers.DRIVERS[peers.VLLM])]
     for more, message in (
         ({}, r"vLLM cannot serve this: KeyError: '\[1\]'"),
-        ({"program": script(tmp_path / "three", f"OMP_NUM_THREADS=3 exec {home / 'python'} \"$@\"")}, "vLLM ran on 3 threads, not on 1"),
+        ({"program": script(tmp_path / "three", f'OMP_NUM_THREADS=3 exec {home / "python"} "$@"')}, "vLLM ran on 3 threads, not on 1"),
         ({"program": script(tmp_path / "dies", "echo no memory >&2; exit 7")}, "cannot serve this: it ended with status 7: no memory"),
         ({"program": tmp_path / "none"}, "none cannot be run"),
     ):

@@ -32,8 +32,8 @@ WIDER = {"llama": WIDE, "qwen3": WIDE | {"head_dim": 16}, "gpt2": {"n_embd": 64}
 def compared(on: Backbone, tokens: int, temperatures: tuple[float, ...], batches: tuple[int, ...], capture: str) -> list[tuple[int, int]]:
     """For each temperature and batch size the texts that differ from autoregressive decoding, and the positions with other logits."""
     drafter, found = random_drafter("medusa", on, depth=3).to(on.dtype), []
-    drafts = HeadstartSystem("heads", SpeculativeModel(on, drafter, capture=capture))   # type: ignore[arg-type]
-    ar = HeadstartSystem(AR, SpeculativeModel(on, capture=capture))   # type: ignore[arg-type]
+    drafts = HeadstartSystem("heads", SpeculativeModel(on, drafter, capture=capture))  # type: ignore[arg-type]
+    ar = HeadstartSystem(AR, SpeculativeModel(on, capture=capture))  # type: ignore[arg-type]
     for temperature, batch in itertools.product(temperatures, batches):
         settings, counts, texts = Settings(tokens, temperature, tree=TREE), LogitsComparison(), 0
         asked = list(enumerate(prompts((40, 25))))
@@ -48,7 +48,7 @@ def compared(on: Backbone, tokens: int, temperatures: tuple[float, ...], batches
 @pytest.mark.parametrize("family", WIDER)
 def test_drafts_change_no_bit_of_the_logits(family: str) -> None:
     model = tiny(family, **WIDER[family])
-    shake(model)   # so that attention matters
+    shake(model)  # so that attention matters
     assert compared(Backbone(model.bfloat16()), 24, (0.0, 1.0), (1,), "trace") == [(0, 0)] * 2
 
 
@@ -72,7 +72,7 @@ def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
     query, keys, values = (torch.randn(1, heads, count, 64) for heads, count in ((9, nodes), (3, slots), (3, slots)))
     mask = torch.full((1, 1, nodes, slots), least)
     mask[..., :prefix] = 0
-    for node in range(nodes):   # a node's parent is two before it
+    for node in range(nodes):  # a node's parent is two before it
         mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
     together = attend_exactly(query, keys, values, mask)
     for node in range(nodes):
@@ -99,7 +99,7 @@ def test_attention_of_a_node_does_not_depend_on_its_tree(prefix: int) -> None:
     query, keys, values = (torch.randn(1, heads, prefix + nodes, 64).bfloat16() for heads in (6, 2, 2))
     query, mask = 2 * query[:, :, -nodes:], torch.full((1, 1, nodes, prefix + nodes), least).bfloat16()
     mask[..., :prefix] = 0
-    for node in range(nodes):   # a node's parent is two before it
+    for node in range(nodes):  # a node's parent is two before it
         mask[..., node, prefix + node % 2 : prefix + node + 1 : 2] = 0
     together = attend_exactly(query, keys, values, mask)
     expected = attend(query.float(), keys.float(), values.float(), mask.float())
@@ -144,7 +144,7 @@ def test_logits_that_differ_are_counted() -> None:
 def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
-    assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded   # type: ignore[arg-type]
+    assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded  # type: ignore[arg-type]
 
 
 OTHER_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {"differing": [], "flat": True, "left_at_first": {"files"
 
 @pytest.mark.slow
 def test_twenty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak.Backend, "most_captures", soak.KEPT)   # the soak sets it
+    monkeypatch.setattr(soak.Backend, "most_captures", soak.KEPT)  # the soak sets it
     report = soak.soak(20 / 60, seed=1)
     assert report["calls"] >= 2 * soak.EVERY and report["tokens"] > report["calls"]
     assert not report["differing"] and report["left_at_last"] == report["left_at_first"]

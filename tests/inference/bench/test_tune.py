@@ -85,7 +85,7 @@ def test_heads_that_are_no_folder_keep_theirs_in_the_users_cache(monkeypatch: py
 
 
 def test_contexts_fit_the_backbone() -> None:
-    on = heads("llama", "medusa").backbone   # 256 positions
+    on = heads("llama", "medusa").backbone  # 256 positions
     assert contexts_of(None, 56, on) == (200,) and contexts_of([7], 56, on) == (7,)
     with pytest.raises(UserError, match="--contexts or --max-nodes"):
         tune(heads("llama", "medusa"), [], TunePlan(contexts=(250,), nodes=(1, 16)))

@@ -95,7 +95,7 @@ def test_a_healthy_run_is_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tolerance_that_grows_later_holds_for_all() -> None:
-    entry = Entry({"identical": False}, None)   # type: ignore[arg-type]
+    entry = Entry({"identical": False}, None)  # type: ignore[arg-type]
     entry.texts += [Judgement(9, {3: 0.5}), Judgement(9, {}, [])]
     entry.with_logits += [Judgement(5, {}, [0.1, 0.9])]
     assert (entry.verdict(0.4), entry.verdict(0.6), entry.verdict(1.0)) == ("fault", "fault", "near-tie")

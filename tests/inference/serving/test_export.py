@@ -64,7 +64,7 @@ def test_launch_lines(home: Path, tmp_path: Path) -> None:
     options = shlex.split(exported(home, "eagle3", "trtllm", tmp_path / "c")[0]["launch"]["trtllm"]["line"])[1]
     assert json.loads(options)["speculative_config"]["eagle3_layers_to_capture"] == [0, 2, 4]
     block = exported(home, "dflash", "vllm", tmp_path / "e")[0]["launch"]["vllm"]["line"]
-    assert '"num_speculative_tokens": 4' in block   # a block of another length gives other drafts
+    assert '"num_speculative_tokens": 4' in block  # a block of another length gives other drafts
     pard = exported(home, "pard", "vllm", tmp_path / "d")[0]["launch"]["vllm"]["line"]
     assert '"parallel_drafting": true' in pard and '"method": "draft_model"' in pard
 
@@ -99,7 +99,7 @@ def test_medusa_is_written_for_three_readers(home: Path, tmp_path: Path) -> None
     assert "architectures" not in config and config["medusa_fc_bias"] and config["base_model_name_or_path"] == str(home / "backbone")
     pickled = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
     assert pickled.keys() == tensors.keys() and all(torch.equal(pickled[key], tensors[key]) for key in tensors)
-    assert list(report["launch"]) == ["tgi", "vllm", "trtllm"]   # engines of today first
+    assert list(report["launch"]) == ["tgi", "vllm", "trtllm"]  # engines of today first
     assert "up to 0.32" in report["launch"]["vllm"]["support"]
 
 

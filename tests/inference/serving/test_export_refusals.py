@@ -119,7 +119,7 @@ def test_heads_that_an_engine_would_compute_otherwise(home: Path, tmp_path: Path
     tensors = load_file(tmp_path / "heads" / "model.safetensors") | {"fc.bias": torch.ones(D)}
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert "drops the bias of fc" in damaged(tmp_path, tmp_path / "biased", "heads", tensors, config)
-    tiny("gemma3").save_pretrained(tmp_path / "gemma3")   # its embedding is scaled, which engines leave out where heads embed
+    tiny("gemma3").save_pretrained(tmp_path / "gemma3")  # its embedding is scaled, which engines leave out where heads embed
     for kind, read in (("eagle3", True), ("eagle", False), ("block", False)):
         random_drafter(kind, load_backbone(str(tmp_path / "gemma3"))).save_pretrained(tmp_path / kind)
         if read:

@@ -79,7 +79,7 @@ def test_imported_heads_draft_what_their_files_say(home: Path, on: Backbone, tmp
     target, settings = Target(on.model), EngineSettings(min(3, heads.drafter.max_depth or 3), 10)
     prompts = [texts(1, 7, seed)[0].tolist() for seed in range(3)]
     reading = read_heads(read_files(folder), on)
-    assert name == "eagle1" or not reading.faults   # its qkv_bias is a key of SafeAILab's alone
+    assert name == "eagle1" or not reading.faults  # its qkv_bias is a key of SafeAILab's alone
     theirs = reference_drafts(reading, target, prompts, settings)
     assert headstart_drafts(heads, prompts, settings) == theirs and sum(len(one.rounds) for one in theirs) > 10
 
@@ -247,5 +247,5 @@ def test_a_second_layers_norm_may_have_either_name(on: Backbone, tmp_path: Path)
     assert [drafter.tensors()["layers.1.input_layernorm.weight"].tolist() for _, drafter in found] == [one.tolist(), other.tolist()]
     assert "hidden_norm.weight is the second layer's input norm" in found[1][0].choice
     tensors["layers.1.hidden_norm.weight"] = other
-    (reading, drafter), = readings(write(tmp_path / "one", {**config, "num_hidden_layers": 2}, tensors), on)
+    ((reading, drafter),) = readings(write(tmp_path / "one", {**config, "num_hidden_layers": 2}, tensors), on)
     assert torch.equal(drafter.tensors()["layers.1.input_layernorm.weight"], other) and not reading.choice

@@ -105,7 +105,7 @@ def test_damaged_and_hostile_files(home: Path, tmp_path: Path, capsys: pytest.Ca
 
     (write(tmp_path / "pickle", config, {}, "x.pt") / "x.pt").write_bytes(pickle.dumps({"fc.weight": Bomb()}))
     assert "is no file of tensors alone, or damaged" in message("pickle") and not (tmp_path / "exploded").exists()
-    write(tmp_path / "object", config, {"fc.weight": [1, 2]}, "x.bin")   # type: ignore[dict-item]
+    write(tmp_path / "object", config, {"fc.weight": [1, 2]}, "x.bin")  # type: ignore[dict-item]
     assert "holds other things than named tensors (fc.weight)" in message("object")
     whole = write(tmp_path / "cut", config, tensors) / "model.safetensors"
     whole.write_bytes(whole.read_bytes()[:-10])

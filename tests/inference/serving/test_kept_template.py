@@ -41,7 +41,7 @@ def test_heads_that_keep_no_template_need_the_tokenizers(tmp_path: Path) -> None
     assert template_hash(None) is None
     kept = {"chat_template": template_hash(trained.chat_template), "chat": ChatSettings().to_card(trained)}
     random_drafter("medusa", backbone("llama")).save_pretrained(tmp_path / "kept", kept)
-    for other in ("{{ messages }} ", None):   # the heads bring theirs
+    for other in ("{{ messages }} ", None):  # the heads bring theirs
         load_drafter(tmp_path / "kept", backbone("llama"), tokenizer=tokenizer(other))
 
 
@@ -74,10 +74,8 @@ def test_the_checkpoint_holds_the_template_and_its_variables(trained: Path) -> N
 
 
 @pytest.mark.parametrize(("arguments", "mood"), [("", "merry"), ("--template-arg mood=sad", "sad"), ("--template-arg mood=false", "calm")])
-def test_every_command_asks_with_it(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, mood: str
-) -> None:
-    copied = shutil.copytree(trained / "out", tmp_path / "out")   # tune writes into it
+def test_every_command_asks_with_it(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, mood: str) -> None:
+    copied = shutil.copytree(trained / "out", tmp_path / "out")  # tune writes into it
     heads, short = ["--heads", str(copied)], ["--max-new-tokens", "3", *arguments.split()]
     assert main(["generate", *heads, *short, "--echo", "Hi"]) == 0
     assert capsys.readouterr().out.startswith(f"the user\nHi\nassistant\n{mood}\n")

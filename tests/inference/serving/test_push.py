@@ -1,4 +1,5 @@
 """`headstart push`: the model card states what is known and measured, names no path of this machine, and every fault is one line."""
+
 import json
 import re
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_an_exported_folder(tmp_path, capsys):
     metadata, text = card(tmp_path / "out")
     assert metadata["tags"] == ["speculative-decoding", "eagle3", "headstart"] and "vllm serve tiny-llama" in text
     assert "headstart import me/x --backbone tiny-llama" in text and "| layout | eagle3 |" in text and "24 nodes, width 8 | 1.50" in text
-    assert "SGLang" not in text and "| weights of the decoder layers | fp8 |" in text   # exported for vLLM
+    assert "SGLang" not in text and "| weights of the decoder layers | fp8 |" in text  # exported for vLLM
     files = {file.name: file for file in (tmp_path / "out").iterdir()}
     assert files.keys() == {"README.md", "config.json", "headstart_export.json", "model.safetensors"}
     assert str(tmp_path) not in files["headstart_export.json"].read_text() + files["config.json"].read_text()

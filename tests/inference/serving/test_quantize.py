@@ -1,4 +1,5 @@
 """`headstart export --quantize`: 8-bit weights in the layout of compressed-tensors, and the weights that they stand for."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def test_the_written_values_stand_for_the_weights(home, tmp_path, kind, how, cap
     for name, weight in before.items():
         if name in changed:
             row = weight.abs().amax(1, keepdim=True)
-            worst = row / LARGEST[how] * (0.51 if how == "int8" else 16.1)   # half a step; of fp8's largest, 448 to 416
+            worst = row / LARGEST[how] * (0.51 if how == "int8" else 16.1)  # half a step; of fp8's largest, 448 to 416
             assert bool(((restored[name] - weight).abs() <= worst).all()), name
             assert (f"{name}_packed" in tensors) == (how == "int8") and f"{name}_scale" in tensors
         else:
@@ -53,7 +54,7 @@ def test_values_are_packed_as_compressed_tensors_packs_them():
     config, tensors = quantized({}, {"layers.0.mlp.up_proj.weight": weight}, "int8")
     packed = tensors["layers.0.mlp.up_proj.weight_packed"]
     words = [int(word) & 0xFFFFFFFF for word in packed.flatten()]
-    assert packed.shape == (2, 1) and words == [0xFF818001, 0x80808080]   # each value plus 128, the first in the lowest bits
+    assert packed.shape == (2, 1) and words == [0xFF818001, 0x80808080]  # each value plus 128, the first in the lowest bits
     assert tensors["layers.0.mlp.up_proj.weight_shape"].tolist() == [2, 4]
     assert torch.equal(dequantized(config, tensors)["layers.0.mlp.up_proj.weight"], weight)
     stated = config["quantization_config"]

@@ -53,7 +53,7 @@ def test_exports_are_equal(
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_the_output_layer_of_a_backbone_may_have_a_bias(tmp_path: Path, kind: str) -> None:
     model = build("Phi", SIZES | {"num_key_value_heads": 4})
-    torch.nn.init.normal_(model.get_output_embeddings().bias, std=5)   # otherwise it changes few tokens
+    torch.nn.init.normal_(model.get_output_embeddings().bias, std=5)  # otherwise it changes few tokens
     model.save_pretrained(tmp_path / "backbone")
     backbone = load_backbone(str(tmp_path / "backbone"))
     random_drafter(kind, backbone, depth=3).save_pretrained(tmp_path / "heads")
@@ -79,5 +79,5 @@ def test_an_export_knows_its_heads_and_backbone(backbone: Backbone, tmp_path: Pa
     said = capsys.readouterr()
     assert "headstart and reference: 6 prompts" in said.out
     assert "drafting with Headstart: 100%" in said.err and "drafting with the reference engine: 100%" in said.err
-    random_drafter("eagle", backbone, seed=9).save_pretrained(heads)   # trained on since
+    random_drafter("eagle", backbone, seed=9).save_pretrained(heads)  # trained on since
     assert recorded(tmp_path / "out") == (None, backbone.name)

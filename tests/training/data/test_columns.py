@@ -1,4 +1,5 @@
 """Columns of JSON text, speakers of ShareGPT files, and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -110,8 +111,11 @@ def test_tools_and_calls_as_json_text_are_parsed() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        '{"name": "add", "arguments": {"a": 2}}', '[{"name": "add", "arguments": {"a": 2}}]', {"name": "add", "arguments": {"a": 2}},
-        '{"name": "add", "arguments": "{\\"a\\": 2}"}', '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
+        '{"name": "add", "arguments": {"a": 2}}',
+        '[{"name": "add", "arguments": {"a": 2}}]',
+        {"name": "add", "arguments": {"a": 2}},
+        '{"name": "add", "arguments": "{\\"a\\": 2}"}',
+        '{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}',
     ],
 )
 def test_the_speakers_of_llama_factory(value: Any) -> None:

@@ -1,4 +1,5 @@
 """Conversations: the exact label tokens under templates of every style, and every kind of malformed row."""
+
 import pytest
 from chat_templates import CHATML, GEMMA, LLAMA3, OPENING, PHI3, PLAIN, QWEN3, TURNS, VICUNA, chat, make_tokenizer
 
@@ -36,7 +37,7 @@ def test_the_assistants_turns_and_their_ends_are_learned(template, runs, trim_of
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == runs
     whole = tokenizer.apply_chat_template(chat(*TURNS), return_dict=False)
-    assert sample.tokens.tolist() == whole[: len(sample.tokens)] and sample.loss_mask[-1]   # up to the last end, with at most one <s>
+    assert sample.tokens.tolist() == whole[: len(sample.tokens)] and sample.loss_mask[-1]  # up to the last end, with at most one <s>
 
 
 MARKED = {
@@ -67,12 +68,14 @@ def test_generation_blocks_and_rendering_twice_give_the_same_loss_mask(name):
 
 def test_generation_blocks_decide_what_is_learned():
     tokenizer = make_tokenizer(CHATML)
-    tokenizer.chat_template = MARKED["chatml"][1].replace("m.content + '<|im_end|>' }}{% endgen", "m.content }}{% endgen").replace(
-        "{% endgeneration %}{{ '", "{% endgeneration %}{{ '<|im_end|>"
+    tokenizer.chat_template = (
+        MARKED["chatml"][1]
+        .replace("m.content + '<|im_end|>' }}{% endgen", "m.content }}{% endgen")
+        .replace("{% endgeneration %}{{ '", "{% endgeneration %}{{ '<|im_end|>")
     )
     (sample,) = samples_of(tokenizer, chat(*TURNS))
     assert learned(tokenizer, sample) == ["It is four.", "Six, ünder one condition."]
-    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))   # an opening is no label even if marked
+    (sample,) = samples_of(tokenizer, chat(("assistant", "Hi."), *TURNS[:2]))  # an opening is no label even if marked
     assert learned(tokenizer, sample) == ["It is four."]
 
 
@@ -127,8 +130,8 @@ def test_what_is_not_an_answer_is_not_learned():
     tokenizer = make_tokenizer(CHATML)
     opening = [("assistant", "Hello there"), ("system", "user"), ("user", "Hi"), ("assistant", "Six"), ("user", "And three?")]
     (sample,) = samples_of(tokenizer, chat(*opening))
-    assert learned(tokenizer, sample) == ["Six<|im_end|>"]          # without the greeting, which answers no question
-    assert "three" not in tokenizer.decode(sample.tokens)           # an unanswered question is dropped
+    assert learned(tokenizer, sample) == ["Six<|im_end|>"]  # without the greeting, which answers no question
+    assert "three" not in tokenizer.decode(sample.tokens)  # an unanswered question is dropped
     (everything,) = samples_of(tokenizer, chat(*opening), loss_on="all")
     assert everything.loss_mask.all() and "three" in tokenizer.decode(everything.tokens)
 
@@ -198,7 +201,7 @@ def test_long_samples():
     kept, stats = make_samples([*rows, short], tokenizer, Data(train="x", max_length=length - 1, overlong="skip"), source="x")
     assert len(kept) == 1 and stats.samples_too_long == 1
     with pytest.raises(UserError, match="no label tokens in x: .*1 samples without label tokens"):
-        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")    # the whole answer is cut off
+        make_samples(rows, tokenizer, Data(train="x", max_length=4), source="x")  # the whole answer is cut off
     texts = [{"text": "a"}, {"text": ""}, {"text": "It is four."}]
     assert make_samples(texts, make_tokenizer(), Data(train="x"), source="x")[1].samples_empty == 2
 

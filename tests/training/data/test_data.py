@@ -1,4 +1,5 @@
 """Data: reading and refusing files and datasets, held-out rows, batches, order, draft vocabulary, prompts."""
+
 import gzip
 import json
 from pathlib import Path
@@ -26,7 +27,7 @@ def write(path: Path, rows: list[dict]) -> str:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     match path.name.split(".", 1)[1]:
         case "jsonl":
-            path.write_text(lines + "\n")    # an empty line at the end is ignored
+            path.write_text(lines + "\n")  # an empty line at the end is ignored
         case "jsonl.gz":
             path.write_bytes(gzip.compress(lines.encode()))
         case "json":
@@ -196,7 +197,7 @@ def test_the_order_depends_on_epoch_and_seed_alone():
     torch.manual_seed(1)
     assert epoch_order(50, 0, 7) == first and sorted(first) == list(range(50)) != first
     assert len({tuple(epoch_order(50, epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
-    assert epoch_order(6, 1, 2) == [3, 2, 1, 0, 5, 4]    # pinned: a resumed run must find the same order
+    assert epoch_order(6, 1, 2) == [3, 2, 1, 0, 5, 4]  # pinned: a resumed run must find the same order
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_learned():
@@ -204,7 +205,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_learned():
     counts_V = count_labels(samples, 12)
     assert most_frequent(counts_V, 2).tolist() == [4, 9]
     assert most_frequent(counts_V, 3).tolist() == [2, 4, 9]
-    assert most_frequent(counts_V, 5).tolist() == [0, 1, 2, 4, 9]    # filled up with the lowest ids
+    assert most_frequent(counts_V, 5).tolist() == [0, 1, 2, 4, 9]  # filled up with the lowest ids
     assert most_frequent(counts_V, 12).tolist() == list(range(12))
     with pytest.raises(UserError, match="between 1 and 12 tokens, as many as the backbone's; got 13"):
         most_frequent(counts_V, 13)
@@ -216,7 +217,7 @@ def test_prompts():
     text, short, talk = sample(list(range(20))), sample([1, 2, 3, 4]), sample(list(range(9)), "..xx..xx.")
     settings = Eval(prompts=3, prompt_tokens=8, max_new_tokens=10)
     assert [p.tolist() for p in prompts([text, short, talk, text], settings, 100)] == [list(range(8)), [1, 2], [0, 1, 2, 3, 4, 5]]
-    assert [len(p) for p in prompts([text, short, talk], settings, 16)] == [2, 6]     # eight more would not fit
+    assert [len(p) for p in prompts([text, short, talk], settings, 16)] == [2, 6]  # eight more would not fit
     assert prompts([], settings, 100) == []
     with pytest.raises(UserError, match="no held-out prompt leaves eval.max_new_tokens=10 of the backbone's context of 11"):
         prompts([text, talk], settings, 11)

@@ -24,13 +24,19 @@ from headstart.training.regenerate.partial import PartialFile
 TIME = "2024-02-05T07:08:09"
 ASKED = [{"role": "user", "content": "Hi"}]
 DATED = "{{ 'Today: ' + strftime_now('%H:%M:%S %d %b %Y') }}" + CHATML
-LIKE_LLAMA = """{%- if not date_string is defined %}
+LIKE_LLAMA = (
+    """{%- if not date_string is defined %}
     {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
     {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
 {%- endif %}
-{{- "Today Date: " + date_string + "\n" }}""" + CHATML
-IN_MACRO = """{%- macro head(role) %}{{ '<|im_start|>' + role + ' ' + strftime_now('%A, %-d. %B %y, 100%%, %I %p, week %W') }}{% endmacro %}
-{{- head('system') }}""" + CHATML
+{{- "Today Date: " + date_string + "\n" }}"""
+    + CHATML
+)
+IN_MACRO = (
+    """{%- macro head(role) %}{{ '<|im_start|>' + role + ' ' + strftime_now('%A, %-d. %B %y, 100%%, %I %p, week %W') }}{% endmacro %}
+{{- head('system') }}"""
+    + CHATML
+)
 STARTS_WITH_BLANKS = "\n  {% if true %}{{ strftime_now('%Y-%m-%d') }}{% endif %}\n" + CHATML
 
 
@@ -109,8 +115,10 @@ def test_a_file_of_answers_goes_on_on_another_day(tmp_path: Path, clock: list[st
     clock.append("2025-12-24T18:00:00")
     assert main(["regenerate", recipe]) == 0
     tokenizer = load_tokenizer(str(model))
-    prompts = [tokenizer.decode(row["input_ids"] if isinstance(row["input_ids"][0], int) else row["input_ids"][0]) for row in
-               read_rows(tmp_path / "answers.jsonl")]
+    prompts = [
+        tokenizer.decode(row["input_ids"] if isinstance(row["input_ids"][0], int) else row["input_ids"][0])
+        for row in read_rows(tmp_path / "answers.jsonl")
+    ]
     assert len(prompts) > 4 and all(prompt.startswith("Today: 07:08:09 05 Feb 2024") for prompt in prompts)
 
 

@@ -119,7 +119,7 @@ def test_waits_grow_and_follow_retry_after(monkeypatch: pytest.MonkeyPatch) -> N
     ("reply", "message"),
     [
         ((500, "kernel panic\nin line 3"), "gave no answer in 3 attempts, at last status 500: kernel panic in line 3; see that it runs"),
-        ((429, {"error": "quota"}), "gave no answer in 3 attempts, at last status 429: {\"error\": \"quota\"}"),
+        ((429, {"error": "quota"}), 'gave no answer in 3 attempts, at last status 429: {"error": "quota"}'),
         ((401, "who are you"), "refuses with status 401: who are you; name the environment variable"),
         ((404, ""), "refuses with status 404: (no body); see that regenerate.endpoint is all that stands before /chat/completions"),
         ((200, "<html>hello</html>"), "does not answer as OpenAI's protocol has it: <html>hello</html>"),
@@ -133,7 +133,7 @@ def test_it_gives_up_with_one_clear_line(ask: Any, tmp_path: Path, capsys: Any, 
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in error and server.url in error
         assert not (tmp_path / "new.jsonl").exists()
-        server.reply = echo   # repaired
+        server.reply = echo  # repaired
         assert ask(questions(30), server.url, "regenerate.concurrency=4") == 0
     assert len(answers(tmp_path)) == 30
 
@@ -144,7 +144,7 @@ def test_what_was_answered_before_an_error_is_kept(ask: Any, tmp_path: Path) -> 
 
     with serving(half) as server:
         assert ask(questions(12), server.url, "regenerate.concurrency=1") == 2
-    with serving(echo) as other:   # another server with the same model
+    with serving(echo) as other:  # another server with the same model
         assert ask(questions(12), other.url) == 0
     assert 6 <= len(other.asked) <= 11 and result(tmp_path)["rows_resumed"] == 12 - len(other.asked)
     assert [row["messages"][-1]["content"] for row in answers(tmp_path)] == [f"to question {i}" for i in range(12)]

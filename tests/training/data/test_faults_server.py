@@ -119,7 +119,7 @@ class Connection(socketserver.StreamRequestHandler):
             number, self.server.asked = self.server.asked, self.server.asked + 1
         try:
             self.server.script(number)(self.wfile, question)
-        except OSError:   # the client has gone
+        except OSError:  # the client has gone
             pass
 
 
@@ -163,7 +163,7 @@ def test_an_answer_that_comes_together_with_a_fault_is_kept(ask: Callable[[str],
     def faults_first(futures: Any, return_when: str) -> Any:
         return sorted(wait(futures).done, key=lambda future: future.exception() is None), set()
 
-    monkeypatch.setattr(endpoint, "wait", faults_first)   # two at a time: the third request is answered, the fourth meets the fault
+    monkeypatch.setattr(endpoint, "wait", faults_first)  # two at a time: the third request is answered, the fourth meets the fault
     with serving(lambda number: right if number < 3 else LASTING["html"]) as server:
         assert ask(server.url) == 2
         server.script = lambda number: right

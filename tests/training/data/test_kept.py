@@ -101,7 +101,7 @@ def test_a_fault_in_a_process_is_the_same_line(monkeypatch: pytest.MonkeyPatch) 
 def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def big(part: range) -> bytes:
         (tmp_path / str(os.getpid())).touch()
-        return bytes(1 << 20)   # more than a pipe takes
+        return bytes(1 << 20)  # more than a pipe takes
 
     def alive(pid: str) -> bool:
         status = Path(f"/proc/{pid}/stat")
@@ -110,7 +110,7 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkey
     in_children(monkeypatch)
     if not (parent := os.fork()):
         try:
-            made = in_parts(big, 100, 2)   # kept: it ends the processes when it is gone
+            made = in_parts(big, 100, 2)  # kept: it ends the processes when it is gone
             next(made)
             time.sleep(60)
         finally:
@@ -126,7 +126,7 @@ def test_the_processes_end_with_the_one_that_started_them(tmp_path: Path, monkey
     assert len(started) == 2 and not any(map(alive, started))
 
 
-@pytest.mark.slow   # ten seconds, until the loader is sure
+@pytest.mark.slow  # ten seconds, until the loader is sure
 def test_a_killed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(part: range) -> int:
         if part.start == 9:
@@ -146,7 +146,7 @@ def test_a_second_start_reads_what_the_first_has_kept(folder: Path, tmp_path: Pa
     again = load(train, ends=(5,), processes=7)
     assert numbers(again) == numbers(first) and (first.kept, again.kept) == (False, True) and list(folder.iterdir()) == [file]
     assert first.mix is not None and first.check is not None and first.check.warning and "tokens of an earlier start" in str(again)
-    assert folder.stat().st_mode & 0o777 == 0o700    # for the user alone
+    assert folder.stat().st_mode & 0o777 == 0o700  # for the user alone
 
 
 def test_whatever_the_tokens_depend_on_has_its_own_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +242,8 @@ def test_the_files_used_last_remain(folder: Path, tmp_path: Path, monkeypatch: p
     for name, days in ((left, 2), (fresh, 0)):
         name.touch()
         os.utime(name, (0, time.time() - 86400 * days))
-    assert load(source, max_length=40).kept   # used last now
-    monkeypatch.setattr(kept, "MOST_FILES", 4)   # with the unfinished one
+    assert load(source, max_length=40).kept  # used last now
+    monkeypatch.setattr(kept, "MOST_FILES", 4)  # with the unfinished one
     load(source, max_length=70)
     assert fresh.exists() and not left.exists()
     assert [load(source, max_length=length).kept for length in (40, 60, 70)] == [True] * 3 and not load(source, max_length=50).kept
@@ -265,7 +265,7 @@ def test_a_launch_tokenises_once_and_a_fault_ends_every_process(folder: Path, tm
     log = tmp_path / "log.txt"
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'out'}"], log).wait() == 0, log.read_text()[-3000:]
     assert set(calls.read_text().split()) == {"0"} and len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(failures, "time", SimpleNamespace(sleep=lambda _: None))   # the others wait to be ended
+    monkeypatch.setattr(failures, "time", SimpleNamespace(sleep=lambda _: None))  # the others wait to be ended
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": 5}\n')
     assert Forked(2, [str(recipe), f"save.dir={tmp_path / 'other'}", f"data.train={bad}"], log).wait() == 2

@@ -43,7 +43,7 @@ def test_a_step_reads_the_same_whether_resumed_or_shared_by_processes(row_length
     steps = list(range(1, 31))
     whole = BatchSampler(samples, train, 3, row_length=row_length, mix=MIX)
     read = {step: whole.global_rows(step) for step in steps}
-    for step in reversed(steps):   # a new process, at any step, knows nothing of the earlier ones
+    for step in reversed(steps):  # a new process, at any step, knows nothing of the earlier ones
         assert BatchSampler(samples, train, 3, row_length=row_length, mix=MIX).global_rows(step) == read[step]
     halves = [BatchSampler(samples, train, 3, process, 2, row_length, mix=MIX) for process in (0, 1)]
     for step in (1, 17, 30):

@@ -48,11 +48,9 @@ def test_every_sample_stands_in_one_row_and_rows_are_full() -> None:
         used = [sum(lengths[index] for index in row) for row in rows]
         assert max(used) <= window and len(rows) <= 1.03 * -(-sum(lengths) // window) + 1
         shuffled = rng.sample(range(700), 700)
-        assert len(pack(lengths, shuffled, window)) == len(rows)   # so every epoch has the same number of rows
+        assert len(pack(lengths, shuffled, window)) == len(rows)  # so every epoch has the same number of rows
     assert pack([5, 3, 5, 2], [2, 0, 1, 3], 8) == [[2, 3], [0, 1]]
-    with pytest.raises(
-        UserError, match="a sample of 9 tokens does not fit a row of 8; raise data.max_length or set data.overlong=split"
-    ):
+    with pytest.raises(UserError, match="a sample of 9 tokens does not fit a row of 8; raise data.max_length or set data.overlong=split"):
         pack([4, 9], [0, 1], 8)
 
 
@@ -80,7 +78,7 @@ def test_a_packed_document_reads_as_it_does_alone(family: str) -> None:
     packed = source.read(collate(samples, ROWS))
     for b, row in enumerate(ROWS):
         for place, index in enumerate(row):
-            there = packed.document_BT[b] == place   # type: ignore[index]
+            there = packed.document_BT[b] == place  # type: ignore[index]
             alone = source.read(collate(samples, [[index]]))
             assert packed.taps is not None and alone.taps is not None and torch.equal(packed.tokens_BT[b, there], samples[index].tokens)
             pairs = [(packed.hidden_BTD, alone.hidden_BTD), *((packed.taps[tap], alone.taps[tap]) for tap in taps)]
@@ -143,4 +141,4 @@ def test_a_packed_run_trains_cuts_long_documents_and_says_so(tmp_path: Path, cap
     assert "samples cut into" in output and "truncated" not in output and "; packed into 43 rows of 24, 77.0% full" in output
     losses = [line["loss"] for line in read_log(tmp_path / "out") if "loss" in line]
     assert losses[-1] < losses[0]
-    assert read_log(tmp_path / "out")[-2]["tokens"] > 3 * 36 * 20   # every token of every epoch
+    assert read_log(tmp_path / "out")[-2]["tokens"] > 3 * 36 * 20  # every token of every epoch

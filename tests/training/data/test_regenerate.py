@@ -88,7 +88,7 @@ def test_every_turn_sees_the_answers_before_it(ask: Any, talker: Path, tmp_path:
     assert second["messages"][:2] == conversation and second["messages"][2]["role"] == "assistant", "a last question is answered"
     backbone, tokenizer = load_backbone(str(talker), device="cpu"), load_tokenizer(str(talker))
     for messages in (first["messages"], second["messages"]):
-        for i, message in enumerate(messages[2:], 2):   # each equals transformers' own generate on the messages before it
+        for i, message in enumerate(messages[2:], 2):  # each equals transformers' own generate on the messages before it
             if message["role"] == "assistant":
                 ids = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_tensors="pt", return_dict=True)
                 answer = backbone.model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
@@ -128,7 +128,7 @@ def test_rows_take_one_of_several_temperatures(ask: Any, tmp_path: Path) -> None
     greedy, sampled, mixed, mostly = found
     assert all(mixed[row] in (greedy[row], sampled[row]) for row in greedy), "all turns of a row are of one temperature"
     assert 3 < sum(mixed[row] != greedy[row] for row in greedy) < sum(mostly[row] != greedy[row] for row in greedy), "by their number"
-    assert ask([rows[i] for i in (5, 0)], "regenerate.max_new_tokens=120", out="order.jsonl") == 0   # the default
+    assert ask([rows[i] for i in (5, 0)], "regenerate.max_new_tokens=120", out="order.jsonl") == 0  # the default
     assert [row["messages"] for row in rows_of(tmp_path / "order.jsonl")] == [mixed[5], mixed[0]], "whatever the order of the rows"
 
 
@@ -180,7 +180,7 @@ def test_interrupted_it_goes_on_to_the_same_file(ask: Any, tmp_path: Path, monke
 
     def dying(self: PartialFile, line: dict[str, Any]) -> None:
         if next(count) == 5:
-            self.file.write(b'{"row": 6, "tur')   # partly written when killed
+            self.file.write(b'{"row": 6, "tur')  # partly written when killed
             raise KeyboardInterrupt
         append(self, line)
 
@@ -268,7 +268,7 @@ def test_a_damaged_or_used_half_done_file_is_named(tmp_path: Path) -> None:
     half.write_text(half.read_text() + "nonsense\n")
     with pytest.raises(ValueError, match="line 3 is damaged .* delete the file to begin anew"):
         PartialFile(out, {"seed": 1})
-    half.write_text('{"headstart": "regen')   # torn before any row was written
+    half.write_text('{"headstart": "regen')  # torn before any row was written
     with PartialFile(out, {"seed": 2}) as partial:
         assert not partial.offsets
     with locked(tmp_path / ".new.jsonl.lock", "regenerate.out") as free:

@@ -58,7 +58,7 @@ def test_the_cache_has_the_backbones_own_features(teacher: str, served: StatesSe
         batch = collate(run.feed.samples, [[i]])
         kept, read = run.source.read(batch), whole.read(batch.tokens_BT, taps=(1, 3, 5))
         assert kept.taps is not None and read.taps is not None
-        for tap in (1, 3, 5):   # the last token was generated, and never an input
+        for tap in (1, 3, 5):  # the last token was generated, and never an input
             torch.testing.assert_close(kept.taps[tap][:, :-1], read.taps[tap][:, :-1], rtol=1e-4, atol=1e-5)
         if teacher == "hidden":
             torch.testing.assert_close(kept.hidden_BTD[:, :-1], read.hidden_BTD[:, :-1], rtol=1e-4, atol=1e-5)

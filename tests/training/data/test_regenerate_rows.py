@@ -33,7 +33,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     def appending(self: PartialFile, line: dict[str, Any]) -> None:
         append(self, line)
-        events.append((len(events), self.path.read_text().splitlines()[-1]))   # as another process reads the file
+        events.append((len(events), self.path.read_text().splitlines()[-1]))  # as another process reads the file
 
     monkeypatch.setattr(Decoder, "step", stepping)
     monkeypatch.setattr(PartialFile, "append", appending)
@@ -41,20 +41,20 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("batch_size", [2, 40])
-def test_a_row_is_in_the_file_when_it_has_ended(ask: Any, tmp_path: Path, grown: list[tuple[int, str]], batch_size: int) -> None:   # noqa: F811
+def test_a_row_is_in_the_file_when_it_has_ended(ask: Any, tmp_path: Path, grown: list[tuple[int, str]], batch_size: int) -> None:  # noqa: F811
     """Between the first row and the last one the model goes on decoding, however many rows are decoded at once."""
     rows = dialogues(30)
     assert ask(rows, *SAMPLED, f"regenerate.batch_size={batch_size}") == 0
     written = [i for i, line in grown if line]
     passes = [i for i, line in grown if not line]
     assert len(written) == 30 and {json.loads(line)["row"] for _, line in grown if line} == set(range(30))
-    after = [sum(1 for one in passes if one < row) for row in written]   # passes before each row
+    after = [sum(1 for one in passes if one < row) for row in written]  # passes before each row
     assert after[0] < len(passes) / 3 and len(set(after)) > 12
     assert after[14] < 0.75 * len(passes), "half of the rows are there long before the last one"
     assert sorted(row["row"] for row in rows_of(tmp_path / "new.jsonl")) == list(range(30))
 
 
-def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:   # noqa: F811
+def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     rows = dialogues(12)
     assert ask(rows, *SAMPLED, out="whole.jsonl") == 0
     step, count = Decoder.step, iter(range(10_000))
@@ -73,7 +73,7 @@ def test_a_killed_run_keeps_every_row_that_has_ended(ask: Any, tmp_path: Path, m
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:   # noqa: F811
+def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:  # noqa: F811
     monkeypatch.setattr(progress, "FILE_SECONDS", 0.0)
     assert ask(dialogues(9), *SAMPLED) == 0
     states = re.findall(r"regenerating: (\d) of 9 rows \[[\d:]+(, [\d,]+ tokens/s)?(, (?:up to )?[\d:]+ left)?\]", capsys.readouterr().err)
@@ -82,7 +82,7 @@ def test_progress_is_shown_from_the_first_step(ask: Any, monkeypatch: pytest.Mon
     assert any(rows not in "09" and left.startswith(", 0") for rows, _, left in states)
 
 
-def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, capsys: Any) -> None:   # noqa: F811
+def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, capsys: Any) -> None:  # noqa: F811
     """A kept one is what was written until then, and the last of its conversation."""
     rows, short = dialogues(), ("regenerate.temperature=1", "regenerate.max_new_tokens=7")
     assert ask(rows, *SAMPLED, out="long.jsonl") == ask(rows, *short, out="dropped.jsonl") == 0
@@ -108,7 +108,7 @@ def test_unfinished_answers_are_kept_if_asked_for(ask: Any, tmp_path: Path, caps
     assert "regenerate.unfinished is one of 'drop', 'keep'; got 'cut'" in capsys.readouterr().err
 
 
-def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: Path) -> None:   # noqa: F811
+def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: Path) -> None:  # noqa: F811
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
     answers = iter([said("cut", "length"), said(None, "length"), said("cut", "length")])
     with serving(lambda path, body: next(answers)) as server:
@@ -119,7 +119,7 @@ def test_unfinished_answers_of_a_server_are_kept_too(ask_server: Any, tmp_path: 
         assert ask_server(rows, server.url) == 2
 
 
-def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:   # noqa: F811
+def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(ProposerSource, "most_rows", 4)
     assert proposer_source.MAX_PROPOSER_ROWS > 8, "those of regenerate.batch_size"
     drafted: list[int] = []
@@ -129,7 +129,7 @@ def test_proposers_do_not_draft_for_many_rows(ask: Any, monkeypatch: pytest.Monk
     assert drafted and max(drafted) <= 4, "they do again for the last rows"
 
 
-def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:   # noqa: F811
+def test_several_answers_to_each_row(ask: Any, tmp_path: Path) -> None:  # noqa: F811
     """Each is what one more equal row would get."""
     rows = dialogues(3)
     assert ask(rows, "regenerate.temperature=1", "regenerate.max_new_tokens=24", "regenerate.samples=2") == 0

@@ -93,7 +93,7 @@ def test_a_pattern_reads_all_files_in_the_order_of_their_names(tmp_path: Path) -
     assert read_rows(f"{tmp_path}/*.*") == [ROWS[0], *ROWS[2:]]
     assert read_rows(f"{tmp_path}/**/*.json*") == [*ROWS[2:], ROWS[1]]
     assert read_rows(f"{tmp_path}/[ab].*", limit=2) == [ROWS[0], ROWS[2]]
-    assert read_rows(written(tmp_path / "odd[1].jsonl", LINES)) == ROWS    # a file of this very name
+    assert read_rows(written(tmp_path / "odd[1].jsonl", LINES)) == ROWS  # a file of this very name
     with pytest.raises(UserError, match=r"data .*/z\*.jsonl: no file matches this pattern"):
         read_rows(f"{tmp_path}/z*.jsonl")
     written(tmp_path / "notes.md", b"x")
@@ -153,7 +153,7 @@ def test_calls_of_sharegpt_turns_get_ids_and_results_refer_to_them() -> None:
     ]  # fmt: skip
     messages = read_messages(turns, "x")
     ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
-    assert len(set(ids)) == 3 and all(len(one) == 9 and one.isalnum() for one in ids)    # as Mistral's template wants them
+    assert len(set(ids)) == 3 and all(len(one) == 9 and one.isalnum() for one in ids)  # as Mistral's template wants them
     assert [message.get("tool_call_id") for message in messages] == [None, None, *ids[:2], None, ids[2], None]
     assert "tool_call_id" not in read_messages([{"role": "tool", "content": "3"}], "x")[0]
 

@@ -125,7 +125,7 @@ def test_a_template_that_drops_earlier_thoughts_gives_a_sample_a_turn() -> None:
     assert len(chat.samples([*ASKED, said, *ASKED, said])) == 2
     plain = maker(BY_ROLE + ASK, ROLES, "<|end|>")
     assert len(plain.samples(AGAIN)) == 1 and len(plain.samples([*AGAIN, *ASKED, said, *ASKED, said])) == 1
-    one = maker(QWEN3, IM, "<|im_end|>")   # the last two turns, of one question, agree
+    one = maker(QWEN3, IM, "<|im_end|>")  # the last two turns, of one question, agree
     four = FOUR[1]
     with_tool = [*ASKED, four | {"reasoning_content": "a"}, {"role": "tool", "content": "4"}, four | {"reasoning_content": "b"}]
     assert len(one.samples(with_tool)) == 1 and len(one.samples([*AGAIN, *with_tool])) == 3
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_adds_a_blank_to_texts_adds_none_to_answers() -> None:
 def test_templates_without_a_generation_prompt_and_with_a_bos_of_their_own() -> None:
     ignores = "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     chat = maker(ignores, ROLES, "<|end|>")
-    expect(chat, FOUR, "<|assistant|>Four.<|end|>")   # the model writes the header too
+    expect(chat, FOUR, "<|assistant|>Four.<|end|>")  # the model writes the header too
     assert chat.prompt(ASKED).count(chat.tokenizer.bos_token_id) == 1
     instructs = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
     expect(maker(instructs, "[INST] [/INST]", "</s>"), AGAIN, "Four.</s>", "Five.</s>")

@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
         def _submit_async_write(self, pending: Any) -> None:
             slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
-            rows = stock.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()   # a copy: its blocks may go
+            rows = stock.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()  # a copy: its blocks may go
             tensors = {"hidden_states": rows, "token_ids": pending.token_ids.clone()}
             lock = self._lock_fds.pop(pending.req_id, None)
             future = self._executor.submit(self._write_tensors, tensors, _Done(), pending.filename, lock)

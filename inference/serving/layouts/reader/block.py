@@ -51,7 +51,7 @@ class BlockReader(Reader):
                 gates = self.tensors["prefix_gru.weight_ih_l0"], self.tensors["prefix_gru.weight_hh_l0"]
                 path_1G = gates[1].new_zeros(1, gates[1].shape[1]) if path_1G is None else path_1G
                 path_1G = torch.gru_cell(self.embed(torch.tensor([token])), path_1G, *gates)
-                if depth:   # depth 0 is drafted without a correction
+                if depth:  # depth 0 is drafted without a correction
                     mixed = F.silu(linear(self.tensors, "embed_proj.0", torch.cat([drafted_ND[depth], path_1G[0]])))
                     logits = logits + linear(self.tensors, "embed_proj.2", mixed)
             return self.reading.widened(logits, self.target.vocab)

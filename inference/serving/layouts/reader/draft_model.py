@@ -23,7 +23,7 @@ class DraftModelReader(Reader):
         def next_token(token: int) -> Tensor:
             tokens.append(token if mask is None or len(tokens) < position else mask)
             logits_V = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-            whole_V = logits_V.new_full((vocab,), -torch.inf)   # over the backbone's vocabulary
+            whole_V = logits_V.new_full((vocab,), -torch.inf)  # over the backbone's vocabulary
             whole_V[: len(logits_V)] = logits_V[:vocab]
             return whole_V
 

@@ -61,7 +61,7 @@ class PairReader(Reader):
         return output_TD, kept
 
     def after(self, position: int) -> NextToken:
-        rows = position - 1   # pairs of known tokens, the last with the root
+        rows = position - 1  # pairs of known tokens, the last with the root
         past: list[KeysValues] = [(keys[:rows], values[:rows]) for keys, values in self.known]
         output_1D = self.output_TD[rows - 1 : rows]
         drafted = 0
