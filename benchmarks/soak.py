@@ -129,6 +129,8 @@ def draw(rng: random.Random, systems: list[str]) -> Call:
     if rng.random() < 0.3:
         own["batch_size"] = rng.randint(1, MOST_ROWS)
     cancel = rng.randint(0, 20) if manner != "beams" and rng.random() < 1 / 6 else None
+    if cancel is not None and own.get("batch_size", len(rows)) < len(rows):
+        del own["batch_size"]  # refused: `CancelAt` is asked about all rows together
     return Call(rng.choice(systems), left_padded(rows), settings, own, cancel)
 
 

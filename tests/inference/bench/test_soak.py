@@ -40,6 +40,10 @@ def test_flat_memory_is_told_from_growing() -> None:
 def test_calls_are_drawn_by_the_seed_and_cancelled_at_their_token() -> None:
     first, second = (str([soak.draw(random.Random(seed), ["a", "b"]) for seed in range(9)]) for _ in range(2))
     assert first == second
+    drawn = [soak.draw(random.Random(seed), ["a"]) for seed in range(200)]
+    cancelled = [call for call in drawn if call.cancel is not None]
+    assert len(cancelled) > 9 and all(call.own.get("batch_size", 9) >= len(call.rows["input_ids"]) for call in cancelled)
+    assert any(call.own.get("batch_size", 9) < len(call.rows["input_ids"]) for call in drawn)
     stop = soak.CancelAt(2)
     ids = torch.zeros(3, 4)
     assert [stop(ids, None).tolist() for _ in range(2)] == [[False] * 3] * 2
