@@ -31,10 +31,12 @@ def test_the_verdict() -> None:
 
 
 def test_flat_memory_is_told_from_growing() -> None:
-    steady = [(second, 500.0 + second % 7) for second in range(100)]
-    growing = [(second, 500.0 + second) for second in range(100)]
+    steady = [(second, 500.0 + second % 7, 9) for second in range(100)]
+    growing = [(second, 500.0 + second, 9) for second in range(100)]
     assert soak.flatness(steady)["flat"] is True and soak.flatness(growing)["flat"] is False
     assert soak.flatness(steady[:1])["flat"] is None
+    filling = [(second, memory, second // 10) for second, memory, _ in growing]
+    assert soak.flatness(filling)["flat"] is None, "captures are still added"
 
 
 def test_calls_are_drawn_by_the_seed_and_cancelled_at_their_token() -> None:
