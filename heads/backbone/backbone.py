@@ -213,8 +213,7 @@ class Backbone:
         dropout = self.adapter.training() if differentiable and self.adapter is not None else nullcontext()
         repeated = repeated_tokens() if masked and self.exact and not differentiable else nullcontext()
         itself = differentiable and self.adapter is None  # a draft model in training keeps its mode
-        kernel = tree_attention(self.exact) if masked else nullcontext()
-        with nullcontext() if itself else self.evaluation(), dropout, kernel, repeated:
+        with nullcontext() if itself else self.evaluation(), dropout, tree_attention(self.exact, masked), repeated:
             yield
 
     def layer(self, index: int, names: Iterable[str]) -> dict[str, Tensor] | None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import served
 from families import prompts, tiny
+from shrink import model_of, shrink
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations import sdpa_attention
 
@@ -66,3 +68,24 @@ def test_keys_that_heads_share_are_not_repeated(monkeypatch: pytest.MonkeyPatch)
         on.model(**padded)
     with tree_attention():
         on.model(**padded)
+
+
+def test_values_narrower_than_keys_are_padded_for_the_kernel_that_holds_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3's, in prompts and in packed rows; outside of the backbone's passes they are left alone."""
+    deepseek = next(one for one in served() if one.configuration["model_type"] == "deepseek_v3")
+    on, widths = Backbone(model_of(shrink(deepseek.configuration))), set()
+
+    def noted(query: Any, key: Any, value: Any, *given: Any, **options: Any) -> Any:
+        widths.add((key.shape[-1], value.shape[-1]))
+        return scaled_dot_product_attention(query, key, value, *given, **options)
+
+    (ids,), allowed = prompts((9,)), torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    expected = on.base(ids[None]).last_hidden_state
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for mask in (None, dict.fromkeys(on.windows, allowed)):
+        monkeypatch.setattr(tree_attention_module, "MAX_QUERIES", 8)
+        monkeypatch.setattr(tree_attention_module, "MAX_EXACT", 8)
+        assert torch.allclose(on.read(ids[None], attention_mask=mask).hidden_BTD, expected, atol=1e-5)
+    assert len(widths) == 1 and all(key == value for key, value in widths)
+    on.base(ids[None])
+    assert len(widths) == 2 and any(key > value for key, value in widths)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headstart.inference.compiled import kernels, store, whole
-from headstart.inference.compiled.program import NotCompiled, Program
+from headstart.inference.compiled import kernels, layer, store, whole
+from headstart.inference.compiled.program import NotCompiled, Program, Region
 
 
 def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
@@ -55,3 +56,21 @@ def test_a_compiler_that_fails_is_said_and_not_tried_again(tmp_path: Path, monke
     assert not store.lacks(program) and not kernels.library().exists()
     with pytest.raises(subprocess.CalledProcessError):
         kernels.build()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
+    ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of Medusa's and MLP heads that select a row have none."""
+
+    def compiled(graph: Any, inputs: Any, config_patches: dict[str, Any]) -> Path:
+        built = Path(config_patches["aot_inductor.output_path"]) / "c1.wrapper.so"
+        for suffix in (".so", ".json") if ours else (".so",):
+            built.with_suffix(suffix).write_text("code")
+        return built
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_aot", compiled)
+    layer.compile_region(Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),)), tmp_path / "layer-1")
+    names = {layer.FILE, f"{layer.FILE}.sha256"} | ({"layer.json"} if ours else set())
+    assert {file.name for file in (tmp_path / "layer-1").iterdir()} == names
