@@ -19,6 +19,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.methods import build_drafter, methods
+from headstart.inference.capture.capture import BackendName
 from headstart.inference.generate import SpeculativeModel
 
 DRAFTERS = methods()
@@ -91,8 +92,9 @@ def random_drafter(kind: str, on: Backbone, seed: int = 1, **arguments: Any) -> 
 
 
 @functools.cache
-def heads(family: str, kind: str) -> SpeculativeModel:
-    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)))
+def heads(family: str, kind: str, capture: BackendName = "auto") -> SpeculativeModel:
+    """Captures take about as long as 30 passes each: a test of something else does without."""
+    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture=capture)
 
 
 def texts(rows: int, length: int, seed: int = 0) -> Tensor:

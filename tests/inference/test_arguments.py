@@ -32,7 +32,7 @@ def test_every_argument_and_field_of_this_transformers_is_in_the_table() -> None
 
 @pytest.fixture(scope="module")
 def of() -> SpeculativeModel:
-    return heads("llama", "eagle3")
+    return heads("llama", "eagle3", "off")
 
 
 def call(of: SpeculativeModel | None, given: dict[str, Any], **own: Any) -> Any:

@@ -62,8 +62,8 @@ class Knowing(Drafter):
 
 def drafting(family: str, kind: str) -> SpeculativeModel:
     if kind in DRAFTERS:
-        return heads(family, kind)
-    return SpeculativeModel(backbone(family), Knowing(backbone(family)) if kind == "knowing" else None)
+        return heads(family, kind, "off")
+    return SpeculativeModel(backbone(family), Knowing(backbone(family)) if kind == "knowing" else None, capture="off")
 
 
 def same(of: SpeculativeModel, rows: dict[str, Tensor], ours: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -239,7 +239,7 @@ def test_proposers() -> None:
     """Top-k tokens that the backbone gave after a token yield drafts of some breadth; a continuation of the sequence does not."""
     rows = {"input_ids": texts(1, 3).repeat(1, 6)}
     for proposers in ([RecyclingProposer()], [SuffixProposer()], [SuffixProposer(), RecyclingProposer()]):
-        of = SpeculativeModel(backbone("llama"), proposers=proposers)
+        of = SpeculativeModel(backbone("llama"), proposers=proposers, capture="off")
         for tree in (WIDE, "auto"):
             out = same(of, rows, {"tree": tree}, num_beams=3)
             assert (max(out.nodes) > 3) == isinstance(proposers[-1], RecyclingProposer) or tree == "auto"

@@ -88,7 +88,7 @@ class Batched(LogitsProcessor):
 
 def nearly(truth: Tensor, rows: dict[str, Tensor]) -> SpeculativeModel:
     """Heads that draft mostly what the text will be, and others beside it."""
-    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"))
+    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"), capture="off")
 
 
 @pytest.mark.matrix
@@ -98,7 +98,7 @@ def test_greedy_text_is_transformers_own_and_drafted(tree: Any, others: dict[str
     how = {"max_new_tokens": LENGTH, "do_sample": False} | others
     theirs = Automaton()
     truth = backbone("llama").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([theirs]))
-    for of in (nearly(truth, ROW), heads("llama", "eagle3")):
+    for of in (nearly(truth, ROW), heads("llama", "eagle3", "off")):
         ours = Undoable()
         out = say(of, ROW, tree=tree, return_dict_in_generate=True, **how, logits_processor=LogitsProcessorList([ours]))
         assert torch.equal(out.sequences, truth)
@@ -119,8 +119,8 @@ def test_accepted_chains_are_not_called_twice() -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"temperature": 2.0, "top_p": 0.8}])
 def test_sampled_text_is_that_without_drafts(filters: dict[str, Any]) -> None:
     how = {"max_new_tokens": LENGTH, "do_sample": True, "seed": 5} | filters
-    plain = say(heads("llama", "eagle3"), ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))
-    for of in (nearly(plain, ROW), heads("llama", "medusa")):
+    plain = say(heads("llama", "eagle3", "off"), ROW, speculate=False, **how, logits_processor=LogitsProcessorList([Undoable()]))
+    for of in (nearly(plain, ROW), heads("llama", "medusa", "off")):
         for tree in (TreeShape(20, 6), TreeShape(4, 1)):
             assert torch.equal(say(of, ROW, tree=tree, **how, logits_processor=LogitsProcessorList([Undoable()])), plain)
 
@@ -164,4 +164,4 @@ def test_beams_call_it_in_order() -> None:
 
     how = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
     truth = backbone("llama").model.generate(**ROW, **how, logits_processor=LogitsProcessorList([Stepping()]))
-    assert torch.equal(say(heads("llama", "eagle3"), ROW, **how, logits_processor=LogitsProcessorList([Stepping()])), truth)
+    assert torch.equal(say(heads("llama", "eagle3", "off"), ROW, **how, logits_processor=LogitsProcessorList([Stepping()])), truth)

@@ -59,7 +59,7 @@ def fits(kind: str, text: str) -> bool:
 
 
 def nearly(truth: torch.Tensor, rows: dict[str, torch.Tensor]) -> SpeculativeModel:
-    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"))
+    return SpeculativeModel(backbone("llama"), Scripted(backbone("llama"), unpadded(truth, rows), "nearly"), capture="off")
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -69,7 +69,7 @@ def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, t
     for row in truth[:, rows["input_ids"].shape[1] :]:
         written = row.tolist()
         assert END in written and fits(kind, tokenizer().decode(written[: written.index(END)]))
-    for of in (nearly(truth, rows), heads("llama", "eagle3")):
+    for of in (nearly(truth, rows), heads("llama", "eagle3", "off")):
         for tree in ("auto", TreeShape(12, 4), TreeShape(4, 1)):
             processors = given(kind)
             for _ in range(2):  # the second call begins anew
@@ -81,8 +81,8 @@ def test_text_is_that_of_plain_constrained_decoding(kind: str, rows: dict[str, t
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_sampled_text_is_that_without_drafts(kind: str) -> None:
     how = HOW | {"do_sample": True, "temperature": 1.5, "seed": 4}
-    plain = say(heads("llama", "eagle3"), ROWS, speculate=False, **how, logits_processor=given(kind))
-    for of in (nearly(plain, ROWS), heads("llama", "medusa")):
+    plain = say(heads("llama", "eagle3", "off"), ROWS, speculate=False, **how, logits_processor=given(kind))
+    for of in (nearly(plain, ROWS), heads("llama", "medusa", "off")):
         assert torch.equal(say(of, ROWS, tree=TreeShape(12, 4), **how, logits_processor=given(kind)), plain)
     assert all(fits(kind, tokenizer().decode(row[: row.index(END)])) for row in plain[:, ROWS["input_ids"].shape[1] :].tolist())
 
@@ -90,7 +90,7 @@ def test_sampled_text_is_that_without_drafts(kind: str) -> None:
 def test_beams_and_other_processors_beside_it() -> None:
     for how in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"repetition_penalty": 1.3}, {"min_new_tokens": 20}):
         truth = backbone("llama").model.generate(**ROWS, **HOW | how, do_sample=False, logits_processor=given("regex"))
-        assert torch.equal(say(heads("llama", "eagle3"), ROWS, **HOW | how, logits_processor=given("regex")), truth)
+        assert torch.equal(say(heads("llama", "eagle3", "off"), ROWS, **HOW | how, logits_processor=given("regex")), truth)
 
 
 def test_what_it_forces_is_drafted_without_heads() -> None:
@@ -102,21 +102,23 @@ def test_what_it_forces_is_drafted_without_heads() -> None:
 
 def test_end_tokens_of_the_call_and_text_after_the_end() -> None:
     other = LogitsProcessorList([headstart.grammar(tokenizer(), regex="[c-z]{3}", end_tokens=[END, 3])])
-    out = say(heads("llama", "eagle3"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
+    out = say(heads("llama", "eagle3", "off"), ROW, **HOW | {"eos_token_id": [END, 3]}, logits_processor=other)
     assert out.shape[1] <= 9 + 3 + 1 and out[0, -1] in (END, 3)
     how = {"max_new_tokens": 20, "do_sample": False}  # nothing ends the text, which goes on freely after the end token
     truth = backbone("llama").model.generate(**ROW, **how, logits_processor=given("regex"))
-    assert torch.equal(say(heads("llama", "eagle3"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
+    assert torch.equal(say(heads("llama", "eagle3", "off"), ROW, tree=TreeShape(8, 3), **how, logits_processor=given("regex")), truth)
 
 
 def test_a_matcher_that_gave_up_is_one_line_and_the_next_call_begins_anew() -> None:
     processors = given("regex")
-    truth = say(heads("llama", "eagle3"), ROW, **HOW, logits_processor=processors)
+    truth = say(heads("llama", "eagle3", "off"), ROW, **HOW, logits_processor=processors)
     row = processors[0].of_row(0)
     row.matcher.consume_tokens([1, 1])
     with pytest.raises(UserError, match="the grammar cannot be followed further: ") as raised:
         row.forced(ROW["input_ids"])
-    assert "\n" not in str(raised.value) and torch.equal(say(heads("llama", "eagle3"), ROW, **HOW, logits_processor=processors), truth)
+    assert "\n" not in str(raised.value) and torch.equal(
+        say(heads("llama", "eagle3", "off"), ROW, **HOW, logits_processor=processors), truth
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Shape suffixes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -62,13 +61,8 @@ WARPERS: dict[str, dict[str, Any]] = {
 def drafting(manner: str, family: str, truths: list[list[int]], depth: int = 4, captured: bool = True) -> SpeculativeModel:
     """Captures for the trained kinds of one family only; test_capture.py compares captured and uncaptured decoding for the others."""
     if manner in DRAFTERS:
-        return heads(family, manner) if captured and family == "llama" else unrecorded(family, manner)
+        return heads(family, manner, "auto" if captured and family == "llama" else "off")
     return SpeculativeModel(backbone(family), Scripted(backbone(family), truths, manner, depth), capture="off")
-
-
-@functools.cache
-def unrecorded(family: str, kind: str) -> SpeculativeModel:
-    return SpeculativeModel(backbone(family), random_drafter(kind, backbone(family)), capture="off")
 
 
 def alone(family: str, **options: Any) -> list[list[int]]:

@@ -132,7 +132,8 @@ def test_recomputed_blocks_are_planned_as_they_are_computed(small: Path) -> None
     assert again["drafter activations"] < kept["drafter activations"] and again["attention"] < kept["attention"]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.matrix(cells=1)
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_trained_backbone_adds_its_passes_to_the_arithmetic(kind: str, small: Path) -> None:
     def operations(*changes: str) -> dict[str, int]:
         recipe = load_recipe(small, [f"drafter.kind={kind}", *changes])

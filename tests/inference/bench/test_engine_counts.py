@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 
 def ahead(temperature: float) -> list[list[int]]:
     """What the backbone writes after each prompt, further than the measured texts go."""
-    alone = SpeculativeModel(backbone("llama"))
+    alone = SpeculativeModel(backbone("llama"), capture="off")
     rows = [continue_texts(alone, [ids_T], Settings(NEW + DEPTH + 1, temperature), [i]).sequences[0] for i, ids_T in enumerate(prompts())]
     return [row.tolist() for row in rows]
 
@@ -45,7 +45,7 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
     drafter = Scripted(backbone("llama"), truths, "nearly", DEPTH)
     expected = [as_an_engine(drafter, truth, len(ids_T)) for truth, ids_T in zip(truths, prompts(), strict=True)]
     asked = [Prompt(ids_T) for ids_T in prompts()]
-    report = compare([("a", SpeculativeModel(drafter.backbone, drafter))], asked, Plan(NEW, tree=CHAIN, batches=(1, 3)))
+    report = compare([("a", SpeculativeModel(drafter.backbone, drafter, capture="off"))], asked, Plan(NEW, tree=CHAIN, batches=(1, 3)))
     kept = [one.kept for text in expected for one in text.rounds]
     out = io.StringIO()
     print_report(report, out)
@@ -63,13 +63,13 @@ def test_a_chain_is_counted_as_an_engine_counts_it():
 def test_trees_and_proposals_that_drafted_nothing():
     truths = ahead(0.9)
     drafter = Scripted(backbone("llama"), truths, "oracle", DEPTH)
-    heads, settings = SpeculativeModel(drafter.backbone, drafter), Settings(NEW, 0.9, tree=TreeShape(nodes=6, width=2))
+    heads, settings = SpeculativeModel(drafter.backbone, drafter, capture="off"), Settings(NEW, 0.9, tree=TreeShape(nodes=6, width=2))
     tally = Tally()
     tally.add(continue_texts(heads, prompts(), settings, list(range(5))))
     assert tally.engine_counts()["mean_acceptance_length"] >= tally.tau > 3
     assert tally.draft_tokens <= 5 * tally.drafts and tally.drafts == tally.row_passes
     plain = Tally()
-    plain.add(continue_texts(SpeculativeModel(drafter.backbone), prompts(), Settings(NEW), [0] * 5))
+    plain.add(continue_texts(SpeculativeModel(drafter.backbone, capture="off"), prompts(), Settings(NEW), [0] * 5))
     assert plain.engine_counts() == {"mean_acceptance_length": None, "acceptance_rate_per_pos": [], "draft_acceptance_rate": None}
 
 

@@ -160,7 +160,10 @@ WIDER_MIXED = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2, "num_
 @needs_bf16
 @pytest.mark.parametrize(
     ("layers", "dtype"),
-    [*((layers, torch.bfloat16) for layers in OTHER_LAYERS), ("experts", torch.float32), ("recurrent", torch.float32)],
+    [
+        *((layers, torch.bfloat16) for layers in OTHER_LAYERS),
+        *(pytest.param(layers, torch.float32, marks=pytest.mark.slow) for layers in ("experts", "recurrent")),
+    ],
 )
 def test_drafts_change_no_bit_of_other_layers(layers: str, dtype: torch.dtype) -> None:
     name, sizes = OTHER_LAYERS[layers]

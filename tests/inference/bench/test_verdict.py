@@ -68,7 +68,7 @@ def test_one_changed_value_of_a_replay_is_a_fault(change: Change, dtype: torch.d
     assert '<p class="bold red">FAULT: ' in shown and '<td class=" bold red">no</td>' in shown
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_near_ties_are_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token has a twin, and captured passes round at random: texts differ, and every token is right."""
     register(monkeypatch, last_places)
