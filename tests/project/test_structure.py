@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 356, "lines": 42_798, "lines of code": 30_125}
-IMPORTED = 141
+LIMITS = {"files": 357, "lines": 42_883, "lines of code": 30_190}
+IMPORTED = 142
 FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15
 
