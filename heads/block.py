@@ -261,11 +261,11 @@ class Block(Drafter):
         layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
         causal, window = self.config.causal, self.config.sliding_window
         layout |= {"causal": causal} if causal or window is not None else {}
-        # By default engines take layers with a window for causal ones; vLLM and SGLang read is_causal first.
-        sliding = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "is_causal": causal}
-        common = engine_fields(self.layer_config, self.fc.weight.dtype) | sliding | {
+        sliding = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "is_causal": causal}  # not by default
+        common = engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "model_type": "qwen3",
             "layer_types": ["full_attention" if window is None else "sliding_attention"] * self.config.layers,
+            **sliding,
             "num_target_layers": self.backbone.num_layers,
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "block_size": self.elements,

@@ -250,8 +250,8 @@ def find_recurrent(name: str, layers: nn.ModuleList, kinds: Sequence[str]) -> Re
             if len(modules) != 1:
                 raise UserError(
                     f"{name} has layers of kind {KIND!r} ({type(layers[number]).__name__}) that do not follow the gated delta rule "
-                    "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence whose states along a tree are computed here; "
-                    + TRAINABLE
+                    "of transformers' Qwen3-Next, Qwen3.5 and OLMo-Hybrid, the only recurrence whose states along a tree are computed here"
+                    f"; {TRAINABLE}"
                 )
             found[number] = modules[0]
     beside = sorted(set(kinds) - {KIND})

@@ -43,7 +43,9 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=("reference", "vllm", "transformers"), default="reference",
         help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
     )  # fmt: skip
-    stored = "draft on the held-out rows of a feature cache (headstart cache) without running the backbone: too large, or train and export only"
+    stored = (
+        "draft on the held-out rows of a feature cache (headstart cache) without running the backbone: too large, or train and export only"
+    )
     parser.add_argument("--features", metavar="DIR", help=stored)
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
     add_template_arguments(parser)

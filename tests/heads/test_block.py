@@ -150,7 +150,12 @@ def test_with_a_window_a_chunk_of_a_long_row_has_few_keys() -> None:
 def test_memory_with_a_window_grows_as_the_rows() -> None:
     """By the plan, which runs a step on fake tensors: without a window attention takes four times as much for rows twice as long."""
     drafter = {"kind": "block", "depth": 7, "layers": 2, "anchor_share": 0.25}
-    wanted: dict[str, Any] = {"backbone": {"path": "embedded"}, "data": {"train": "rows.jsonl"}, "train": {"steps": 1}, "save": {"dir": "out"}}
+    wanted: dict[str, Any] = {
+        "backbone": {"path": "embedded"},
+        "data": {"train": "rows.jsonl"},
+        "train": {"steps": 1},
+        "save": {"dir": "out"},
+    }
 
     def attention(length: int, **more: Any) -> int:
         recipe = parse(Recipe, {**wanted, "drafter": drafter | more, "features": {"endpoint": "http://localhost:1"}})

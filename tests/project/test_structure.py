@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 356, "lines": 42_798, "lines of code": 30_125}
+LIMITS = {"files": 357, "lines": 43_098, "lines of code": 30_337}
 IMPORTED = 141
 FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15

@@ -1,4 +1,4 @@
-"""Heads for models that decoding refuses: recipe, plan, training here, from a cache and from a server, export, verify on stored features."""
+"""Heads for models that decoding refuses: recipe, plan, training here, from a cache and a server, export, verify on stored features."""
 
 from __future__ import annotations
 
@@ -124,7 +124,9 @@ def test_they_are_trained_here_from_a_cache_and_from_a_server(
     assert one[0]["teacher_forced_tau"] == pytest.approx(other[0]["teacher_forced_tau"], rel=near)
 
 
-@pytest.mark.parametrize(("change", "message"), [("data.packing=true", "follows no mask: no packing"), ("objective.on_policy=0.5", "trees of drafts")])
+@pytest.mark.parametrize(
+    ("change", "message"), [("data.packing=true", "follows no mask: no packing"), ("objective.on_policy=0.5", "trees of drafts")]
+)
 def test_what_needs_masks_is_refused_in_one_line(change: str, message: str, target: Any, tmp_path: Path, capsys: Any) -> None:
     assert train([str(target[0] / "recipe.yaml"), f"save.dir={tmp_path}/out", change]) == 2
     assert message in said(capsys)

@@ -39,7 +39,6 @@ from headstart.training.features.supplement import Supplement, nearest_taps, rea
 from headstart.training.features.writer import open_teacher
 from headstart.training.recipe.recipe import Recipe
 
-
 LEAST_TEXT = 4
 """Tokens of a stored text that something can be drafted after."""
 

@@ -104,7 +104,12 @@ def require_packable(recipe: Recipe, backbone: Backbone) -> None:
     """Raise UserError for packed rows with a backbone that follows no mask, unless features come from a cache or a server, which have
     single samples.
     """
-    if recipe.data.packing and recipe.cache.dir is None and backbone.whole and (backbone.recurrent is not None or backbone.refusal is not None):
+    if (
+        recipe.data.packing
+        and recipe.cache.dir is None
+        and backbone.whole
+        and (backbone.recurrent is not None or backbone.refusal is not None)
+    ):
         fault = "has recurrent layers, which follow no mask" if backbone.refusal is None else "follows no mask"
         raise UserError(
             f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "

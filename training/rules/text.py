@@ -101,7 +101,7 @@ def _commands(proposal: Proposal, path: str) -> list[str]:
     changes = " ".join(f"data.{key}={value}" for key, value in reset.items() if given.get(key) is not None)
     only = proposal.preset.data["train"]
     one = f" data.train={only[0]['path']}" if isinstance(only, list) else ""
-    server, asked = "regenerate.endpoint=http://localhost:8000/v1", proposal.facts.refusal is not None
+    server, asked = "regenerate.endpoint=http://localhost:8000/v1", "features" in proposal.own
     served = [f"#     headstart serve-features {path}   # prints the line of the server of hidden states; --run starts it"] if asked else []
     return [
         f"#     headstart regenerate {path} regenerate.out={name}{one}" + (f" {server}" if asked else f"   # {server} asks a server"),

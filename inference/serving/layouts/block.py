@@ -181,7 +181,9 @@ class DflashHf(Block):
         if config["dflash_config"].get("causal"):
             raise UserError(f"{heads.path} is causal inside a block (drafter.causal), as transformers never is: export --to speculators")
         if "sliding_window" in config:
-            raise UserError(f"{heads.path} has a window (drafter.sliding_window), which transformers counts to both sides: export --to dflash")
+            raise UserError(
+                f"{heads.path} has a window (drafter.sliding_window), which transformers counts to both sides: export --to dflash"
+            )
         stated = {
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": FOREIGN,

@@ -62,7 +62,9 @@ def require_states(target: StoredTarget, heads: Drafter | None, reading: Reading
     whole = all(one.hidden_BTD.shape[-1] == target.dim for one in target.texts)
     taps = heads.taps if heads is not None else reading.taps
     if not whole and (heads.reads_hidden if heads is not None else not reading.taps):
-        raise UserError(f"{where} keeps no final hidden state (cache.teacher=topk), which these heads read; write it with cache.teacher=hidden")
+        raise UserError(
+            f"{where} keeps no final hidden state (cache.teacher=topk), which these heads read; write it with cache.teacher=hidden"
+        )
     if lacking := target.lacking(taps):
         raise UserError(f"{where} lacks the states after layers {lacking}, which these heads read; write the cache of their recipe")
 
