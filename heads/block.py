@@ -79,6 +79,8 @@ class Block(Drafter):
         """Share of the label positions at which a step trains a block."""
         mask_token: Annotated[int, Ge(0)] | None = None
         """Token whose embedding stands for the tokens to draft (null: the backbone's end-of-text token, or the last)."""
+        sliding_window: Annotated[int, Ge(1)] | None = None
+        """Positions up to its own that an element attends to, in training and decoding; at least a block (null: all)."""
         causal: bool = False
         """Elements attend to the earlier ones of their block alone, as in heads trained by speculators; false: to all."""
         layer: LayerShape | None = None
@@ -87,7 +89,7 @@ class Block(Drafter):
     config: Config
     reads_hidden = recomputing = False
     capturable = True
-    fixed_arguments = ("mask_token", "causal", "layer")
+    fixed_arguments = ("mask_token", "causal", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         taps, mask = _taps(config.taps, backbone.num_layers), _mask_token(config.mask_token, backbone)
@@ -100,14 +102,17 @@ class Block(Drafter):
         self.elements = config.depth + self.skipped
         if backbone.max_positions is not None and self.elements > backbone.max_positions:
             raise UserError(f"a block of drafter.depth={config.depth} is longer than the backbone's context of {backbone.max_positions}")
+        if config.sliding_window is not None and config.sliding_window < self.elements:
+            least = f"{self.elements}, the length of a block (drafter.depth)"
+            raise UserError(f"drafter.sliding_window is at least {least}; got {config.sliding_window}")
         self.layer_config = llama_like(backbone, config.intermediate_size, config.layer)
         self.layer_config.num_hidden_layers = config.layers
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * D, D, bias=False)
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
-        self.layers = nn.ModuleList(NormedLayer(self.layer_config) for _ in range(config.layers))
+        self.layers: Any = nn.ModuleList(NormedLayer(self.layer_config) for _ in range(config.layers))
         self.rotary = Rotary(self.layer_config)
-        self.cached = [CachedLayer(layer, self.rotary) for layer in self._layers]
+        self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in self.layers]
         if config.correction == "markov":
             self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
         elif config.correction == "recurrent":
@@ -119,10 +124,6 @@ class Block(Drafter):
     def max_depth(self) -> int:
         """A block is as long as it was trained to be."""
         return self.trained_depth
-
-    @property
-    def _layers(self) -> list[Any]:
-        return list(self.layers)
 
     def recompute(self) -> None:
         self.recomputing = True
@@ -159,16 +160,14 @@ class Block(Drafter):
     def _blocks(self, features: Features, at: Anchors, roots_M: Tensor) -> Tensor:
         """Return the normed hidden states ``[M, K, D]`` of the blocks at the anchors."""
         (T, N), device = (features.tokens_BT.shape[1], self.elements), roots_M.device
-        layout = lay_out(at, features.tokens_BT, features.document_BT, N, self.config.causal)
+        layout = lay_out(at, features.tokens_BT, features.document_BT, N, self.config.causal, self.config.sliding_window)
         context_BTD, block_MND = self.context(features), self._embed_blocks(roots_M)
         positions_MN = at.position_M[:, None] + 1 + torch.arange(N, device=device)
         rotations = self.rotary(0, T, device), rotary_at(self.rotary.table(T + N, device), positions_MN)
-        for layer in self._layers:
+        for layer in self.layers:
             inputs = block_MND, context_BTD, rotations, layout
-            if self.recomputing and torch.is_grad_enabled():
-                block_MND = recomputed(layer.forward_blocks, *inputs)
-            else:
-                block_MND = layer.forward_blocks(*inputs)
+            again = self.recomputing and torch.is_grad_enabled()
+            block_MND = recomputed(layer.forward_blocks, *inputs) if again else layer.forward_blocks(*inputs)
         return self.norm(block_MND)[:, self.skipped :]
 
     # The corrections.
@@ -245,8 +244,8 @@ class Block(Drafter):
         """
         super().init_from(backbone)
         start_fusion(self.fc.weight, probe(backbone, self.taps).concatenated(self.taps))
-        for i, layer in enumerate(self._layers):
-            final = start_normed(layer, backbone, max(backbone.num_layers - len(self._layers) + i, 0))
+        for i, layer in enumerate(self.layers):
+            final = start_normed(layer, backbone, max(backbone.num_layers - len(self.layers) + i, 0))
             if final is not None:
                 self.norm.weight.copy_(final)
         if self.config.correction == "markov":
@@ -260,10 +259,13 @@ class Block(Drafter):
     def engine_config(self) -> dict[str, Any]:
         """Return the configuration of a DFlash, DSpark or Domino model, with taps counted in both conventions in use."""
         layout: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in self.taps], "mask_token_id": self.mask_token}
-        layout |= {"causal": True} if self.config.causal else {}
+        causal, window = self.config.causal, self.config.sliding_window
+        layout |= {"causal": causal} if causal or window is not None else {}
+        sliding = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "is_causal": causal}  # not by default
         common = engine_fields(self.layer_config, self.fc.weight.dtype) | {
             "model_type": "qwen3",
-            "layer_types": ["full_attention"] * self.config.layers,
+            "layer_types": ["full_attention" if window is None else "sliding_attention"] * self.config.layers,
+            **sliding,
             "num_target_layers": self.backbone.num_layers,
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "block_size": self.elements,

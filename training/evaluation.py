@@ -63,7 +63,7 @@ def _guarded(run: Run, work: Callable[[], None]) -> None:
 
 def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSignal) -> bool:
     """Decode the held-out prompts, and log the results unless a signal ended it."""
-    if not run.backbone.whole:
+    if not run.backbone.whole or run.backbone.refusal is not None:
         return _measure_stored(run, trainer, drafter)
     settings, prompts = run.recipe.eval, run.prompts
     run.log.say(
@@ -92,7 +92,7 @@ def _measure(run: Run, trainer: DrafterTrainer, drafter: Drafter, signal: StopSi
 
 
 def _measure_stored(run: Run, trainer: DrafterTrainer, drafter: Drafter) -> bool:
-    """Log the teacher-forced acceptance on the held-out rows' features: there are no layers here to decode with."""
+    """Log the teacher-forced acceptance on the held-out rows' features: it cannot decode here."""
     loss, sampled = FusedLoss(trainer.recipe.objective, run.source.teacher, drafter), run.recipe.eval.temperature > 0
     training = drafter.training
     drafter.eval()

@@ -177,7 +177,7 @@ def _load_backbone(recipe: Recipe, accelerator: Accelerator) -> tuple[Backbone, 
     section = recipe.backbone
     sharded = section.shard and accelerator.num_processes > 1 and not opens_head_only(recipe)
     if sharded and not accelerator.is_main_process:  # the main process reads the files, once for all
-        backbone = Backbone(shard_layers(empty_model(section), accelerator.device))
+        backbone = Backbone(shard_layers(empty_model(section), accelerator.device), trees=False)
     else:
         backbone = open_for_training(recipe, accelerator.device, shard_layers if sharded else None)
     require_packable(recipe, backbone)
@@ -265,6 +265,7 @@ def _summary(run: Run, splits: Splits, cache_summary: str | None, started: Seque
         f"backbone  {recipe.backbone.path}: {type(backbone.model).__name__}, {backbone.num_layers} layers of {backbone.dim}, "
         f"vocabulary {backbone.vocab:,}, {dtype_name(backbone.dtype)}, {_trained_part(backbone)}"
         f"{', its layers sharded over the processes' if is_sharded(backbone) else ''}",
+        *([] if backbone.refusal is None else [f"only      {backbone.refusal}"]),
         *(f"drafter   {_described(trainer)}" for trainer in run.trainers),
         *(f"start     {start}" for start in started),
         f"data      {splits}{packed}; {len(run.prompts)} held-out prompts",

@@ -22,11 +22,11 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
 from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
-from headstart.heads.backbone.masks import additive_mask, attention_windows, rope_switch
+from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
-from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
+from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
-from headstart.heads.backbone.recurrent import Recurrent, find_recurrent
+from headstart.heads.backbone.recurrent import Recurrent
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
 from headstart.support.errors import UserError
 
@@ -43,7 +43,8 @@ class Backbone:
     whole = True
     """The layers are in memory."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, trainable: bool = False, trees: bool = True) -> None:
+        """Raises UserError for a model whose trees cannot be verified; without ``trees``, `refusal` then says why."""
         model, self.adapter = unwrap(model)
         self.trainable: dict[str, nn.Parameter] = {}
         """The adapter's weights by name if they are trained; empty for a frozen backbone."""
@@ -56,7 +57,7 @@ class Backbone:
         self.config = model.config.get_text_config()
         if model.config.is_encoder_decoder:
             raise UserError(f"{type(model).__name__} is an encoder-decoder; a backbone is a causal (decoder-only) language model")
-        self.base: nn.Module = model.base_model
+        self.base: nn.Module = model.base_model if model.base_model is not model else decoder_of(model)  # Llama-4's is itself
         self.embed: Any = model.get_input_embeddings()
         self.unembed: Any = model.get_output_embeddings()
         self.dim: int = width_of(self)
@@ -71,18 +72,19 @@ class Backbone:
         self.windows: dict[str, int | None] = {}
         self.recurrent: Recurrent | None = None
         """The layers that keep a recurrent state instead of keys and values; None if there are none."""
+        self.refusal: str | None
+        """Why its trees cannot be verified, so that heads are trained and exported only; None if they can."""
         self.forward = vars(model).get("forward")
         with self.evaluation():
-            self._probe(stated)
+            self._probe(trees)
         if trainable:
             self._unfreeze()
 
-    def _probe(self, stated: dict[str, Any]) -> None:
-        """Find out how the model attends and makes its logits. Raises UserError if it cannot read trees."""
-        self.windows = attention_windows(stated, self.model)
-        self.recurrent = find_recurrent(type(self.model).__name__, self.layers, stated.get("layer_types") or [])
+    def _probe(self, trees: bool) -> None:
+        """Find out how the model attends and makes its logits."""
+        self.refusal = refusal_of(partial(find_kinds, self), trees)
         self.postprocess = find_postprocessing(self)
-        require_masks(self)
+        self.refusal = self.refusal or refusal_of(partial(require_masks, self), trees)
 
     def _unfreeze(self) -> None:
         if self.adapter is None:
@@ -252,11 +254,12 @@ def load_backbone(
     attention: Attention = "auto",
     device: str | torch.device | None = None,
     place: Callable[[PreTrainedModel, torch.device], PreTrainedModel] | None = None,
+    trees: bool = True,
 ) -> Backbone:
     """Load a frozen backbone from a folder or hub id with safetensors, a GGUF file (see `find_gguf`) or ``embedded``.
 
     ``trust_remote_code`` allows code from the model's repository. ``dtype``: see `loaded_dtype`. ``attention``: see `Attention`. ``place``
-    moves the model from the CPU to the device; by default it is moved whole. Raises UserError.
+    moves the model from the CPU to the device; by default it is moved whole. ``trees``: see `Backbone`. Raises UserError.
     """
     on = torch.device(device) if device is not None else torch.device(torch.accelerator.current_accelerator() or "cpu")
     config, gguf = load_config(path, trust_remote_code=trust_remote_code), find_gguf(path)
@@ -277,7 +280,7 @@ def load_backbone(
         raise load_error("backbone", path, error) from error
     if gguf is not None:
         gguf.describe_in(model, path)
-    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False))
+    backbone = Backbone((model.to(on) if place is None else place(model, on)).requires_grad_(False), trees=trees)
     backbone.gguf = gguf
     return backbone
 

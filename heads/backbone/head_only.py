@@ -10,6 +10,7 @@ Shape suffixes: B batch, T positions, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.backbone.hooks import replaced_forward
 from headstart.heads.backbone.model_config import empty_model, load_config
-from headstart.heads.backbone.probes import decoder_layers, find_postprocessing
+from headstart.heads.backbone.probes import decoder_of, find_postprocessing, layer_kinds, refusal_of
 from headstart.heads.backbone.quantization import INTEGERS, loaded_dtype, quantizing
 from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.support.errors import UserError
@@ -45,7 +46,7 @@ class HeadOnlyBackbone(Backbone):
         super().__init__(model)
         self.norm = final_norm(self.model)
 
-    def _probe(self, stated: dict[str, Any]) -> None:
+    def _probe(self, trees: bool) -> None:
         """Find out how logits are made: the layers have no part in that, and other states stand in for theirs."""
         rows_TD = self.unembed.weight[1:3].float()  # so that some logits are large, and a cap on them is seen
         hidden_1TD = (LOGIT * rows_TD / rows_TD.square().sum(-1, keepdim=True).clamp(min=1e-6))[None].to(self.dtype)
@@ -53,9 +54,9 @@ class HeadOnlyBackbone(Backbone):
         def states(*args: Any, **kwargs: Any) -> _Output:
             return _Output((hidden_1TD,))
 
-        self.base = _decoder(self.model) if self.base is self.model else self.base  # Llama-4's
-        with replaced_forward(self.base, states), replaced_forward(_decoder(self.model), states):  # OPT calls the latter
+        with replaced_forward(self.base, states), replaced_forward(decoder_of(self.model), states):  # OPT calls the latter
             self.postprocess = find_postprocessing(self)
+        self.refusal = refusal_of(partial(layer_kinds, self.model, self.layers), trees=False)
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -181,14 +182,8 @@ def _fill(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None,
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """Return the norm after the last layer: the last one that stands beside the layers. Raises UserError if there is none."""
-    named = [(f"{name} {type(child).__name__}".lower(), child) for name, child in _decoder(model).named_children()]
+    named = [(f"{name} {type(child).__name__}".lower(), child) for name, child in decoder_of(model).named_children()]
     norms = [child for name, child in named if "norm" in name or name.startswith("ln_f ")]
     if not norms:
         raise UserError(f"{type(model).__name__} has no norm after its last layer that can be found; load it whole (cache.dir=null)")
     return norms[-1]
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module that holds the list of layers."""
-    layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
-    return next(module for module in model.modules() if any(child is layers for child in module.children()))

@@ -65,6 +65,12 @@ def frozen(module: nn.Module) -> Iterator[None]:
             weight.requires_grad_(True)
 
 
+def stream(output: Any) -> Tensor:
+    """Return the residual stream ``[B, T, D]`` of what a layer returns: of DeepSeek-V4's several the mean."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden if hidden.ndim == 3 else hidden.mean(2)
+
+
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
     """Collect the residual stream after each of the ``taps`` layers (0: the embedding) while the model runs in this thread."""
@@ -74,13 +80,13 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, T
     def after(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if threading.get_ident() == thread:
-                kept[tap] = output[0] if isinstance(output, tuple) else output
+                kept[tap] = stream(output)
 
         return hook
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() == thread:
-            kept[0] = args[0] if args else kwargs["hidden_states"]
+            kept[0] = stream(args[0] if args else kwargs["hidden_states"])
 
     with ExitStack() as handles:
         for tap in taps:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.recurrent import KIND
+from headstart.heads.backbone.recurrent import KIND, TRAINABLE
 from headstart.support.errors import UserError
 
 KINDS_OF_LAYER = ("full_attention", "sliding_attention")
-TRAINABLE = "heads for it are trained on a server's hidden states (features.endpoint), exported, and decoded by engines"
-"""What is left for a model whose trees cannot be verified here."""
+ALIBI = ("bloom", "mpt")
+"""Types of models that add the distance of positions to a mask of their own."""
 REASONS = {
     "recurrent": "their state has read every drafted token, so that it can neither branch along a tree nor be taken back",
     "conv": "their window holds the last tokens read, so that it can neither branch along a tree nor be taken back",
@@ -24,6 +24,8 @@ REASONS = {
 
 def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[str, int | None]:
     """Map each kind of attention layer to its window size (None: unlimited). Raises UserError for layers of an unknown kind."""
+    if config.get("model_type") in ALIBI:
+        raise UserError(follows_no_mask(model))
     # Without layer_types all layers share one window (Mistral, Mixtral, Phi-3, StarCoder2); GPT-Neo has attention_layers instead.
     alike = "sliding_attention" if config.get("sliding_window") else "full_attention"
     kinds = sorted(set(config.get("layer_types") or config.get("attention_layers") or [alike]))
@@ -34,6 +36,12 @@ def attention_windows(config: dict[str, Any], model: PreTrainedModel) -> dict[st
         fault = f"{type(model).__name__} has layers of kind {kind!r}: {reason}; supported: {known}, {KIND} (gated delta rule)"
         raise UserError(f"{fault}; {TRAINABLE}")
     return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds if kind != KIND}
+
+
+def follows_no_mask(model: PreTrainedModel) -> str:
+    """Return what is wrong with a model that reads no trees."""
+    fault = f"{type(model).__name__} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
+    return f"{fault}; use one that does; {TRAINABLE}"
 
 
 def additive_mask(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.heads.backbone.masks import TRAINABLE
-from headstart.heads.backbone.recurrent import Branch
+from headstart.heads.backbone.masks import attention_windows, follows_no_mask
+from headstart.heads.backbone.recurrent import Branch, Recurrent, find_recurrent
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +27,31 @@ def width_of(backbone: Backbone) -> int:
         if (own := module.weight.shape[-1]) != width:
             raise UserError(f"{name} has {part} of width {own} and layers of width {width}; heads need a model of one width")
     return int(width)
+
+
+def layer_kinds(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[dict[str, int | None], Recurrent | None]:
+    """Return the windows of the model's attention layers by kind, and its recurrent layers, from its configuration and code alone.
+
+    Raises UserError for layers whose trees cannot be verified.
+    """
+    stated = model.config.get_text_config().to_dict()
+    return attention_windows(stated, model), find_recurrent(type(model).__name__, layers, stated.get("layer_types") or [])
+
+
+def find_kinds(backbone: Backbone) -> None:
+    """Set the `windows` and `recurrent` layers of a backbone. Raises UserError as `layer_kinds`."""
+    backbone.windows, backbone.recurrent = layer_kinds(backbone.model, backbone.layers)
+
+
+def refusal_of(check: Callable[[], object], trees: bool) -> str | None:
+    """Return the UserError of a check of trees, None if there is none; raise it if trees are wanted."""
+    try:
+        check()
+    except UserError as error:
+        if trees:
+            raise
+        return str(error)
+    return None
 
 
 def require_masks(backbone: Backbone) -> None:
@@ -47,9 +72,7 @@ def require_masks(backbone: Backbone) -> None:
     except (TypeError, ValueError, RuntimeError):
         beside = None
     if beside is None or (beside - alone).abs().max().item() > 0.05 * alone.abs().max().item():
-        name = type(backbone.model).__name__
-        fault = f"{name} does not follow a 4-D attention mask and explicit positions, so it can't read trees"
-        raise UserError(f"{fault}; use one that does, or {TRAINABLE}")
+        raise UserError(follows_no_mask(backbone.model))
 
 
 POSTPROCESS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -70,8 +93,8 @@ def find_postprocessing(backbone: Backbone) -> Callable[[Tensor], Tensor]:
     """
     config = backbone.config.to_dict()
     tokens = torch.arange(2, device=backbone.device)[None]
-    logits = backbone.model(input_ids=tokens).logits
-    raw = backbone.unembed(backbone.base(input_ids=tokens).last_hidden_state)
+    logits = backbone.model(input_ids=tokens, use_cache=False).logits
+    raw = backbone.unembed(backbone.base(input_ids=tokens, use_cache=False).last_hidden_state)
     errors = {}
     for rule, apply in POSTPROCESS.items():
         value = config.get(rule.split(" ")[0])
@@ -102,6 +125,12 @@ def require_same_model(backbone: Backbone, model: PreTrainedModel) -> None:
     if (forward := vars(model).get("forward")) is not backbone.forward:
         with backbone.evaluation():
             backbone.postprocess, backbone.forward = find_postprocessing(backbone), forward
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module that holds the list of decoder layers."""
+    layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
+    return next(module for module in model.modules() if any(child is layers for child in module.children()))
 
 
 def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:

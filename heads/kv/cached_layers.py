@@ -114,7 +114,8 @@ class CachedLayer:
         self, cache: DraftCache, x_BNX: Tensor, state_BND: Tensor, seen_BNN: Tensor, offsets_N: Tensor
     ) -> tuple[Tensor, DraftCache]:
         """As `attend_nodes`, for nodes drafted at once, which attend to each other where ``seen_BNN`` is True."""
-        return self.attend_nodes(cache, x_BNX, state_BND, NodeSlots.block(cache, seen_BNN), offsets_N)
+        nodes = NodeSlots.block(cache, seen_BNN, offsets_N, self.window)
+        return self.attend_nodes(cache, x_BNX, state_BND, nodes, offsets_N)
 
 
 Caches = tuple[DraftCache, ...]

@@ -204,11 +204,18 @@ class NodeSlots(RowState):
         return NodeSlots(slots_BN, mask_BNS, positions_BS)
 
     @staticmethod
-    def block(cache: DraftCache, seen_BNN: Tensor) -> NodeSlots:
-        """Return the slots of nodes drafted at once, which attend to each other where ``seen_BNN`` is True."""
+    def block(cache: DraftCache, seen_BNN: Tensor, offsets_N: Tensor, window: int | None) -> NodeSlots:
+        """Return the slots of nodes drafted at once, which attend to each other where ``seen_BNN`` is True.
+
+        ``offsets_N``: their positions, counted from the row's end. ``window``: a node attends to this many positions up to its own.
+        """
         cache = cache.on_device()
         slots_BN = cache.ends_B[:, None] + torch.arange(seen_BNN.shape[1], device=seen_BNN.device)
-        return NodeSlots(slots_BN, additive(visible_slots(cache.ends_B, seen_BNN, cache.slots), cache.keys_BGSC.dtype))
+        seen_BNS = visible_slots(cache.ends_B, seen_BNN, cache.slots)
+        if window is not None:  # in slots without an entry, as the nodes' own, positions are beyond the row's
+            first_BN1 = (cache.lengths_B[:, None] + offsets_N - window)[..., None]
+            seen_BNS = seen_BNS & (cache.positions_BS[:, None] > first_BN1)
+        return NodeSlots(slots_BN, additive(seen_BNS, cache.keys_BGSC.dtype))
 
     def hidden(self, rows_B: Tensor) -> NodeSlots:
         """Return the nodes, of these rows (boolean) as nodes that those below do not attend to."""

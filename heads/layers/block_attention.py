@@ -1,5 +1,5 @@
 """Attention of drafted blocks in training: the elements of a block attend to its row up to an anchor, and to all of the block or, causally,
-to its elements up to their own.
+to its elements up to their own. With a window an element attends to so many positions up to its own, and a chunk to as many more keys.
 
 Blocks of one row share the row's keys, so they are computed together, a few hundred elements at a time: their keys are the part of the
 row that they need and all their own, of which a mask leaves each block its own. Fused attention keeps no scores, so memory is linear.
@@ -35,6 +35,8 @@ class BlockLayout:
     """(first block, last block + 1, first key, last key + 1) of the blocks computed together."""
     causal: bool = False
     """Elements attend to the elements of their block up to their own, not to all."""
+    window: int | None = None
+    """Positions up to its own that an element attends to; None: all."""
 
     def pad(self, x_MXNC: Tensor) -> Tensor:
         """Bring the blocks into rows: ``[B, A, X, N, C]``."""
@@ -43,7 +45,9 @@ class BlockLayout:
         return rows.unflatten(0, (B, A))
 
 
-def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements: int, causal: bool = False) -> BlockLayout:
+def lay_out(
+    at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements: int, causal: bool = False, window: int | None = None
+) -> BlockLayout:
     """Lay out blocks of ``elements`` at anchors. A document is a run of equal numbers; copies the anchors to the host."""
     (B, T), device = tokens_BT.shape, tokens_BT.device
     row_M, position_M = at.row_M, at.position_M
@@ -61,13 +65,16 @@ def lay_out(at: Anchors, tokens_BT: Tensor, document_BT: Tensor | None, elements
         starts_BT = torch.where(new_BT, torch.arange(T, device=device), 0).cummax(1).values
     anchor_BA = torch.full((B * A,), -1, device=device).index_copy(0, place_M, position_M).view(B, A)
     start_BA = torch.full((B * A,), T, device=device).index_copy(0, place_M, starts_BT[row_M, position_M]).view(B, A)
-    last_A, first_A = anchor_BA.amax(0).cpu(), start_BA.amin(0).cpu()
+    last_A, first_A, nearest_A = anchor_BA.amax(0).cpu(), start_BA.amin(0).cpu(), anchor_BA.where(anchor_BA >= 0, T).amin(0).cpu()
     step, chunks = max(1, min(max(T // 4, LEAST), MOST) // elements), []
     for first in range(0, A, step):
         end = min(first + step, A)
         low = int(first_A[first:end].amin().item()) if packed else 0
-        chunks.append((first, end, low, int(last_A[first:end].amax()) + 1))
-    return BlockLayout(place_M, start_BA, anchor_BA, tuple(chunks), causal)
+        high = int(last_A[first:end].amax()) + 1
+        if window is not None:  # no more keys than the first anchor's window and the anchors behind it
+            low = max(low, min(int(nearest_A[first:end].amin()) + 2 - window, high - step - window))
+        chunks.append((first, end, low, high))
+    return BlockLayout(place_M, start_BA, anchor_BA, tuple(chunks), causal, window)
 
 
 def attend_blocks(query_MHNC: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], layout: BlockLayout) -> Tensor:
@@ -99,6 +106,9 @@ def _allowed(layout: BlockLayout, part: slice, past: slice, elements: int) -> Te
     anchor_BK1, start_BK1 = layout.anchor_BA[:, part, None], layout.start_BA[:, part, None]
     key_S = torch.arange(past.start, past.stop, device=anchor_BK1.device)
     text_BKNS = ((key_S <= anchor_BK1) & (key_S >= start_BK1))[:, :, None].expand(-1, -1, elements, -1)
+    if layout.window is not None:  # element i is at the position 1 + i after the anchor
+        offset_N1 = torch.arange(elements, device=key_S.device)[:, None] + 1
+        text_BKNS = text_BKNS & (key_S > anchor_BK1[..., None] + offset_N1 - layout.window)
     B, K = anchor_BK1.shape[:2]
     eye_KK, seen_NN = torch.eye(K, dtype=torch.bool, device=key_S.device), seen_elements(elements, layout.causal, key_S.device)
     own_KNKN = eye_KK[:, None, :, None] & seen_NN[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -40,13 +41,17 @@ def llama_like(backbone: Backbone, intermediate_size: int | None, shape: LayerSh
     config: dict[str, Any] = backbone.config.to_dict()
     given = {} if shape is None else shape.model_dump(exclude_none=True)
     heads = backbone.config.num_attention_heads
+    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or backbone.dim // heads
+    if backbone.dim % heads:  # as GLM-4.5's 96 heads of 128 in 5,120, which engines refuse in a Llama's layer
+        heads = max(1, backbone.dim // width)
+        kv_heads = math.gcd(kv_heads, heads)
     rope = config.get("rope_parameters")
     if not rope or "rope_type" not in rope:
         rope = (rope or {}).get("full_attention") or {"rope_type": "default", "rope_theta": 10000.0}
     own: dict[str, Any] = {
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or backbone.dim // heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "rope_parameters": _steady(rope),
     }

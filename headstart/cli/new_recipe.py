@@ -64,7 +64,9 @@ def new_recipe(args: argparse.Namespace) -> int:
     print(f"wrote     {out}")
     for assumption in proposal.assumed:
         print(f"assumed   {assumption}")
+    if facts.refusal is not None:
+        print(f"only      {facts.refusal}")
     print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
-    print(f"next      headstart train {out}")
+    print(f"next      {'headstart serve-features' if 'features' in tree else 'headstart train'} {out}")
     write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
     return 0

@@ -10,10 +10,12 @@ from headstart.cli.arguments import DEPTH, THREADS, add_template_arguments, coun
 
 if TYPE_CHECKING:
     from headstart.heads.backbone.backbone import Backbone
+    from headstart.heads.backbone.features import Features
 
 VERIFY_EXAMPLE = """examples:
   headstart verify out/served --heads out/quickstart/eagle3
   headstart verify out/served --heads out/quickstart/eagle3 --engine vllm --prompts prompts.jsonl --json verdict.json
+  headstart verify out/served --features out/features   # a backbone that does not run here
   headstart verify someone/eagle3-heads --backbone meta-llama/Llama-3.1-8B-Instruct"""
 TEXTS = (
     "Once upon a time there was a little girl who lived near a river with her grandmother. One day",
@@ -41,6 +43,10 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=("reference", "vllm", "transformers"), default="reference",
         help="whose drafts to compare with Headstart's (reference, the default: a plain reading of the files)",
     )  # fmt: skip
+    stored = (
+        "draft on the held-out rows of a feature cache (headstart cache) without running the backbone: too large, or train and export only"
+    )
+    parser.add_argument("--features", metavar="DIR", help=stored)
     parser.add_argument("--prompts", action="extend", nargs="+", metavar="FILE", help="prompts, as for bench (default: some texts)")
     add_template_arguments(parser)
     parser.add_argument("--limit", type=count(1), default=8, metavar="N", help="the first N prompts of each file only (8)")
@@ -73,23 +79,46 @@ def verify(args: argparse.Namespace) -> int:
         raise UserError(f"{args.folder} does not say what its backbone is; give --backbone, or the heads that were exported with --heads")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    backbone = load_backbone(backbone_name(name, [heads] if heads else []), dtype="fp32", device="cpu")
+    name = backbone_name(name, [heads] if heads else [])
+    if args.features is None:
+        backbone, texts = load_backbone(name, dtype="fp32", device="cpu", trees=False), ()
+        if backbone.refusal is not None:
+            raise UserError(f"{backbone.refusal}: give a feature cache with --features, and drafts are compared on its states")
+        prompts = _prompts(args, backbone, heads)
+    else:
+        backbone, texts, prompts = _stored(args, name)
     verdict = examine(
         Check(
             folder=folder,
             backbone=backbone,
             heads=None if heads == str(folder) else heads,
             engine=args.engine,
-            prompts=_prompts(args, backbone, heads),
+            prompts=prompts,
             new_tokens=args.max_new_tokens,
             depth=args.depth,
-            end_tokens=_end_tokens(backbone),
+            end_tokens=() if texts else _end_tokens(backbone),
             allow_finetuned=args.allow_finetuned,
+            texts=texts,
+            where=args.features or "",
         )
     )
     print("\n".join(verdict.lines()))
     write_json(args.json, verdict.report())
     return 0 if verdict.equal else 1
+
+
+def _stored(args: argparse.Namespace, name: str) -> tuple[Backbone, tuple[Features, ...], list[list[int]]]:
+    """Return the backbone without its layers, the stored texts, and of each the first half at most as a prompt."""
+    from headstart.heads.backbone.head_only import load_head_only
+    from headstart.support.errors import UserError
+    from headstart.training.features.cached import stored_texts
+
+    if args.prompts or args.engine != "reference":
+        odd = "--prompts" if args.prompts else f"--engine {args.engine}"
+        raise UserError(f"{odd} takes the backbone, which --features does not run; leave either out")
+    backbone = load_head_only(name, dtype="fp32", device="cpu")
+    texts = tuple(stored_texts(args.features, backbone)[: args.limit])
+    return backbone, texts, [one.tokens_BT[0, : min(args.prompt_tokens, one.tokens_BT.shape[1] // 2)].tolist() for one in texts]
 
 
 def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) -> list[list[int]]:

@@ -20,11 +20,16 @@ from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.block import Block, _taps
+from headstart.heads.layers.block_attention import lay_out
 from headstart.heads.methods import build_drafter
 from headstart.inference.contract import chain, draft
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.support.config import parse
 from headstart.support.errors import UserError
+from headstart.training.plan.fake_model import make_fake_models
+from headstart.training.plan.memory import DRAFT_STEP, MemoryPlan, MicroBatch
+from headstart.training.recipe.recipe import Recipe
 
 CORRECTIONS = ["none", "markov", "recurrent"]
 
@@ -65,11 +70,12 @@ def naive(drafter: Block, features: Features, row: int, t: int) -> list[Tensor]:
         after = []
         for j, x in enumerate(inputs):
             query = turn(norm((weights[name + "q_proj.weight"] @ x).view(H, C), name + "q_norm.weight"), t + 1 + j)
-            seen, mixed = len(context) + j + 1 if drafter.config.causal else None, []
+            first = max(0, t + 2 + j - (drafter.config.sliding_window or 99))
+            seen, mixed = slice(first, len(context) + j + 1 if drafter.config.causal else None), []
             for h in range(H):
                 g = h // (H // G)
-                shares = torch.stack([query[h] @ key[g] / C**0.5 for key in keys[:seen]]).softmax(0)
-                mixed.append(sum(share * value[g] for share, value in zip(shares, values[:seen], strict=True)))
+                shares = torch.stack([query[h] @ key[g] / C**0.5 for key in keys[seen]]).softmax(0)
+                mixed.append(sum(share * value[g] for share, value in zip(shares, values[seen], strict=True)))
             y = block[j] + weights[name + "o_proj.weight"] @ torch.cat(mixed)
             z, mlp = norm(y, f"layers.{i}.post_attention_layernorm.weight"), f"layers.{i}.mlp."
             gate = torch.nn.functional.silu(weights[mlp + "gate_proj.weight"] @ z)
@@ -99,7 +105,8 @@ def domino(drafter: Block, hidden_D: Tensor, path_K: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_is_what_the_plain_reference_says(family: str, correction: str) -> None:
     on = backbone(family)
-    drafter = made(on, correction, depth=3, layers=2, taps=[1, 4], causal=family == "qwen3")
+    window = {"qwen3": 5, "gemma3": 6}.get(family)
+    drafter = made(on, correction, depth=3, layers=2, taps=[1, 4], causal=family == "qwen3", sliding_window=window)
     features, at = read(on, texts(2, 11), drafter), Anchors(torch.tensor([1, 0, 1]), torch.tensor([7, 0, 3]))
     hidden = drafter(features, at)
     for m, (row, t) in enumerate(zip(at.row_M.tolist(), at.position_M.tolist(), strict=True)):
@@ -108,7 +115,8 @@ def test_a_block_is_what_the_plain_reference_says(family: str, correction: str) 
             torch.testing.assert_close(drafter.readout(hidden[k][m], k, parent), expected, **CLOSE)
 
 
-def test_long_rows_are_computed_in_chunks_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 7])
+def test_long_rows_are_computed_in_chunks_with_the_same_gradients(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, packed documents among them, and recomputed layers give the result and the gradients of one piece."""
     on = backbone("llama")
     document_BT = torch.tensor([[0] * 30, [0] * 9 + [1] * 14 + [2] * 5 + [-1] * 2])
@@ -116,7 +124,7 @@ def test_long_rows_are_computed_in_chunks_with_the_same_gradients(monkeypatch: p
     for elements, recompute in ((10**6, False), (8, False), (8, True)):
         monkeypatch.setattr("headstart.heads.layers.block_attention.LEAST", elements)
         monkeypatch.setattr("headstart.heads.layers.block_attention.MOST", elements)
-        drafter = made(on, "markov", depth=4, layers=2).requires_grad_(True)
+        drafter = made(on, "markov", depth=4, layers=2, sliding_window=window).requires_grad_(True)
         if recompute:
             drafter.recompute()
         features = read(on, texts(2, 30), drafter)
@@ -127,6 +135,34 @@ def test_long_rows_are_computed_in_chunks_with_the_same_gradients(monkeypatch: p
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+def test_with_a_window_a_chunk_of_a_long_row_has_few_keys() -> None:
+    """Two rows of 8,192 positions, an anchor at every fourth: keys of a window and of the anchors computed together, not of the row."""
+    T, window = 8192, 512
+    at = Anchors(torch.arange(2).repeat_interleave(T // 4), torch.arange(0, T, 4).repeat(2))
+    tokens_BT = torch.zeros(2, T, dtype=torch.int64)
+    whole, near = (lay_out(at, tokens_BT, None, 8, False, bound).chunks for bound in (None, window))
+    assert [chunk[:2] for chunk in whole] == [chunk[:2] for chunk in near] and len(near) == 64
+    assert max(high - low for _, _, low, high in near) <= window + 4 * 32 < max(high - low for _, _, low, high in whole) / 10
+
+
+def test_memory_with_a_window_grows_as_the_rows() -> None:
+    """By the plan, which runs a step on fake tensors: without a window attention takes four times as much for rows twice as long."""
+    drafter = {"kind": "block", "depth": 7, "layers": 2, "anchor_share": 0.25}
+    wanted: dict[str, Any] = {
+        "backbone": {"path": "embedded"},
+        "data": {"train": "rows.jsonl"},
+        "train": {"steps": 1},
+        "save": {"dir": "out"},
+    }
+
+    def attention(length: int, **more: Any) -> int:
+        recipe = parse(Recipe, {**wanted, "drafter": drafter | more, "features": {"endpoint": "http://localhost:1"}})
+        return MemoryPlan(recipe, make_fake_models(recipe, True), True, False).step(MicroBatch(1, length)).phases[DRAFT_STEP]["attention"]
+
+    assert attention(16384) > 3 * attention(8192)
+    assert attention(16384, sliding_window=512) < 2.1 * attention(8192, sliding_window=512) < attention(8192)
 
 
 @pytest.mark.parametrize("correction", ["markov", "recurrent"])
@@ -142,7 +178,7 @@ def test_drafts_follow_their_path_in_a_tree(correction: str) -> None:
     alike = torch.allclose(deeper[:, 0], deeper[:, -1])
     assert alike == (correction == "markov"), "the parents are the same, the paths are not"
     calls: list[int] = []
-    first = drafter._layers[0]
+    first = drafter.layers[0]
     first.register_forward_pre_hook(lambda *_: calls.append(1))
     inner, drafter._draft = drafter._draft, lambda *inputs: calls.append(1) or inner(*inputs)  # type: ignore[method-assign]
     chain(drafter, state, texts(1, 3))
@@ -198,7 +234,7 @@ def test_start_values() -> None:
     on = backbone("llama")
     drafter, plain = (build_drafter("block", on, {"layers": 2, "correction": correction}) for correction in ("markov", "none"))
     assert isinstance(drafter, Block)
-    layer, theirs = drafter._layers[0], on.layers[-2]
+    layer, theirs = drafter.layers[0], on.layers[-2]
     folded = theirs.self_attn.v_proj.weight * theirs.input_layernorm.weight
     torch.testing.assert_close(layer.self_attn.v_proj.weight, folded)
     torch.testing.assert_close(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
@@ -206,7 +242,7 @@ def test_start_values() -> None:
     assert not drafter.markov_head.markov_w2.weight.any() and plain.state_dict().keys() < drafter.state_dict().keys()
     qwen = build_drafter("block", backbone("qwen3"), {"layers": 1})
     assert isinstance(qwen, Block)
-    torch.testing.assert_close(qwen._layers[0].self_attn.q_norm.weight, backbone("qwen3").layers[-1].self_attn.q_norm.weight)
+    torch.testing.assert_close(qwen.layers[0].self_attn.q_norm.weight, backbone("qwen3").layers[-1].self_attn.q_norm.weight)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +265,8 @@ def test_default_taps(layers: int, taps: tuple[int, ...]) -> None:
         ({"correction": "markov", "correction_rank": 0}, "correction_rank"),
         ({"anchor_share": 0.0}, "anchor_share"),
         ({"draft_vocab_size": 20}, "draft_vocab_size"),
+        ({"depth": 7, "sliding_window": 6}, "drafter.sliding_window is at least 7, the length of a block"),
+        ({"sliding_window": 0}, "sliding_window"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_line(arguments: dict[str, Any], named: str) -> None:

@@ -28,6 +28,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DRAFTERS + 
     ("eagle3", {"taps": [5]}),
     ("block", {"depth": 3, "layers": 2, "correction": "none"}),
     ("block", {"depth": 3, "layers": 2, "causal": True}),
+    ("block", {"depth": 3, "layers": 2, "sliding_window": 6}),
     ("block", {"depth": 3, "layers": 1, "correction": "recurrent", "correction_rank": 6, "anchor_share": 1.0}),
     ("hydra", {"prefix_attention": False, "layers": 1, "draft_vocab_size": 23}),
     ("eagle3", {"layers": 2}),

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, backbone, random_drafter, read, texts
+from families import FAMILIES, backbone, random_drafter, read, texts, tiny
 from naive_passes import NaiveLayer, norm, part, passes
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
@@ -214,3 +214,12 @@ def test_the_state_fed_back_keeps_its_size() -> None:
 def test_a_layer_shape_that_cannot_be_built() -> None:
     with pytest.raises(UserError, match=r"^drafter\.layer=.* is no shape of a decoder layer of width 32: .*multiple"):
         build_drafter("eagle3", backbone("llama"), {"layer": {"num_attention_heads": 5}})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block", "eagle"])
+def test_a_width_that_is_no_multiple_of_the_attention_heads(kind: str) -> None:
+    """As GLM-4.5's: the heads' layer has as many attention heads as fit, since engines read a Llama's configuration."""
+    on = Backbone(tiny("qwen3", num_attention_heads=6, num_key_value_heads=2, head_dim=8))
+    config = random_drafter(kind, on).engine_config()
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 8)
+    LlamaConfig.from_dict(config)

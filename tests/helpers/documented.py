@@ -25,6 +25,8 @@ NOT_RUN = {
     "serve-features": "starts or names a server; tests/training/test_served_features.py",
     "features.endpoint=": "asks a server; tests/training/test_served_features.py runs one",
     "eagle3.yaml data.train=answers.jsonl cache.dir": "needs that cache; tests/training/data/test_regenerate_and_cache.py",
+    "glm.yaml cache.dir": "needs that recipe; tests/training/test_served_features.py writes a cache by a server",
+    "verify out/served --features": "needs that cache; tests/training/test_unverified_targets.py",
     "--bench report.json": "uploads; tests/inference/serving/test_push.py",
     "--engine vllm": "needs vLLM; make test-engines",
     "headstart import": "downloads; tests/inference/serving/test_import.py imports every layout",
@@ -35,6 +37,7 @@ NOT_RUN = {
 """Part of a command -> why it is only parsed."""
 MODELS = (
     "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct", "lmsys/vicuna-7b-v1.5",
+    "zai-org/GLM-4.5",
 )  # fmt: skip
 SHORT = [
     "backbone.dtype=fp32", "drafter.draft_vocab_size=256", "drafter.depth=2", "data.limit=8", "data.eval=null", "data.eval_rows=2",

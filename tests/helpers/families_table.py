@@ -64,13 +64,15 @@ The shapes of {count} published chat templates are written anew in `tests/helper
 {situations};
 what a template refuses is refused in one line. [How a conversation becomes labels](train.md#2-data).
 
-## Refused
+## Train and export only
 
-`transformers` has these, but they are not decoded with heads: loading one as a backbone ends with this line. A tree of drafted tokens
+Heads for these are trained, from a server, from a cache or with `transformers`' own forward pass here, evaluated as teacher-forced chains,
+exported, and verified on stored features (`headstart verify --features`); engines decode with them. `generate`, `bench` and other
+commands that decode end with this line. A tree of drafted tokens
 needs layers that read each path as if alone, and that can drop what was not accepted. Keys and values can be masked and dropped. The
 state of a gated delta rule layer (Qwen3-Next, Qwen3.5, OLMo-Hybrid) has a closed form along every path, which is implemented.
 
-| models | class | the error |
+| models | class | the line |
 |---|---|---|
 """
 END = """

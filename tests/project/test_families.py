@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 from architectures import Architecture, refused, served
 from families_table import SIZES, TOKENS, cells, outcome, refusal, rows_of, size_of, start_of, tail, tokens_of
 from family_checks import CHECKS, Subject
 from shrink import FOLDER
-from small_run import ROOT
+from small_run import ROOT, read_log
+
+from headstart.cli.main import main
 
 PAGE = ROOT / "docs" / "families.md"
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -39,6 +42,18 @@ def test_the_cell_is_true(subjects: dict[str, Subject], architecture: Architectu
 def test_a_refusal_is_the_line_on_the_page(architecture: Architecture) -> None:
     assert [*start_of(architecture), refusal(architecture)] == written()[start_of(architecture)[0]]
     assert "\n" not in refusal(architecture)
+
+
+@pytest.mark.matrix(cells=1)
+@pytest.mark.parametrize("architecture", refused(), ids=lambda one: one.name)
+def test_heads_of_those_that_are_not_decoded_are_trained_exported_and_verified(architecture: Architecture, tmp_path: Path) -> None:
+    """By the commands: ten steps here lower the loss; the export drafts on stored features as the heads do."""
+    of = Subject(architecture, tmp_path)
+    losses = [line["loss"] for line in read_log(of.run) if "loss" in line]
+    assert len(losses) == 10 and sum(losses[-3:]) < sum(losses[:3])
+    assert main(["cache", str(tmp_path / "recipe.yaml"), f"cache.dir={tmp_path}/cache"]) == 0
+    assert main(["export", "--heads", str(of.run), "--to", "vllm", "--out", f"{tmp_path}/served"]) == 0
+    assert main(["verify", f"{tmp_path}/served", "--features", f"{tmp_path}/cache"]) == 0
 
 
 def test_every_published_configuration_and_no_other_is_in_the_table() -> None:

@@ -24,6 +24,7 @@ from headstart.training.run.trainer import build
 from headstart.training.setup import prepare
 from tests.helpers.block_head import BlockHead
 
+DTYPES = ("fp32", "int8", "int4")
 PERSISTENT = ("torch runtime", "backbone weights", "drafter weights", "optimizer state", "weight average")
 
 
@@ -175,3 +176,15 @@ def test_more_rows_and_longer_ones_take_more(small: Path) -> None:
     memory = MemoryPlan(recipe, make_fake_models(recipe, False), False, False)
     most = [memory.step(size).peak for size in (MicroBatch(2, 32), MicroBatch(4, 32), MicroBatch(4, 64), MicroBatch(4, 64, 0.5))]
     assert most[0] < most[1] < most[2] > most[3]
+
+
+def test_linear_layers_of_few_bits_take_few(small: Path) -> None:
+    """int8: a byte a weight and a scale a row; int4: half a byte, and a scale and a shift for each 128 weights. Embeddings stay whole."""
+    plans = [MemoryPlan(r, make_fake_models(r, True), True, False) for r in (load_recipe(small, [f"backbone.dtype={d}"]) for d in DTYPES)]
+    sizes = [plan.persistent()["backbone weights"] for plan in plans]
+    layers = [module.weight for module in plans[0].models.backbone.layers.modules() if isinstance(module, torch.nn.Linear)]
+    count, rows = sum(weight.numel() for weight in layers), sum(map(len, layers))
+    size = plans[1].models.backbone.dtype.itemsize
+    whole = sizes[0] - count * size
+    assert sizes[1] == whole + count + rows * size
+    assert sizes[2] == whole + count // 2 + sum(2 * (weight.numel() // 128) for weight in layers) * size

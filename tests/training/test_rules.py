@@ -25,6 +25,7 @@ from headstart.training.rules.datasets import PRESETS, find_preset
 from headstart.training.rules.methods import METHODS
 from headstart.training.rules.model import ModelFacts, read_facts
 from headstart.training.rules.propose import fit, propose
+from headstart.training.rules.text import recipe_text
 from headstart.training.setup import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -233,6 +234,16 @@ def test_a_backbone_larger_than_half_a_gpu_is_sharded_over_several() -> None:
     assert propose(FACTS, "eagle3", several).tree["train"]["micro_batch"] == 2  # of a share of two rows
     cpu = propose(FACTS, "eagle3", find_machine(None, None)).tree
     assert "dtype" not in cpu["backbone"] and "precision" not in cpu["train"]
+
+
+def test_a_backbone_that_does_not_fit_all_gpus_together_runs_on_servers() -> None:
+    huge = dataclasses.replace(FACTS, parameters=355_000_000_000)
+    proposal = propose(huge, "eagle3", dataclasses.replace(GPU, processes=4))
+    assert proposal.tree["features"] == {"endpoint": "http://localhost:8000"} and "shard" not in proposal.tree["backbone"]
+    text = recipe_text(proposal, "r.yaml", values=proposal.tree)
+    assert "headstart serve-features r.yaml" in text and "headstart bench" not in text
+    assert "features" not in propose(huge, "medusa2", dataclasses.replace(GPU, processes=4)).tree  # trains the layers: nothing fits
+    assert "features" not in propose(huge, "eagle3", dataclasses.replace(GPU, processes=16)).tree
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""Heads for models that decoding refuses: planned, trained on a server's hidden states and exported."""
+"""Heads for models that decoding refuses: recipe, plan, training here, from a cache and a server, export, verify on stored features."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from small_run import make_recipe, read_log
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +24,7 @@ from headstart.heads.backbone.hooks import tapped
 from headstart.heads.backbone.probes import decoder_layers
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
+EAGLE = {"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}
 SIZES = {"vocab_size": 256, "hidden_size": 32, "max_position_embeddings": 256, "num_attention_heads": 4, "pad_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "DeepseekV4": {
@@ -58,32 +62,133 @@ class Transformers(StatesServer):
         return self._read(tokens)[1].float().log_softmax(-1)
 
 
-@pytest.fixture(params=[pytest.param("DeepseekV4", marks=pytest.mark.slow), "NemotronH"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StatesServer]:
-    drafter = {"kind": "eagle3", "depth": 2, "taps": [1, 2, 3]}
-    make_recipe(tmp_path, drafter=drafter, data={"max_length": 32}, train={"steps": 50, "batch_size": 2})
+@pytest.fixture(scope="module", params=[pytest.param("DeepseekV4", marks=pytest.mark.slow), "NemotronH"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A folder with a recipe and a backbone."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_recipe(folder, drafter=EAGLE, data={"max_length": 32}, train={"steps": 50, "batch_size": 2})
     torch.manual_seed(0)
     config = getattr(transformers, f"{request.param}Config")(**SIZES, **SHAPES[request.param], bos_token_id=None, eos_token_id=None)
     model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
     for weight in model.parameters():
         weight.data.mul_(3.0 if weight.ndim > 1 else 1.0)
-    model.save_pretrained(tmp_path / "backbone")
-    layers = (1, 2, 3, config.num_hidden_layers)
+    model.save_pretrained(folder / "backbone")
+    return folder, model
+
+
+@pytest.fixture
+def served(target: tuple[Path, PreTrainedModel], tmp_path: Path) -> Iterator[StatesServer]:
+    folder, model = target
+    layers = (1, 2, 3, model.config.num_hidden_layers)
     name = f"backbone-layers-{'-'.join(map(str, layers))}"
-    with states_server(load_head_only(str(tmp_path / "backbone"), dtype="fp32"), tmp_path / "states", layers, name, Transformers) as server:
+    with states_server(load_head_only(str(folder / "backbone"), dtype="fp32"), tmp_path / "states", layers, name, Transformers) as server:
         assert isinstance(server, Transformers)
         server.model = model
         yield server
 
 
-def test_heads_are_trained_and_exported(target: StatesServer, tmp_path: Path, capsys: Any) -> None:
-    recipe = str(tmp_path / "recipe.yaml")
-    assert train([recipe, f"save.dir={tmp_path}/refused"]) == 2
-    assert "heads for it are trained on a server's hidden states (features.endpoint), exported" in capsys.readouterr().err
-    served = [f"features.endpoint={target.url}", f"features.folder={target.folder}", "features.patience=10"]
-    assert main(["plan", "--no-calibration", recipe, *served]) == 0
-    assert train([recipe, *served]) == 0
-    losses = [line["loss"] for line in read_log(tmp_path / "out") if "loss" in line]
-    assert len(losses) == 50 and sum(losses[-10:]) < sum(losses[:10])
-    assert main(["export", "--heads", str(tmp_path / "out"), "--to", "vllm", "--out", str(tmp_path / "exported")]) == 0
-    assert (tmp_path / "exported" / "config.json").exists()
+@pytest.fixture(scope="module")
+def cached(target: tuple[Path, PreTrainedModel]) -> tuple[Path, list[float]]:
+    """A cache by transformers' own forward pass, and the losses of heads trained from it, which are in ``cached``."""
+    folder = target[0]
+    assert main(["cache", str(folder / "recipe.yaml"), f"cache.dir={folder}/cache", "cache.dtype=exact"]) == 0
+    assert train([str(folder / "recipe.yaml"), f"cache.dir={folder}/cache", "cache.dtype=exact", f"save.dir={folder}/cached"]) == 0
+    return folder, losses(folder / "cached")
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def test_they_are_trained_here_from_a_cache_and_from_a_server(
+    target: Any, cached: tuple[Path, list[float]], served: StatesServer, tmp_path: Path, capsys: Any
+) -> None:
+    """50 steps each, with the same losses; evaluated as teacher-forced chains, and the run says why.
+
+    DeepSeek-V4's indexer scores many entries of a tiny model at zero; which of them it takes depends on the padding of a batch.
+    """
+    (folder, wanted), near = cached, 0.02 if "DeepseekV4" in type(target[1]).__name__ else 1e-5
+    assert len(wanted) == 50 and sum(wanted[-10:]) < sum(wanted[:10])
+    assert train([str(folder / "recipe.yaml"), f"save.dir={tmp_path}/here"]) == 0
+    err = capsys.readouterr().err
+    assert f"only      {type(target[1]).__name__} has layers of kind" in err and "train and export only" in err
+    assert "as a teacher-forced chain on held-out features (not decoded), accepted per depth" in err
+    assert train([str(folder / "recipe.yaml"), f"features.endpoint={served.url}", f"features.folder={served.folder}"]) == 0
+    assert losses(tmp_path / "here") == pytest.approx(wanted, rel=near)
+    assert losses(folder / "out") == pytest.approx(wanted, rel=near)
+    [one, other] = [[line for line in read_log(run) if "teacher_forced_tau" in line] for run in (tmp_path / "here", folder / "cached")]
+    assert one[0]["teacher_forced_tau"] == pytest.approx(other[0]["teacher_forced_tau"], rel=near)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [("data.packing=true", "follows no mask: no packing"), ("objective.on_policy=0.5", "trees of drafts")]
+)
+def test_what_needs_masks_is_refused_in_one_line(change: str, message: str, target: Any, tmp_path: Path, capsys: Any) -> None:
+    assert train([str(target[0] / "recipe.yaml"), f"save.dir={tmp_path}/out", change]) == 2
+    assert message in said(capsys)
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_an_export_is_verified_on_stored_features(to: str, cached: tuple[Path, Any], tmp_path: Path, capsys: Any) -> None:
+    """Equal as it is, and different, with the cause, where it is damaged; without stored features one line says to give them."""
+    folder, out = cached[0], tmp_path / "exported"
+    assert main(["export", "--heads", str(folder / "cached"), "--to", to, "--out", str(out)]) == 0
+    stored = ["--features", str(folder / "cache")]
+    capsys.readouterr()
+    assert main(["verify", str(out), *stored, "--json", str(tmp_path / "verdict.json")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("EQUAL: ") and "4 texts with their states" in text and "acceptance rate per position" in text
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["comparison"]["drafts"] == verdict["comparison"]["equal_drafts"] > 20 and verdict["logits_distance"] < 2e-4
+    assert main(["verify", str(folder / "cached"), *stored]) == 0  # a checkpoint of Headstart is its own original
+    assert main(["verify", str(out)]) == 2
+    assert "train and export only" in (line := said(capsys)) and "give a feature cache with --features" in line
+    assert main(["verify", str(out), *stored, "--engine", "vllm"]) == 2 and "--engine vllm takes the backbone" in said(capsys)
+    file = next(out.glob("*.safetensors"))
+    tensors = load_file(file)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"].roll(32, 1)}, file, {"format": "pt"})
+    assert main(["verify", str(out), *stored]) == 1
+    assert "fc.weight" in capsys.readouterr().out
+
+
+def test_layer_ids_that_are_shifted_are_found_though_their_states_are_not_stored(cached: Any, tmp_path: Path, capsys: Any) -> None:
+    folder, out = cached[0], tmp_path / "exported"
+    assert main(["export", "--heads", str(folder / "cached"), "--to", "vllm", "--out", str(out)]) == 0
+    config = json.loads((out / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids")
+    (out / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["verify", str(out), "--features", str(folder / "cache")]) == 1
+    assert "likely cause: shifted layer ids: the folder reads the backbone after layers [0, 1, 2]" in capsys.readouterr().out
+
+
+def test_a_cache_of_other_things_is_refused(cached: Any, tmp_path: Path, capsys: Any) -> None:
+    folder = cached[0]
+    assert main(["verify", str(folder / "cached"), "--features", str(tmp_path)]) == 2 and "found no manifest.json" in said(capsys)
+    shutil.copytree(folder / "cache", tmp_path / "cache")
+    (tmp_path / "cache" / "supplement.safetensors").unlink()
+    assert main(["verify", str(folder / "cached"), "--features", f"{tmp_path}/cache"]) == 2
+    assert "keeps no held-out rows with their tokens" in said(capsys)
+    assert main(["cache", str(folder / "recipe.yaml"), f"cache.dir={tmp_path}/other", "drafter.taps=[1,2]"]) == 0
+    assert main(["verify", str(folder / "cached"), "--features", f"{tmp_path}/other"]) == 2
+    assert "lacks the states after layers [3]" in said(capsys)
+
+
+def test_recipe_and_plan_say_train_and_export_only(target: Any, tmp_path: Path, capsys: Any) -> None:
+    """In one line each; the recipe asks a server, and its plan counts no layers."""
+    folder, recipe = target[0], tmp_path / "recipe.yaml"
+    arguments = ["new-recipe", str(folder / "backbone"), "--data", str(folder / "text.jsonl"), "--gpus", "1", "--memory", "1.2"]
+    assert main([*arguments, "--out", str(recipe)]) == 0
+    assert sum("train and export only" in line for line in capsys.readouterr().out.splitlines()) == 1
+    text = recipe.read_text()
+    assert "endpoint: http://localhost:8000" in text and "headstart serve-features" in text and "headstart bench" not in text
+    assert main(["plan", "--gpus", "1", "--memory", "1.2", "--no-calibration", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert sum("train and export only" in line for line in out.splitlines()) == 1 and "backbone activations" not in out
+    assert main([*arguments, "--method", "medusa2", "--out", f"{tmp_path}/medusa2.yaml"]) == 2
+    assert "--method medusa2 takes the layers" in said(capsys)

@@ -101,9 +101,17 @@ def taps_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
 
 
 def require_packable(recipe: Recipe, backbone: Backbone) -> None:
-    """Raise UserError for packed rows with a recurrent backbone, unless features come from a cache, which stores single samples."""
-    if recipe.data.packing and recipe.cache.dir is None and backbone.recurrent is not None:
+    """Raise UserError for packed rows with a backbone that follows no mask, unless features come from a cache or a server, which have
+    single samples.
+    """
+    if (
+        recipe.data.packing
+        and recipe.cache.dir is None
+        and backbone.whole
+        and (backbone.recurrent is not None or backbone.refusal is not None)
+    ):
+        fault = "has recurrent layers, which follow no mask" if backbone.refusal is None else "follows no mask"
         raise UserError(
-            f"{type(backbone.model).__name__} has recurrent layers, which follow no mask: no packing (data.packing=false), "
+            f"{type(backbone.model).__name__} {fault}: no packing (data.packing=false), "
             "unless from features that headstart cache has written (cache.dir)"
         )

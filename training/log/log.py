@@ -205,7 +205,7 @@ def _summary(record: dict[str, Any]) -> str:
     if "teacher_forced_tau" in record:
         accepted = " ".join(f"{x:.0%}" for x in record["teacher_forced_acceptance_per_depth"])
         tau = f"tau {record['teacher_forced_tau']:.3f} as a teacher-forced chain on held-out features"
-        return f"{tau} (not decoded: the backbone's layers are not loaded), accepted per depth {accepted}"
+        return f"{tau} (not decoded), accepted per depth {accepted}"
     accuracy = " ".join(f"{x:.0%}" for x in record["accuracy"])
     loss = "no loss" if record["loss"] is None else f"loss {record['loss']:.4f}"
     skipped = f", {record['skipped']} steps skipped (not finite)" if "skipped" in record else ""

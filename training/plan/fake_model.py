@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.backbone.model_config import attention_kernel
 from headstart.heads.base import Drafter
@@ -137,7 +139,7 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     kinds = ", ".join(single.drafter["kind"] for single in recipe.per_drafter().values())
     try:
         with mode, values:
-            backbone = _backbone(config, settings, dtype, HeadOnlyBackbone if opens_head_only(recipe) else Backbone)
+            backbone = _backbone(config, settings, dtype, opens_head_only(recipe))
             if settings.adapter is not None:
                 backbone.attach(settings.adapter, weights=False)
             if (lora := settings.lora) is not None:
@@ -154,7 +156,7 @@ def make_fake_models(recipe: Recipe, accelerator: bool) -> FakeModels:
     return FakeModels(backbone, drafters, values, mode)
 
 
-def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype, kind: type[Backbone]) -> Backbone:
+def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torch.dtype, head_only: bool) -> Backbone:
     with no_init_weights():
         kernel = attention_kernel(settings.attention)
         model = AutoModelForCausalLM.from_config(
@@ -162,7 +164,18 @@ def _backbone(config: PretrainedConfig, settings: sections.Backbone, dtype: torc
         )
     model.tie_weights()
     model.config.name_or_path = resolve(settings.path)
-    return kind(model.eval().requires_grad_(False))
+    model = model.eval().requires_grad_(False)
+    if not head_only:
+        return Backbone(model, trees=False)
+    backbone = HeadOnlyBackbone(model)
+    backbone.reader = partial(_read_nothing, backbone)
+    return backbone
+
+
+def _read_nothing(backbone: Backbone, tokens_BT: Tensor, taps: tuple[int, ...]) -> Features:
+    """Return features of the right shapes, as a cache or a server would give them."""
+    states_BTD = backbone.embed(tokens_BT)
+    return Features(tokens_BT, states_BTD, dict.fromkeys(taps, states_BTD) or None)
 
 
 def _drafter(recipe: Recipe, backbone: Backbone) -> Drafter:

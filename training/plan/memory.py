@@ -111,7 +111,7 @@ class MemoryPlan:
         drafters = self.models.drafters
         return {
             "torch runtime": RUNTIME[self.accelerator],
-            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes(),
+            "backbone weights": size_of(self.models.backbone.weights) - self._on_other_processes() - self._quantized_away(),
             "drafter weights": sum(size_of([*drafter.parameters(), *drafter.buffers()]) for drafter in drafters.values()),
             "optimizer state": sum(self._optimizer_state(name) for name in drafters),
             "weight average": sum(trained(drafter) for name, drafter in drafters.items() if recipes[name].train.ema_decay is not None),
@@ -125,6 +125,15 @@ class MemoryPlan:
     def _on_other_processes(self) -> int:
         """Return the bytes of the backbone's weights held by other processes."""
         return sum(layer - -(-layer // self.processes) for layer in self._sharded_layers())
+
+    def _quantized_away(self) -> int:
+        """Return what linear layers of int8 or int4 take less: quanto keeps a scale a row, or a scale and a shift for each 128 weights."""
+        bits, backbone = {"int8": 8, "int4": 4}.get(self.recipe.backbone.dtype), self.models.backbone
+        if bits is None or not backbone.whole:
+            return 0
+        weights = [module.weight for module in backbone.layers.modules() if isinstance(module, torch.nn.Linear)]
+        scales = sum(len(weight) if bits == 8 else 2 * weight.numel() // 128 for weight in weights) * backbone.dtype.itemsize
+        return size_of(weights) - sum(weight.numel() for weight in weights) * bits // 8 - scales
 
     def _optimizer_state(self, name: str) -> int:
         """Return the bytes of optimizer state: AdamW has two values per weight, Muon one per matrix entry it updates."""

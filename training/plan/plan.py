@@ -102,7 +102,7 @@ def plan(
     memory_plan = MemoryPlan(recipe, models, machine.accelerator, holds_gradients, machine.processes)
     peak = memory_plan.step(size)
     report: dict[str, Any] = {
-        "gguf": _gguf(recipe, models.backbone.dtype),
+        "gguf": _gguf(recipe, models.backbone.dtype), "train_and_export_only": models.backbone.refusal,
         "machine": {"name": machine.name, "processes": machine.processes, "memory": machine.memory, "usable": machine.usable},
         "micro_batch": {"rows": size.rows, "length": size.length, "label_tokens": size.label_tokens},
         "memory": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,8 +12,7 @@ from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED
 from headstart.heads.backbone.gguf_file import SUFFIX
 from headstart.heads.backbone.model_config import empty_model
-from headstart.heads.backbone.probes import decoder_layers
-from headstart.heads.backbone.recurrent import find_recurrent
+from headstart.heads.backbone.probes import decoder_layers, layer_kinds, refusal_of
 from headstart.support.errors import UserError
 from headstart.training.features.backbone import read_config
 from headstart.training.plan.compute import active_parameters
@@ -36,13 +36,15 @@ class ModelFacts:
     vocab: int
     context: int
     packable: bool
-    """Whether several documents may share a row: not with recurrent layers."""
+    """Whether several documents may share a row: not where recurrent layers run here."""
     chat: bool
     """Whether the tokenizer has a chat template."""
     thinks: bool
     """Whether the chat template knows reasoning before the answer."""
     assumed: tuple[str, ...] = ()
     """What could not be looked up."""
+    refusal: str | None = None
+    """Why heads for it are trained and exported only; None if it decodes with them too."""
 
     @property
     def name(self) -> str:
@@ -65,14 +67,15 @@ def read_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
     layers = decoder_layers(model, config.num_hidden_layers)
     tokenizer, assumed = _tokenizer(path, trust_remote_code)
     template = "" if tokenizer is None else str(tokenizer.get_chat_template() if tokenizer.chat_template else "")
+    refusal = refusal_of(partial(layer_kinds, model, layers), trees=False)
     context = stated.get("max_position_embeddings") or stated.get("n_positions")
     if context is None:
         assumed = (*assumed, f"a context of {CONTEXT:,} tokens: its configuration states none")
     return ModelFacts(
         path=path, parameters=sum(weight.numel() for weight in model.parameters()), active=active_parameters(layers, stated),
         layers=len(layers), width=config.hidden_size, vocab=readout.weight.shape[0], context=context or CONTEXT,
-        packable=find_recurrent(type(model).__name__, layers, stated.get("layer_types") or []) is None,
-        chat=tokenizer is None or bool(template), thinks=any(text in template for text in THOUGHTS), assumed=assumed,
+        packable=refusal is not None or layer_kinds(model, layers)[1] is None, chat=tokenizer is None or bool(template),
+        thinks=any(text in template for text in THOUGHTS), assumed=assumed, refusal=refusal,
     )  # fmt: skip
 
 

@@ -100,6 +100,10 @@ FORWARD_TOKENS = 4096
 """Tokens of a forward pass, enough to keep an accelerator busy."""
 BYTES, SHARE_OF_MEMORY = 2, 0.5
 """Of a weight in bf16; of a device's memory that the backbone may take before it is sharded."""
+SHARE_OF_ALL = 0.8
+"""Of the memory of all devices that it may take before servers run it."""
+SERVER = "http://localhost:8000"
+"""Where ``headstart serve-features`` serves hidden states by default."""
 LEAST_CONTEXT = 32
 """Positions below which a model is no use as a backbone."""
 
@@ -146,6 +150,10 @@ def propose(facts: ModelFacts, method_name: str, machine: Machine, data: str | N
     method = find_method(method_name)
     if facts.context < LEAST_CONTEXT:
         raise UserError(f"{facts.path} has a context of {facts.context} tokens; heads need a backbone of at least {LEAST_CONTEXT}")
+    if facts.refusal is not None and _takes_layers(method):
+        raise UserError(
+            f"--method {method_name} takes the layers of {facts.path}; {facts.refusal}: give another method, as eagle3 or block"
+        )
     preset = find_preset(data) if data is not None else PRESETS["ultrachat" if facts.chat else "text"]
     own = merged(_own(facts, method_name, method, preset, machine), extra or {})
     assumed = (*facts.assumed, *_assumed(facts, preset, data), *_assumed_on(machine, method, facts))
@@ -161,13 +169,25 @@ def _own(facts: ModelFacts, method_name: str, method: Method, preset: Preset, ma
         values["drafter"] |= values_on_cpu(method, facts)
     if preset.tokens is not None and facts.packable:
         values["data"]["packing"] = True
-    if machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
+    if facts.refusal is not None or (_too_large(facts, machine) and not _takes_layers(method)):
+        values["features"] = {"endpoint": SERVER}
+    elif machine.processes > 1 and not method.trains_backbone and not fits_one(facts, machine.memory):
         values["backbone"]["shard"] = True
     values["train"] |= _length_of_run(preset, values["train"]["batch_size"])
     values["train"]["micro_batch"] = _micro_batch(method, values["train"]["batch_size"], values["data"]["max_length"], machine.processes)
     values["regenerate"] = {"temperature": 0.7, "max_new_tokens": values["data"]["max_length"] // 2}
     values["save"] = {"dir": f"out/{facts.name}/{method_name}"}
     return values
+
+
+def _takes_layers(method: Method) -> bool:
+    """Whether the method is made of the backbone's layers, so that they have to be here."""
+    return method.trains_backbone or method.kind == "draft_model"
+
+
+def _too_large(facts: ModelFacts, machine: Machine) -> bool:
+    """Whether the backbone's weights leave the accelerators together too little for anything else, so that servers run it."""
+    return machine.accelerator and facts.parameters * BYTES > SHARE_OF_ALL * machine.memory * machine.processes
 
 
 def _micro_batch(method: Method, batch_size: int, length: int, processes: int) -> int:
@@ -211,7 +231,7 @@ def _assumed_on(machine: Machine, method: Method, facts: ModelFacts) -> list[str
     return [f"{values}, since it is trained on a CPU: steps are shorter, and {cost}{bound}"]
 
 
-ORDER = ("backbone", "drafter", "data", "regenerate", "objective", "train", "eval", "save")
+ORDER = ("backbone", "drafter", "features", "data", "regenerate", "objective", "train", "eval", "save")
 
 
 def ordered(tree: Tree) -> Tree:

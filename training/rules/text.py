@@ -38,6 +38,7 @@ def header(proposal: Proposal, path: str, expect: str) -> list[str]:
         ("Expect", expect or NOT_MEASURED),
         ("Out", f"{tree['save']['dir']}: heads, a log, the resolved recipe."),
         *([("Assumed", "; ".join(proposal.assumed) + ".")] if proposal.assumed else []),
+        *([("Only", f"{facts.refusal}.")] if facts.refusal is not None else []),
     ]
     lines = [f"# {line}" for line in textwrap.wrap(title, WIDTH)] + ["#"]
     for name, text in fields:
@@ -100,11 +101,14 @@ def _commands(proposal: Proposal, path: str) -> list[str]:
     changes = " ".join(f"data.{key}={value}" for key, value in reset.items() if given.get(key) is not None)
     only = proposal.preset.data["train"]
     one = f" data.train={only[0]['path']}" if isinstance(only, list) else ""
+    server, asked = "regenerate.endpoint=http://localhost:8000/v1", "features" in proposal.own
+    served = [f"#     headstart serve-features {path}   # prints the line of the server of hidden states; --run starts it"] if asked else []
     return [
-        f"#     headstart regenerate {path} regenerate.out={name}{one}   # regenerate.endpoint=http://localhost:8000/v1 asks a server",
+        f"#     headstart regenerate {path} regenerate.out={name}{one}" + (f" {server}" if asked else f"   # {server} asks a server"),
         f"#     headstart plan {path} data.train={name} {changes}".rstrip() + _machine_arguments(proposal),
+        *served,
         f"#     {train_command(proposal)} {path} data.train={name} {changes}".rstrip(),
-        f"#     headstart bench --heads {out} --prompts prompts.jsonl",
+        *([] if asked else [f"#     headstart bench --heads {out} --prompts prompts.jsonl"]),
         f"#     headstart export --heads {out} --to vllm --out {out}-vllm   # prints the line that serves them",
     ]
 
@@ -117,6 +121,7 @@ def _comments(proposal: Proposal) -> dict[str, str]:
         "train.steps": f"of {train['batch_size']} rows",
         "train.epochs": "passes over the data",
         "backbone.shard": "over the processes: the weights do not fit one",
+        "features.endpoint": "of headstart serve-features; null: transformers runs the model here",
     }
 
 

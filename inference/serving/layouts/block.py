@@ -34,6 +34,8 @@ UNUSED = ("confidence_head.", "verifier_")
 """Tensors that do not change the drafts of a chain of fixed length."""
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 """z-lab's names, and those of transformers' class."""
+FOREIGN = "muse_glimmer_assistant"
+"""The type of that class, whose windows count to both sides."""
 READ = {theirs: ours for ours, theirs in RENAMED.items()}
 KEPT = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
@@ -98,15 +100,18 @@ class Block(RenamedLayout):
             "mask": config.get("mask_token_id"),
             "anchored": bool(config.get("sample_from_anchor", kind != "none")),
             "correction": kind,
-            "causal": bool(config.get("causal", False)),
+            "causal": _causal(config),
         }
+        if config.get("use_swa") and "sliding_attention" not in (config.get("layer_types") or []):  # of every layer, causal in none
+            kinds = ["sliding_attention"] * int(config.get("num_hidden_layers") or 1)
+            config = {**config, "layer_types": kinds, "sliding_window": config.get("swa_window_size", config.get("sliding_window"))}
         tensors = {READ.get(name, name): tensor for name, tensor in files.read(names).items()}
         return Reading(BlockReader, config, tensors, tuple(taps), options)
 
     def shaped(self, reading: Reading, on: Sizes) -> Reading:
         config, mask, layer = reading.config, reading.options["mask"], read_shape(reading.config)
-        if "sliding_attention" in (config.get("layer_types") or []) or config.get("use_swa"):
-            raise UserError("a block head with sliding windows is not read by the reference engine: verify with --engine vllm")
+        if config.get("model_type") == FOREIGN and "sliding_attention" in (config.get("layer_types") or []):
+            raise UserError("a window to both sides, as transformers' class has, is not read by the reference engine: use --engine vllm")
         if not isinstance(mask, int) or not 0 <= mask < on.vocab:
             raise UserError(f"config.json states mask_token_id {mask!r}; it is a token of the backbone's vocabulary, below {on.vocab}")
         (V, DV), D = on.vocabularies(config), layer.hidden
@@ -117,8 +122,9 @@ class Block(RenamedLayout):
             own = layer_shapes(layer, D, head_norms=True) | {"input_layernorm.weight": (D,)}
             shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
         optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if DV == V else set())
-        unbounded = replace(layer, windows=(None,) * layer.layers)  # those that remain are as long as the context
-        return replace(reading, layer=unbounded, shapes=shapes, optional=frozenset(optional))
+        sliding = "sliding_attention" in (config.get("layer_types") or [])
+        windows = tuple(None if not sliding or window is None or 0 < on.positions <= window else window for window in layer.windows)
+        return replace(reading, layer=replace(layer, windows=windows), shapes=shapes, optional=frozenset(optional))
 
     def imported(self, reading: Reading, files: Files, backbone: Backbone) -> Imported:
         config, path, options = reading.config, files.path, reading.options
@@ -134,8 +140,9 @@ class Block(RenamedLayout):
             raise UserError(f"{path} drafts {drafted} of the backbone's {backbone.vocab} tokens; block heads here draft all")
         if len(reading.tensors) < len(files.shapes):
             notes.append("the confidence head is left out: here acceptance is calibrated while decoding")
-        if "sliding_attention" in (config.get("layer_types") or []) or config.get("use_swa"):
-            window = config.get("sliding_window") or config.get("swa_window_size")
+        window, kinds = config.get("sliding_window"), set(config.get("layer_types") or [])
+        own = window if kinds == {"sliding_attention"} and config.get("model_type") != FOREIGN else None
+        if "sliding_attention" in kinds and own is None:
             notes.append(f"trained with a window of {window} positions, here without: limit(window={window}, sink=0) bounds it")
         tensors, of_copies = without_copies(reading.tensors, backbone, path)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
@@ -147,6 +154,7 @@ class Block(RenamedLayout):
             "taps": reading.taps,
             "correction": correction,
             "causal": options["causal"],
+            "sliding_window": None if own is None or 0 < (backbone.max_positions or 0) <= own else own,
             "mask_token": options["mask"],
         }
         return Imported("block", arguments, tensors, {READ[name]: name for name in files.shapes if name in READ}, (*notes, *of_copies))
@@ -172,9 +180,13 @@ class DflashHf(Block):
             raise UserError(f"{fault}: train with drafter.taps below {layers}, or export --to dflash")
         if config["dflash_config"].get("causal"):
             raise UserError(f"{heads.path} is causal inside a block (drafter.causal), as transformers never is: export --to speculators")
+        if "sliding_window" in config:
+            raise UserError(
+                f"{heads.path} has a window (drafter.sliding_window), which transformers counts to both sides: export --to dflash"
+            )
         stated = {
             "architectures": ["MuseGlimmerAssistantModel"],
-            "model_type": "muse_glimmer_assistant",
+            "model_type": FOREIGN,
             "sliding_window": config["max_position_embeddings"],  # of layers of another type
             **config["dflash_config"],
         }
@@ -183,6 +195,12 @@ class DflashHf(Block):
 
     def notes(self, heads: Checkpoint) -> list[str]:
         return [f"tensors are renamed: {', '.join(f'{old} to {new}' for old, new in RENAMED.items())}"]
+
+
+def _causal(config: Mapping[str, Any]) -> bool:
+    """Return whether blocks are causal inside: as stated, or by default where all layers have a window, as vLLM and SGLang read it."""
+    stated, kinds = config.get("is_causal", config.get("causal")), set(config.get("layer_types") or [])
+    return kinds == {"sliding_attention"} and config.get("model_type") != FOREIGN if stated is None else bool(stated)
 
 
 def _correction_shapes(config: Mapping[str, Any], kind: str, sizes: tuple[int, int, int]) -> Shapes:

@@ -28,6 +28,7 @@ LAYER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias",
     "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tie_word_embeddings", "sliding_window", "layer_types",
+    "use_sliding_window",
 )  # fmt: skip
 CLASSES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
 KIND, RESIDUAL = "speculators_model_type", "norm_before_residual"
@@ -70,7 +71,7 @@ class Speculators(RenamedLayout):
             own = _block_config(config)
             if config["dflash_config"].get("causal"):  # here layers with a window are causal inside a block, others never
                 kinds = ["sliding_attention"] * config["num_hidden_layers"]
-                window = {"sliding_window": config["max_position_embeddings"], "use_sliding_window": True}
+                window = {"sliding_window": config.get("sliding_window", config["max_position_embeddings"]), "use_sliding_window": True}
                 layers, own = layers | {"layer_types": kinds} | window, own | {"sliding_window_non_causal": False}
         return Contents(common | own | {"transformer_layer_config": layers}, tensors)
 

@@ -5,8 +5,9 @@ Shape suffixes: K depth, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.serving.layouts.files import Files
 from headstart.inference.serving.layouts.layout import ServedLayout, Sizes, layouts, recognise_served
-from headstart.inference.serving.layouts.reader.base import Reading, Target, Text
+from headstart.inference.serving.layouts.reader.base import NextToken, Reading, Target, Text
 from headstart.inference.serving.verify.drafts import EngineSettings, Round, Transcript, judged
 from headstart.support.errors import UserError
 from headstart.support.terminal import watched
@@ -60,13 +61,22 @@ def _headstart_transcript(heads: SpeculativeModel, prompt: list[int], settings: 
 @torch.no_grad()
 def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
     """Return the logits ``[K, V]`` of each draft after the text, given the drafts before it; -inf for tokens that are not drafted."""
+    next_token = headstart_after(drafter, text, len(drafts))
+    return torch.stack([next_token(token) for token in [int(text[-1]), *drafts[:-1]]])
+
+
+@torch.no_grad()
+def headstart_after(drafter: Drafter, text: Sequence[int], depth: int) -> NextToken:
+    """Return the draft of Headstart's heads after a text, whose last token is the root; see `Reader.after`."""
     tokens_1T = torch.tensor([text], device=drafter.backbone.device)
     features = drafter.backbone.read(tokens_1T[:, :-1], taps=drafter.taps)
-    state = drafter.reserve(drafter.begin(features), len(text) + 2 * len(drafts))
-    given, rows, zero_11 = [int(text[-1]), *drafts[:-1]], [], torch.zeros_like(tokens_1T[:, :1])
-    all_BKD = None
-    for depth, token in enumerate(given):
-        token_11 = torch.full_like(zero_11, token)
+    state = drafter.reserve(drafter.begin(features), len(text) + 2 * depth)
+    zero_11, all_BKD, depths = torch.zeros_like(tokens_1T[:, :1]), None, count()
+
+    @torch.no_grad()
+    def next_token(token: int) -> Tensor:
+        nonlocal state, all_BKD
+        depth, token_11 = next(depths), torch.full_like(zero_11, token)
         if drafter.all_depths_at_once:
             if all_BKD is None:
                 all_BKD, state = drafter.step(state, token_11, zero_11, 0)
@@ -75,8 +85,9 @@ def headstart_logits(drafter: Drafter, text: Sequence[int], drafts: Sequence[int
             hidden, state = drafter.step(state, token_11, zero_11, depth)
         logits_DV = drafter.readout(hidden, depth, token_11)[0, 0].float()
         whole_V = logits_DV.new_full((drafter.backbone.vocab,), -torch.inf)
-        rows.append(logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV))
-    return torch.stack(rows)
+        return logits_DV if drafter.vocabulary is None else whole_V.scatter(0, drafter.vocabulary, logits_DV)
+
+    return next_token
 
 
 def read_heads(files: Files, on: Backbone) -> Reading:
@@ -107,11 +118,19 @@ def _reference_transcript(reading: Reading, target: Target, prompt: list[int], s
     if reader.max_depth is not None and settings.depth > reader.max_depth:
         fault = f"these heads draft {reader.max_depth} tokens; got a depth of {settings.depth}"
         raise UserError(f"{fault}: give --depth {reader.max_depth} or less")
-    written, rounds, position = settings.ended(truth[len(prompt) :]), [], len(prompt) + 1
-    while position < len(prompt) + len(written):
-        rounds.append(judged(position, reader.draft(position, settings.depth), truth))
+    return drafted_along(reader.draft, truth, len(prompt), settings)
+
+
+def drafted_along(draft: Callable[[int, int], list[int]], text: list[int], prompt: int, settings: EngineSettings) -> Transcript:
+    """Return the transcript of a text that is known, whose first ``prompt`` tokens are the prompt.
+
+    ``draft`` returns the drafts after so many tokens, to this depth.
+    """
+    written, rounds, position = settings.ended(text[prompt:]), [], prompt + 1
+    while position < prompt + len(written):
+        rounds.append(judged(position, draft(position, settings.depth), text))
         position += rounds[-1].kept + 1
-    return Transcript(tuple(prompt), tuple(written), tuple(rounds))
+    return Transcript(tuple(text[:prompt]), tuple(written), tuple(rounds))
 
 
 # Which drafts are expected at which places of some texts.

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.head_only import HeadOnlyBackbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, read_metadata
 from headstart.inference.generate import SpeculativeModel, load
@@ -27,6 +29,7 @@ from headstart.inference.serving.verify import decode
 from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
 from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Transcript, compare
 from headstart.inference.serving.verify.mistakes import differences, faults_of, other_readings
+from headstart.inference.serving.verify.stored import StoredTarget, require_states, stored_drafts
 from headstart.inference.serving.verify.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
@@ -54,6 +57,15 @@ class Check:
     """Tokens per draft (None: as many as the heads draft)."""
     end_tokens: tuple[int, ...] = ()
     allow_finetuned: bool = False
+    texts: tuple[Features, ...] = ()
+    """Texts with their features, if the backbone is not to run: the prompts are their beginnings."""
+    where: str = ""
+    """Where these texts are from."""
+
+    @cached_property
+    def target(self) -> Target:
+        model = self.backbone.model
+        return StoredTarget(model, self.texts) if self.texts else Target(model)
 
     @property
     def original(self) -> str | None:
@@ -76,7 +88,7 @@ def verify(check: Check) -> Verdict:
         _require_unchanged(check)
         original = check.original
         heads = None if original is None else load(original, check.backbone, allow_finetuned=check.allow_finetuned, capture="off")
-        target, reading = Target(check.backbone.model), read_heads(files, check.backbone)
+        target, reading = check.target, read_heads(files, check.backbone)
     except DamagedError as error:
         verdict.faults.append(str(error))
         return verdict
@@ -140,9 +152,12 @@ def _round_as_stored(drafter: Drafter, files: Files) -> None:
 
 def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, reading: Reading, original: Reading | None) -> None:
     """Decode on both sides and look for the cause of a difference."""
-    target, drafter = Target(check.backbone.model), None if heads is None else heads.drafter
+    target, drafter = check.target, None if heads is None else heads.drafter
     settings = EngineSettings(_depth(check, drafter, reading), check.new_tokens, check.end_tokens)
-    ours = None if heads is None else headstart_drafts(heads, check.prompts, settings)
+    if isinstance(target, StoredTarget):
+        ours = _on_stored(check, verdict, target, drafter, reading, settings)
+    else:
+        ours = None if heads is None else headstart_drafts(heads, check.prompts, settings)
     theirs = _engine_drafts(check, verdict, reading, target, settings)
     whole = not reading.faults
     if ours is None and check.engine != "reference" and whole:
@@ -168,6 +183,19 @@ def _compare(check: Check, verdict: Verdict, heads: SpeculativeModel | None, rea
             verdict.notes.append(f"the engine drafts as if: {cause}")
 
 
+def _on_stored(
+    check: Check, verdict: Verdict, target: StoredTarget, drafter: Drafter | None, reading: Reading, settings: EngineSettings
+) -> list[Transcript] | None:
+    """Return the transcripts of Headstart's heads on stored features; None without heads."""
+    require_states(target, drafter, reading, check.where)
+    assert isinstance(check.backbone, HeadOnlyBackbone)
+    target.lend(check.backbone)
+    verdict.notes.append(f"drafts continue {len(check.texts)} texts with their states in {check.where}: the backbone was not run")
+    if lacking := target.lacking(reading.taps):
+        verdict.notes.append(f"the folder reads the backbone after layers {list(reading.taps)}; the states of {lacking} are not stored")
+    return None if drafter is None else stored_drafts(drafter, target, check.prompts, settings)
+
+
 def _depth(check: Check, drafter: Drafter | None, reading: Reading) -> int:
     assert reading.reader is not None
     return check.depth or (drafter.depth if drafter is not None else reading.reader.depth_of(reading.options) or 4)
@@ -176,7 +204,8 @@ def _depth(check: Check, drafter: Drafter | None, reading: Reading) -> int:
 def _engine_drafts(check: Check, verdict: Verdict, reading: Reading, target: Target, settings: EngineSettings) -> list[Transcript] | None:
     """The engine's transcripts; None if the files are too damaged to draft with."""
     if check.engine == "reference":
-        return None if reading.faults else reference_drafts(reading, target, check.prompts, settings)
+        unread = reading.faults or (isinstance(target, StoredTarget) and target.lacking(reading.taps))
+        return None if unread else reference_drafts(reading, target, check.prompts, settings)
     engine = find_engine(check.engine)
     if check.backbone.adapter is not None:
         merged = "export them with the adapter merged (headstart export --adapter merge)"

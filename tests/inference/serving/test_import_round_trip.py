@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,32 @@ def test_causal_blocks_go_through_speculators_alone(home: Path, on: Backbone, tm
     for to in ("sglang", "dflash-hf"):
         with pytest.raises(UserError, match="causal"):
             export(Request(str(tmp_path / "heads"), to, tmp_path / to))
+
+
+@pytest.mark.parametrize(
+    ("to", "correction", "causal"),
+    [("vllm", "none", False), ("sglang", "recurrent", False), ("vllm", "markov", False), ("speculators", "none", False),
+     ("speculators", "markov", False), ("speculators", "none", True)],
+)  # fmt: skip
+def test_blocks_with_a_window_go_through_the_layouts_of_engines(
+    to: str, correction: str, causal: bool, on: Backbone, tmp_path: Path
+) -> None:
+    """The window, and whether blocks are causal, which engines take layers with a window for by default."""
+    arguments = {"depth": 4, "correction": correction, "causal": causal, "taps": [1, 3], "sliding_window": 9}
+    random_drafter("block", on, **arguments).save_pretrained(tmp_path / "heads")
+    export(Request(str(tmp_path / "heads"), to, tmp_path / "out"))
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    layer = stated.get("transformer_layer_config", stated)
+    assert layer["layer_types"] == ["sliding_attention"] * 3 and layer["sliding_window"] == 9 and layer["use_sliding_window"] is True
+    says = stated["is_causal"] if to != "speculators" else not stated["sliding_window_non_causal"]
+    assert says is causal and stated.get("dflash_config", {}).get("causal", causal) is causal
+    foreign = read_files(str(tmp_path / "out"))
+    (reading,) = importer.layout_of(foreign).imports(foreign, on, None)
+    found = build(reading, on, "out").arguments
+    assert found["sliding_window"] == 9 and found["causal"] is causal
+    if correction == "none" and not causal:
+        with pytest.raises(UserError, match=r"drafter.sliding_window.*which transformers counts to both sides"):
+            export(Request(str(tmp_path / "heads"), "dflash-hf", tmp_path / "hf"))
 
 
 def test_eight_bit_exports_give_what_they_stand_for(home: Path, on: Backbone, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ HEADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "block", {"depth": 3, "layers": 1, "correction": "markov", "correction_rank": 6}),
     ("llama", "block", {"depth": 3, "layers": 2, "correction": "none", "causal": True}),
     ("llama", "block", {"depth": 3, "layers": 2, "correction": "recurrent", "correction_rank": 6}),
+    ("qwen3", "block", {"depth": 3, "layers": 2, "correction": "none", "sliding_window": 5}),
     ("llama", "mtp", {}),
     ("llama", "mtp", {"shared": False, "layout": "mimo"}),
     ("llama", "mtp", {"layout": "qwen3_5"}),

@@ -67,8 +67,10 @@ class BlockReader(Reader):
         seen_NS = torch.ones(N, first + N, dtype=torch.bool)
         if self.reading.options["causal"]:
             seen_NS = seen_NS.tril(first)
-        for layer, (keys, values) in zip(self.layers, self.known, strict=True):
+        distance_NS = positions_N[:, None] - torch.arange(first + N)
+        for layer, window, (keys, values) in zip(self.layers, shape.windows, self.known, strict=True):
             x_ND = norm(layer, "input_layernorm", block_ND, shape.eps)
+            mask_NS = seen_NS & (distance_NS < (window or 1 << 40))
             both = join((keys[:first], values[:first]), keys_values(layer, x_ND, shape, positions_N))
-            block_ND = finish(layer, block_ND, attend(queries(layer, x_ND, shape, positions_N), *both, seen_NS), shape.eps)
+            block_ND = finish(layer, block_ND, attend(queries(layer, x_ND, shape, positions_N), *both, mask_NS), shape.eps)
         return norm(self.tensors, "norm", block_ND, shape.eps)
