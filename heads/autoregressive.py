@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.recompute import recomputed
+from headstart.heads.backbone.features import Features, of_parents
 from headstart.heads.base import Drafter
 from headstart.heads.kv.cached_layers import CachedStack, Pass
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
@@ -39,8 +38,7 @@ class State(RowState):
 class AutoregressiveDrafter(Drafter):
     """Base class: subclasses say which states they start from, what the first layer reads of a pair, and which state goes on."""
 
-    capturable = True
-    recomputing = False
+    capturable = recomputable = True
     layer_config: LlamaConfig
     cached: CachedStack
     """The decoder layers."""
@@ -71,10 +69,7 @@ class AutoregressiveDrafter(Drafter):
         for k in range(self.trained_depth):
             Tk = max(T - 2 - k, 0)
             inputs = (embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], tuple(passes), blocks)
-            if self.recomputing and torch.is_grad_enabled():
-                output_BTD, keys_values = recomputed(self._train_pass, *inputs)
-            else:
-                output_BTD, keys_values = self._train_pass(*inputs)
+            output_BTD, keys_values = self.checkpointed(self._train_pass, *inputs)
             passes.append(keys_values)
             outputs.append(output_BTD)
             state_BTD = self.next_state(output_BTD)
@@ -86,9 +81,6 @@ class AutoregressiveDrafter(Drafter):
 
     def _train_pass(self, embedded_BTD: Tensor, state_BTD: Tensor, passes: tuple[Pass, ...], blocks: Blocks) -> tuple[Tensor, Pass]:
         return self.cached.forward_train(self.streams(embedded_BTD, state_BTD), passes, blocks)
-
-    def recompute(self) -> None:
-        self.recomputing = True
 
     # Decoding.
 
@@ -119,11 +111,7 @@ class AutoregressiveDrafter(Drafter):
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
         nodes = self.cached.nodes_below(state.caches, state.nodes if depth else None, parents_BN, depth)
-        if depth == 0:
-            before_BND = state.pending_BD[:, None].expand(-1, tokens_BN.shape[1], -1)
-        else:
-            assert state.hidden_BND is not None
-            before_BND = state.hidden_BND.gather(1, parents_BN[..., None].expand(-1, -1, state.hidden_BND.shape[-1]))
+        before_BND = of_parents(state.pending_BD[:, None], state.hidden_BND if depth else None, parents_BN)
         streams = self.streams(self.backbone.embed(tokens_BN), before_BND)
         hidden_BND, caches = self.cached.attend_nodes(state.caches, streams, nodes, depth)
         return hidden_BND, replace(state, caches=caches, hidden_BND=self.next_state(hidden_BND), nodes=nodes)

@@ -20,11 +20,11 @@ from transformers import LlamaConfig
 from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, pick
-from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import DrafterConfig
 from headstart.heads.kv.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, NoInputNormLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
+from headstart.heads.layers.start_values import layer_weights
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError
 

@@ -24,11 +24,10 @@ from transformers import LlamaConfig
 from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.kv.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import LinearFit, probe, size_of, start_fusion, tap_sizes
+from headstart.heads.layers.start_values import LinearFit, layer_weights, probe, size_of, start_fusion, tap_sizes
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

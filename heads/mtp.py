@@ -22,15 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features, pick
-from headstart.heads.backbone.layer_weights import layer_weights
+from headstart.heads.backbone.features import Features, of_parents, pick
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
-from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.layer_config import engine_fields, llama_like
+from headstart.heads.layers.start_values import layer_weights
 from headstart.heads.mtp_module import MtpModule
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
@@ -65,8 +64,7 @@ class Mtp(Drafter):
 
     config: Config
     own_readout = False
-    capturable = True
-    recomputing = False
+    capturable = recomputable = True
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         name = config.layout or (find_native(backbone) if config.native else "deepseek")
@@ -113,17 +111,11 @@ class Mtp(Drafter):
             zero_BT = first_BT[:, :Tk] if first_BT is not None and k == 0 else None
             mixed_BTD = module.mix(embedded_BTD[:, k + 1 : k + 1 + Tk], hidden_BTD[:, :Tk], zero_BT)
             inputs = ((mixed_BTD,), tuple(passes), module.cached.rotary, blocks)
-            if self.recomputing and torch.is_grad_enabled():
-                output_BTD, keys_values = recomputed(module.layer.forward_train, *inputs)
-            else:
-                output_BTD, keys_values = module.layer.forward_train(*inputs)
+            output_BTD, keys_values = self.checkpointed(module.layer.forward_train, *inputs)
             passes += [keys_values] if self.config.shared else []
             hidden_BTD = module.norm(output_BTD)
             states.append(hidden_BTD)
         return states
-
-    def recompute(self) -> None:
-        self.recomputing = True
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.backbone.readout(hidden.to(self.backbone.dtype))
@@ -172,11 +164,8 @@ class Mtp(Drafter):
         caches, outputs, slots = list(state.caches), [], []
         for j, k in enumerate(range(1) if self.config.shared else range(depth, len(self.mtps))):
             module = self.mtps[k]
-            if depth == 0:
-                before_BND = state.pending_BKD[:, k, None].expand(-1, tokens_BN.shape[1], -1)
-            else:
-                assert state.hidden_BND is not None
-                before_BND = pick(state.hidden_BND[j], parents_BN)
+            nodes_BND = state.hidden_BND[j] if depth and state.hidden_BND is not None else None
+            before_BND = of_parents(state.pending_BKD[:, k, None], nodes_BND, parents_BN)
             mixed_BND = module.mix(embedded_BND, before_BND, zero_BN if k == 0 else None)
             above = state.nodes[k - len(self.mtps)] if depth and state.nodes is not None else None
             nodes = module.cached.nodes_below(state.caches[k], above, parents_BN, depth)

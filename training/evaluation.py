@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch
 
-from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.support.errors import cause
 from headstart.support.terminal import progress
@@ -20,6 +19,7 @@ from headstart.training.log.evaluate import backbone_losses, evaluate
 from headstart.training.objective.acceptance import acceptance
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.run.processes import StopSignal, any_of
+from headstart.training.run.sharding import is_sharded
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import save_results
 from headstart.training.setup import Run

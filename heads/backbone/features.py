@@ -66,10 +66,24 @@ class Features:
             return self.tokens_BT.new_full((self.tokens_BT.shape[0],), self.tokens_BT.shape[1])
         return (self.document_BT >= 0).sum(1)
 
+    @property
+    def last_B1D(self) -> Tensor:
+        """The final hidden state of each row's last token."""
+        return pick(self.hidden_BTD, (self.lengths_B - 1).clamp(min=0)[:, None])
+
+    def newer(self, value_B1D: Tensor, before_B1D: Tensor | None) -> Tensor:
+        """``value_B1D``, which follows from these features; for rows that have no tokens here ``before_B1D``, if there is one."""
+        return value_B1D if before_B1D is None else torch.where(self.lengths_B[:, None, None] > 0, value_B1D, before_B1D)
+
 
 def pick(x_BTD: Tensor, index_BN: Tensor) -> Tensor:
     """Select the positions ``index_BN`` of each row: ``[B, N, D]``."""
     return x_BTD.gather(1, index_BN[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+
+def of_parents(roots_B1D: Tensor, nodes_BND: Tensor | None, parents_BN: Tensor) -> Tensor:
+    """What the parents of drafted nodes have: the nodes one depth above, or at depth 0 (None) the roots."""
+    return roots_B1D.expand(-1, parents_BN.shape[1], -1) if nodes_BND is None else pick(nodes_BND, parents_BN)
 
 
 def join_features(parts: list[Features]) -> Features:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.fingerprint import bits_of
 from headstart.heads.backbone.gguf_header import GgufHeader, read_header
-from headstart.support.dtypes import dtype_name
+from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError, cause, notice
 from headstart.support.text import gigabytes
 

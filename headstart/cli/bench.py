@@ -65,11 +65,9 @@ def bench(args: argparse.Namespace) -> int:
     from headstart.inference.bench.bench import compare
     from headstart.inference.bench.judging import FAULT
     from headstart.inference.bench.table import print_report
-    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.files import write_json, write_text
     from headstart.support.page import require_charts
 
-    require_writable("--json", args.json)
-    require_writable("--html", args.html)
     if args.html is not None:
         require_charts("--html")
     subject, plan = bench_subject(args), replace(bench_plan(args), replay=args.html is not None)

@@ -26,9 +26,8 @@ def chat(args: argparse.Namespace) -> int:
     """Chat in a terminal or through a pipe."""
     from headstart.cli.conversation import Chat, converse, require_template
     from headstart.cli.loading import backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
 
-    require_writable("--json", args.json)
     quiet()
     name, prompter = model_of(args, None)
     require_template(prompter)

@@ -22,11 +22,10 @@ def compare(args: argparse.Namespace) -> int:
     """Compare two reports of ``bench``, or any number of training runs. Raises UserError for what cannot be compared."""
     from headstart.inference.bench.compare import comparison_page, print_comparison, read_comparison
     from headstart.support.errors import UserError
-    from headstart.support.files import as_path, require_writable, write_text
+    from headstart.support.files import as_path, write_text
     from headstart.support.page import require_charts
     from headstart.training.log.runs import print_runs, read_runs, runs_page
 
-    require_writable("--html", args.html)
     folders = [as_path("report", path).is_dir() for path in args.what]
     if args.html is not None:
         require_charts("--html")

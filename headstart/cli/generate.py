@@ -35,11 +35,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def generate(args: argparse.Namespace) -> int:
     """Stream the generated text to standard output; write statistics to standard error and ``--json``."""
     from headstart.cli.loading import SafeStreamer, backbone_of, drafting_heads, grammar_of, heads_of, model_of, quiet, settings_of
-    from headstart.inference.engine.memory import require_room
+    from headstart.inference.engine.request import require_room
     from headstart.inference.measure import continue_texts
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
 
-    require_writable("--json", args.json)
     text = _prompt(args.prompt, args.file)
     quiet()
     name, prompter = model_of(args, args.chat)

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from headstart import __version__
 from headstart.cli.arguments import DEBUG, RENAMED, add_debug
-from headstart.cli.failures import guarded
+from headstart.cli.failures import Guard
 from headstart.support.errors import notice, one_line
+from headstart.support.files import require_writable
 from headstart.support.text import open_streams, require_arguments_text
 
 
@@ -86,17 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its status, 0 or 1 (a fault in what was decoded or drafted), or that of an error (`failures`)."""
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words), debug=DEBUG in words)
-
-
-def _run(words: list[str]) -> int:
-    require_arguments_text(words)
-    args = _parser(words).parse_args(words)
-    for old, new in RENAMED.items():
-        if any(word.partition("=")[0] == old for word in words):
-            notice(f"{old} is called {new} now; the old name goes with the next minor version")
-    status: int = args.command.run(args)
-    return status
+    with Guard(debug=DEBUG in words) as guard:
+        require_arguments_text(words)
+        args = _parser(words).parse_args(words)
+        for old, new in RENAMED.items():
+            if any(word.partition("=")[0] == old for word in words):
+                notice(f"{old} is called {new} now; the old name goes with the next minor version")
+        for option in ("json", "html"):
+            require_writable(f"--{option}", getattr(args, option, None))
+        guard.status = args.command.run(args)
+    return guard.status
 
 
 class _Parser(argparse.ArgumentParser):

@@ -36,8 +36,7 @@ def new_recipe(args: argparse.Namespace) -> int:
     from headstart.support.files import require_writable, write_json, write_text
     from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
-    from headstart.training.rules.methods import find_method
-    from headstart.training.rules.model import read_facts
+    from headstart.training.rules.methods import find_method, read_facts
     from headstart.training.rules.propose import propose
     from headstart.training.rules.text import recipe_text
 
@@ -53,7 +52,6 @@ def new_recipe(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir() and not args.overwrite:
         raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
     require_writable("--out", out)
-    require_writable("--json", args.json)
     if args.tflops is not None and not 0 < args.tflops < float("inf"):
         raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {args.tflops:g}")
     proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)

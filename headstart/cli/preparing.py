@@ -38,11 +38,10 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def cache(args: argparse.Namespace) -> int:
     """Cache target hidden states for training."""
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.features.caching import write_cache
     from headstart.training.recipe.recipe import load_recipe
 
-    require_writable("--json", args.json)
     write_json(args.json, write_cache(load_recipe(args.recipe, args.overrides), args.estimate))
     return 0
 
@@ -83,11 +82,10 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 
 def regenerate(args: argparse.Namespace) -> int:
     """Replace the answers of a dataset by the backbone's own."""
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
-    require_writable("--json", args.json)
     write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides)))
     return 0
 
@@ -106,12 +104,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.plan import plan
     from headstart.training.plan import table as plan_table
     from headstart.training.recipe.recipe import load_recipe
 
-    require_writable("--json", args.json)
     quiet()
     report = plan.plan(load_recipe(args.recipe, args.overrides), args.gpus, args.memory, not args.no_calibration, args.tflops)
     print("\n".join(plan_table.lines(report)))
@@ -132,13 +129,11 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.errors import UserError
-    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.files import write_json, write_text
     from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
     from headstart.training.inspect.recipe import sample_page
 
-    require_writable("--json", args.json)
-    require_writable("--html", args.html)
     quiet()
     console = stdout_console()
     report, screen = inspect(args.what, args.overrides, args.row, marks=console.color_system is None)

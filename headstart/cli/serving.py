@@ -46,9 +46,8 @@ def export(args: argparse.Namespace) -> int:
     """Write heads in the layout of a serving engine and print how the engine starts with them."""
     from headstart.cli.loading import quiet
     from headstart.inference.serving import export as exporting
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
 
-    require_writable("--json", args.json)
     quiet()
     report = exporting.export(exporting.Request(args.heads, args.to, args.out, args.backbone, args.dtype, args.adapter, args.quantize))
     print("\n".join(exporting.lines(report, args.out)))
@@ -106,9 +105,8 @@ def import_heads(args: argparse.Namespace) -> int:
     """Import heads that another trainer wrote as a Headstart checkpoint."""
     from headstart.cli.loading import backbone_of, chat_settings_of, quiet
     from headstart.inference.serving import importing as importer
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
 
-    require_writable("--json", args.json)
     quiet()
     variables = chat_settings_of([], args.template_arg, ()).variables
     wishes = importer.Wishes(args.counting, args.depth, args.prompts, args.max_new_tokens, args.trust_remote_code, variables)

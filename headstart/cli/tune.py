@@ -36,13 +36,12 @@ def tune(args: argparse.Namespace) -> int:
     from headstart.cli.loading import backbone_of, heads_of, model_of, quiet
     from headstart.inference.bench.tune import TunePlan, contexts_of, summary
     from headstart.inference.bench.tune import tune as measure_machine
-    from headstart.inference.engine.memory import require_room
-    from headstart.inference.engine.sizes import TUNED_SIZES
+    from headstart.inference.engine.request import require_room
+    from headstart.inference.engine.tree import TUNED_SIZES
     from headstart.inference.speculation.tuned import key, write_tuned
     from headstart.support.chat.prompts import read_prompts
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
 
-    require_writable("--json", args.json)
     quiet()
     name, prompter = model_of(args, args.chat, args.prompt_tokens)
     backbone = backbone_of(name, args)

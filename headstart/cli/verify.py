@@ -61,10 +61,9 @@ def verify(args: argparse.Namespace) -> int:
     from headstart.inference.serving.verify.verify import Check, recorded
     from headstart.inference.serving.verify.verify import verify as examine
     from headstart.support.errors import UserError
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.support.hub import find_folder
 
-    require_writable("--json", args.json)
     quiet()
     folder = find_folder(args.folder, "heads")
     exported, served = recorded(folder)
@@ -124,6 +123,6 @@ def _prompts(args: argparse.Namespace, backbone: Backbone, heads: str | None) ->
 
 
 def _end_tokens(backbone: Backbone) -> tuple[int, ...]:
-    from headstart.heads.backbone.end_tokens import end_tokens
+    from headstart.heads.backbone.model_config import end_tokens
 
     return end_tokens(backbone.model.generation_config)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
-from headstart.heads.backbone.end_tokens import end_tokens
-from headstart.heads.backbone.model_config import load_config
+from headstart.heads.backbone.model_config import end_tokens, load_config
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
 from headstart.heads.methods import construct_drafter, require_weights

@@ -21,8 +21,8 @@ from webpage import Reader
 from headstart.cli.main import main as command
 from headstart.cli.train import main
 from headstart.training.log.evaluate import marked
+from headstart.training.log.log import start_trackers
 from headstart.training.log.runs import runs_page
-from headstart.training.log.trackers import start_trackers
 from headstart.training.recipe.recipe import load_recipe
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.page import Section, page

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
@@ -26,8 +26,7 @@ from headstart.support.text import token_texts
 from headstart.training.data.packing import collate
 from headstart.training.data.sample import Sample
 from headstart.training.features.source import LiveFeatures
-from headstart.training.objective.lm_loss import lm_loss
-from headstart.training.objective.loss_rows import count_label_tokens
+from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
 from headstart.training.recipe.recipe import Eval
 
 ROWS = 8

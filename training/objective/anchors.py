@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.features import Features
 from headstart.heads.layers.causal_attention import document_positions
-from headstart.inference.engine.noise import mix_, row_seeds
+from headstart.inference.engine.verify import mix_, row_seeds
 from headstart.training.objective.loss_rows import LossRows, counted_from
 
 

@@ -2,7 +2,7 @@
 
 Drafts start at all positions or at sampled ones (anchors), and are teacher-forced or follow the drafter's own tokens (rollouts). The
 loss is a sum over rows (loss_rows.py), computed in chunks (fused.py): for each row and depth a mixture of terms (terms.py) times a
-weight (depth_weights.py). Drafts at anchors have weight 1 / share, so that the expected loss does not depend on the share.
+weight. Drafts at anchors have weight 1 / share, so that the expected loss does not depend on the share.
 
 The loss is a sum over depths and label tokens; the caller divides by the number of label tokens of the whole optimiser step
 (`count_label_tokens`), over all processes and micro-batches. The result does not depend on packing, padding, accumulation or the
@@ -11,7 +11,15 @@ number of processes, since terms and weights depend on their own draft only.
 A draft vocabulary restricts the backbone's distribution to tokens that can be drafted and does *not* renormalise it, so that alpha is
 the true acceptance rate. A token outside it counts as wrong in the accuracy.
 
-Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss, N depths after the first (K - 1).
+Weights of the depths in the loss: geometric decay, or each depth's effect on the expected accepted length.
+
+The expected number of accepted tokens of a draft from t is ``sum_k prod_{i<=k} a_i``, with a_i the acceptance probability of depth i.
+Its derivative with respect to ``log a_k`` is ``sum_{j>=k} prod_{i<=j} a_i``: the weight of D-PACE (2605.18810), with a_i the draft's
+probability of the label, smoothed towards 1 and without gradient. It needs all depths of a draft, so the readouts run an additional
+time before the loss, without gradients.
+
+Shape suffixes: B batch, T positions, D width, K depth, M rows of the loss, N depths after the first (K - 1) or drafts, C rows of a chunk,
+V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,12 +33,54 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.objective import depth_weights as depths
 from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors, text_rows
 from headstart.training.objective.fused import FusedLoss
 from headstart.training.objective.loss_rows import LossRows, dense_rows
 from headstart.training.objective.rollout import rollout, target_hidden
-from headstart.training.objective.terms import FEATURES, at_least_fp32
+from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary
+
+SMOOTHING = 0.5
+"""a = SMOOTHING + (1 - SMOOTHING) q, so that depths after an unlikely one keep some weight (2605.18810)."""
+
+
+def geometric(decay: float, counts_MK: Tensor, dtype: torch.dtype, first_depth: int = 0) -> Tensor:
+    """Return weights ``decay ** k``, ``[M, K]``, with k from ``first_depth``; 0 where a depth does not count."""
+    depths = range(first_depth, first_depth + counts_MK.shape[1])
+    decay_K = torch.tensor([decay**k for k in depths], dtype=dtype, device=counts_MK.device)
+    return counts_MK * decay_K
+
+
+def confidence(loss: FusedLoss, rows: LossRows, drafts: list[Tensor]) -> Tensor:
+    """Return the draft's probability of the label at each depth, ``[M, K]``; 0 for labels outside the draft vocabulary."""
+    assert rows.labels_MJ is not None
+    prob_MK = at_least_fp32(drafts[0][:0]).new_zeros(len(rows), len(drafts))
+    for chunk in loss.chunks(len(rows)):
+        part = rows.part(chunk)
+        assert part.labels_MJ is not None
+        index_CJ, known_CJ = in_vocabulary(part.labels_MJ, loss.vocabulary)
+        for k, draft_MD in enumerate(drafts):
+            j = min(k, index_CJ.shape[1] - 1)
+            # Autograd stays enabled; otherwise autocast would cache weight casts that have no graph.
+            logits_CV = at_least_fp32(loss.chunk_logits(draft_MD, k, chunk, part)[1].detach())
+            log_prob_C = logits_CV.gather(-1, index_CJ[:, j, None]).squeeze(-1) - logits_CV.logsumexp(-1)
+            prob_MK[chunk, k] = log_prob_C.exp() * known_CJ[:, j]
+    return prob_MK
+
+
+def expected(confidence_MK: Tensor, counts_MK: Tensor, draft_MK: Tensor, drafts: int) -> Tensor:
+    """Return D-PACE's weights, ``[M, K]``; entry (m, k) is depth k of draft ``draft_MK[m, k]``, an index below ``drafts``.
+
+    A depth that does not count has weight 0 and does not affect the weights of deeper ones.
+    """
+    K = counts_MK.shape[1]
+    smooth_MK = SMOOTHING + (1 - SMOOTHING) * confidence_MK
+    # Arrange by draft and depth; an additional draft takes entries that do not count.
+    index_MK = torch.where(counts_MK, draft_MK, drafts) * K + torch.arange(K, device=counts_MK.device)
+    smooth_NK = smooth_MK.new_ones((drafts + 1) * K).scatter_(0, index_MK.flatten(), smooth_MK.flatten()).view(-1, K)
+    counts_NK = smooth_MK.new_zeros((drafts + 1) * K).scatter_(0, index_MK.flatten(), 1.0).view(-1, K)
+    reached_NK = smooth_NK.cumprod(1) * counts_NK
+    beyond_NK = reached_NK.flip(1).cumsum(1).flip(1)
+    return beyond_NK.flatten()[index_MK] * counts_MK
 
 
 class Sums(NamedTuple):
@@ -64,10 +114,10 @@ def objective(loss: FusedLoss, features: Features, hidden: list[Tensor], anchors
         draft_MK = torch.arange(draft_count, device=rows.counts_MK.device)[:, None].expand(-1, len(hidden))
     dtype = at_least_fp32(drafts[0][:0]).dtype
     if settings.depth_weights == "geometric":
-        weights_MK = depths.geometric(settings.depth_decay, rows.counts_MK, dtype)
+        weights_MK = geometric(settings.depth_decay, rows.counts_MK, dtype)
     else:
-        confidence_MK = depths.confidence(loss, rows, drafts).to(dtype)
-        weights_MK = depths.expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
+        confidence_MK = confidence(loss, rows, drafts).to(dtype)
+        weights_MK = expected(confidence_MK, rows.counts_MK, draft_MK, draft_count)
     weights_MK = weights_MK if anchors is None else weights_MK / anchors.share
     total, correct_K, alpha_K = loss.sum(rows.weighted(weights_MK), drafts)
     return Sums(total, rows.counts_MK.sum(0), correct_K, alpha_K, torch.zeros_like(total), torch.zeros_like(total))
@@ -87,7 +137,7 @@ def on_policy_loss(loss: FusedLoss, features: FeaturesWithCache, step_key: StepK
         drafted_MN, hidden = rollout(loss, features, anchors)
         hidden_MND = target_hidden(drafter.backbone, features, anchors.at, drafted_MN)
     counts_MN, dtype = anchors.counts_MK[:, 1:], at_least_fp32(hidden[0][:0]).dtype
-    weights_MN = depths.geometric(settings.depth_decay, counts_MN, dtype, first_depth=1) * (settings.on_policy / anchors.share)
+    weights_MN = geometric(settings.depth_decay, counts_MN, dtype, first_depth=1) * (settings.on_policy / anchors.share)
     return loss.sum(LossRows(hidden_MND, drafted_MN, None, counts_MN, weights_MN, first_depth=1), hidden[1:])[0]
 
 

@@ -20,7 +20,7 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import draft_masks
-from headstart.inference.engine.noise import gumbel
+from headstart.inference.engine.verify import gumbel
 from headstart.support.pytree import map_tensors
 from headstart.training.features.on_policy import FeaturesWithCache
 from headstart.training.objective.anchors import SampledAnchors

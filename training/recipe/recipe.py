@@ -15,12 +15,10 @@ from headstart.support.config import RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.hub import local_or_shipped
 from headstart.training.recipe.drafter import by_name, per_drafter, require_arguments
-from headstart.training.recipe.extends import read_extended
-from headstart.training.recipe.regenerate import Regenerate
 from headstart.training.recipe.sections import Backbone, Cache, Data
-from headstart.training.recipe.served import Features
+from headstart.training.recipe.served import Features, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
-from headstart.training.recipe.yaml_text import dump_yaml, override
+from headstart.training.recipe.yaml_text import dump_yaml, override, read_extended
 
 
 class Recipe(StrictModel):

@@ -37,7 +37,7 @@ from headstart.support.files import atomic, discard, discard_unfinished, file_ha
 from headstart.support.json_text import parse_json
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.run.average import Average
+from headstart.training.run.optimizer import Average
 from headstart.training.run.sharding import distribute_like, full_tensor
 
 

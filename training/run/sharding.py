@@ -2,6 +2,8 @@
 
 The drafter is one FSDP unit: its weights are gathered before a forward and its gradients are reduce-scattered after the backward.
 Results equal those of data parallelism. Mixed precision is left to autocast, so nothing is reduced in less than fp32.
+
+Backbones whose layers are sharded with FSDP2.
 """
 
 from __future__ import annotations
@@ -19,10 +21,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.model_config import attention_kernel, load_config
 from headstart.heads.backbone.probes import decoder_layers
 from headstart.support.errors import UserError
 from headstart.training.recipe import sections
+
+
+def is_sharded(backbone: Backbone) -> bool:
+    """Return True if the backbone's layers are sharded over the processes."""
+    return any(isinstance(layer, FSDPModule) for layer in backbone.layers)
+
 
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
