@@ -69,7 +69,7 @@ class AutoregressiveDrafter(Drafter):
         for k in range(self.trained_depth):
             Tk = max(T - 2 - k, 0)
             inputs = (embedded_BTD[:, k + 1 : k + 1 + Tk], state_BTD[:, :Tk], tuple(passes), blocks)
-            output_BTD, keys_values = self.checkpointed(self._train_pass, *inputs)
+            output_BTD, keys_values = self.checkpointed(self._train_pass)(*inputs)
             passes.append(keys_values)
             outputs.append(output_BTD)
             state_BTD = self.next_state(output_BTD)

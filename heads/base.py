@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -190,11 +191,9 @@ class Drafter(nn.Module, ABC):
             raise UserError(f"train.gradient_checkpointing is not available for {type(self).__name__}; set it to false")
         self.recomputing = True
 
-    def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a part of `forward`; with gradient checkpointing the backward calls it again."""
-        if self.recomputing and torch.is_grad_enabled():
-            return recomputed(function, *inputs)
-        return function(*inputs)
+    def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of `forward`, which with gradient checkpointing is called again in the backward."""
+        return partial(recomputed, function) if self.recomputing and torch.is_grad_enabled() else function
 
     @abstractmethod
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:

@@ -156,7 +156,7 @@ class Block(Drafter):
         rotations = self.rotary(0, T, device), rotary_at(self.rotary.table(T + N, device), positions_MN)
         for layer in self._layers:
             inputs = block_MND, context_BTD, rotations, layout
-            block_MND = self.checkpointed(layer.forward_blocks, *inputs)
+            block_MND = self.checkpointed(layer.forward_blocks)(*inputs)
         return self.norm(block_MND)[:, self.skipped :]
 
     # The corrections.

@@ -142,11 +142,11 @@ class Hydra(OwnReadoutDrafter):
         T = features.tokens_BT.shape[1]
         hidden_BTD, embedded_BTD = features.hidden_BTD[:, : max(T - 2, 0)].to(self._dtype), self._embed(features.tokens_BT)
         if self.prefix is not None and T > 2:
-            hidden_BTD = self.checkpointed(self.prefix, hidden_BTD, features.document_BT)
+            hidden_BTD = self.checkpointed(self.prefix)(hidden_BTD, features.document_BT)
         states = []
         for k, mlp in enumerate(self.mlps):
             Tk = max(T - 2 - k, 0)
-            states.append(self.checkpointed(_Joined(mlp), hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
+            states.append(self.checkpointed(_Joined(mlp))(hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
         return states
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:

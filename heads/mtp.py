@@ -111,7 +111,7 @@ class Mtp(Drafter):
             zero_BT = first_BT[:, :Tk] if first_BT is not None and k == 0 else None
             mixed_BTD = module.mix(embedded_BTD[:, k + 1 : k + 1 + Tk], hidden_BTD[:, :Tk], zero_BT)
             inputs = ((mixed_BTD,), tuple(passes), module.cached.rotary, blocks)
-            output_BTD, keys_values = self.checkpointed(module.layer.forward_train, *inputs)
+            output_BTD, keys_values = self.checkpointed(module.layer.forward_train)(*inputs)
             passes += [keys_values] if self.config.shared else []
             hidden_BTD = module.norm(output_BTD)
             states.append(hidden_BTD)

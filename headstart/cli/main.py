@@ -62,14 +62,14 @@ class Command:
 
 COMMANDS = (
     Command("train", "train", "Train heads by a recipe"),
-    Command("new-recipe", "new_recipe", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
+    Command("new-recipe", "preparing", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
     Command("new-head", "own_head", "Write a head of your own, with its recipe and its test, from a working minimum", "new_head"),
     Command("check-head", "own_head", "Hold a head to the contract: what is trained is what decodes", "check_head"),
     Command("generate", "generate", "Continue one prompt, printing tokens as they are accepted"),
-    Command("chat", "chat", "Chat with the backbone"),
+    Command("chat", "generate", "Chat with the backbone"),
     Command("bench", "bench", "Measure heads against autoregressive decoding and transformers' generate"),
-    Command("compare", "compare", "Compare two reports of bench, or several training runs"),
-    Command("tune", "tune", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
+    Command("compare", "bench", "Compare two reports of bench, or several training runs"),
+    Command("tune", "bench", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
     Command("cache", "preparing", "Cache target hidden states for training"),
     Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),
@@ -78,7 +78,7 @@ COMMANDS = (
     Command("export", "serving", "Write heads in the layout of a serving engine, with the line that starts it"),
     Command("push", "serving", "Upload heads to the hub with a model card"),
     Command("import", "serving", "Import heads that another trainer wrote", "import_heads"),
-    Command("verify", "verify", "Compare an engine's drafts with Headstart's, token by token, and name the cause of a difference"),
+    Command("verify", "serving", "Compare an engine's drafts with Headstart's, token by token, and name the cause of a difference"),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors"),
 )
 
