@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.support.chat.messages import shortened
 from headstart.support.errors import UserError
 from headstart.support.json_text import Row
 
@@ -89,10 +90,5 @@ def _sample(ids: Any, mask: Any, column: str, where: str) -> Sample:
 
 def _ids(ids: Any, column: str, where: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise UserError(f"{where}: {column} is a list of token ids, whole numbers of at least 0; got {_short(ids)}")
+        raise UserError(f"{where}: {column} is a list of token ids, whole numbers of at least 0; got {shortened(ids)}")
     return ids
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

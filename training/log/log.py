@@ -22,7 +22,6 @@ from tqdm import tqdm
 from headstart.support.errors import UserError, cause
 from headstart.support.files import discard_unfinished, write_text
 from headstart.support.json_text import log_lines
-from headstart.training.log.evaluate import marked
 from headstart.training.recipe.recipe import Recipe, to_dict, to_yaml
 
 FOLDER = "tensorboard"
@@ -83,6 +82,17 @@ def _start_tensorboard(recipe: Recipe, done: int) -> TensorBoardTracker:
         folder = Path(recipe.save.dir) / FOLDER
         raise UserError(f"{folder} cannot be written: {error}; make room there, or set log.tensorboard=false") from None
     return tracker
+
+
+def marked(example: dict[str, Any]) -> str:
+    """Format an example with brackets around the tokens of one decoding step, as in ``[def fib][(n)]:``."""
+    tokens, place = example["tokens"], 1
+    text = "".join(tokens[:1])
+    for length in example["accept_lengths"]:
+        written = "".join(tokens[place : place + length])
+        text += f"[{written}]" if length > 1 else written
+        place += length
+    return text
 
 
 def _as_code(text: str) -> str:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.features import Features
-from headstart.training.objective.anchors import StepKey, sample_anchors, text_rows
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import LossRows, dense_rows
+from headstart.training.objective.loss_rows import LossRows, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.terms import compare, soft_target
 
 

@@ -33,9 +33,8 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors, text_rows
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import LossRows, dense_rows
+from headstart.training.objective.loss_rows import LossRows, SampledAnchors, StepKey, dense_rows, sample_anchors, text_rows
 from headstart.training.objective.rollout import rollout, target_hidden
 from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary
 

@@ -23,8 +23,8 @@ from headstart.heads.layers.causal_attention import draft_masks
 from headstart.inference.engine.verify import gumbel
 from headstart.support.pytree import map_tensors
 from headstart.training.features.on_policy import FeaturesWithCache
-from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
+from headstart.training.objective.loss_rows import SampledAnchors
 from headstart.training.objective.terms import at_least_fp32
 
 

@@ -26,7 +26,7 @@ from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite
+from headstart.inference.serving.layouts.files import DamagedError, Files, require_finite, require_new
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
 from headstart.inference.serving.layouts.quantize import How
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
@@ -50,8 +50,7 @@ def write_back(drafter: Mtp, folder_out: str | Path) -> None:
     source, out = checkpoint_folder(drafter.backbone), Path(folder_out)
     if drafter.backbone.adapter is not None:
         raise UserError("the backbone has an adapter, which its checkpoint lacks: merge it, save the merged model and train on that")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder; give a new one for the copy of {source}")
+    require_new(out)
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in drafter.tensors().items()}
     with atomic(out, folder=True) as copy:
         shutil.copytree(source, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth"))
