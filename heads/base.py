@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.anchors import Anchors, gather_anchors
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features, gather_anchors
 from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.kv.rows import RowState
 from headstart.support.config import Depth, StrictModel

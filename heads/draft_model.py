@@ -23,10 +23,9 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.anchors import Anchors, anchors_by_row, dense_from_anchors
 from headstart.heads.backbone import smaller
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features, anchors_by_row, dense_from_anchors
 from headstart.heads.backbone.hooks import contexts
 from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.kv.cached_model import CachedModel, State

@@ -21,9 +21,9 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
+from headstart.heads.eagle import AutoregressiveDrafter
 from headstart.heads.kv.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like

@@ -21,16 +21,9 @@ from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
 from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, repeated_tokens, tapped
+from headstart.heads.backbone.masks import additive_mask, attention_windows, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
-from headstart.heads.backbone.probes import (
-    additive_mask,
-    attention_windows,
-    decoder_layers,
-    find_postprocessing,
-    require_masks,
-    rope_switch,
-    width_of,
-)
+from headstart.heads.backbone.probes import decoder_layers, find_postprocessing, require_masks, width_of
 from headstart.heads.backbone.quantization import loaded_dtype, quantization, quantizing
 from headstart.heads.backbone.recurrent import Recurrent, find_recurrent
 from headstart.heads.backbone.tree_attention import EXACT_FROM, tree_attention
@@ -74,15 +67,21 @@ class Backbone:
         self.rope_limit, self.rope_switches_once = rope_switch(self.config)
         """Sequence length beyond which the rotary frequencies change (None: never), and whether they change only once."""
         self.layers = decoder_layers(model, self.num_layers)
+        self.windows: dict[str, int | None] = {}
+        self.recurrent: Recurrent | None = None
+        """The layers that keep a recurrent state instead of keys and values; None if there are none."""
         self.forward = vars(model).get("forward")
         with self.evaluation():
-            self.windows: dict[str, int | None] = attention_windows(stated, model)
-            self.recurrent: Recurrent | None = find_recurrent(type(model).__name__, self.layers, stated.get("layer_types") or [])
-            """The layers that keep a recurrent state instead of keys and values; None if there are none."""
-            self.postprocess = find_postprocessing(self)
-            require_masks(self)
+            self._probe(stated)
         if trainable:
             self._unfreeze()
+
+    def _probe(self, stated: dict[str, Any]) -> None:
+        """Find out how the model attends and makes its logits. Raises UserError if it cannot read trees."""
+        self.windows = attention_windows(stated, self.model)
+        self.recurrent = find_recurrent(type(self.model).__name__, self.layers, stated.get("layer_types") or [])
+        self.postprocess = find_postprocessing(self)
+        require_masks(self)
 
     def _unfreeze(self) -> None:
         if self.adapter is None:

@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.layers.causal_attention import chunk_policy, document_positions
 from headstart.inference.engine.verify import mix_, row_seeds

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.anchors import Anchors
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.backbone.hooks import recompute_within
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_policy

@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder
+from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder, weight_files
 from headstart.heads.backbone.native_mtp import Layout as Names
-from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
@@ -30,8 +29,8 @@ from headstart.inference.serving.layouts.files import DamagedError, Files, requi
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes
 from headstart.inference.serving.layouts.quantize import How
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
+from headstart.inference.serving.layouts.reader.eagle import MtpReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
-from headstart.inference.serving.layouts.reader.mtp import MtpReader
 from headstart.support.errors import UserError
 from headstart.support.files import atomic
 from headstart.support.json_text import read_json
