@@ -1,6 +1,6 @@
 """EAGLE-3 (2503.01840): a decoder layer over fused hidden states of some backbone layers, trained on its own outputs.
 
-The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output after the final norm is
+The pairs of eagle.py, with the tapped layers concatenated and projected as the state. The layer's output after the final norm is
 the state of the next depth, as in EAGLE-3.1 (2605.09992). The original feeds back the output before that norm (``norm_output`` false): its
 residual stream grows from depth to depth, until what the layer adds no longer changes its direction, and late depths repeat the first.
 
