@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 289, "lines": 42_094, "lines of code": 29_622}
+LIMITS = {"files": 290, "lines": 42_184, "lines of code": 29_691}
 IMPORTED = 103
 FRAMES = {"generate": 11, "SpeculativeModel.generate": 8, "train": 13}
 TEST_ENTRIES = 15
