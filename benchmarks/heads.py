@@ -42,7 +42,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.training.data.data import load_data, prompts
-from headstart.training.log.evaluate import backbone_losses
+from headstart.training.evaluation import backbone_losses
 from headstart.training.recipe.recipe import Recipe
 
 TRIAL_STEPS, WARM_UP = 12, 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.base import Drafter
-from headstart.inference.bench.race import Race
+from headstart.inference.bench.bench import Race
 from headstart.inference.bench.systems import AR, HeadstartSystem, SystemResult
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel, load

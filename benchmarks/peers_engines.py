@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.inference.bench.systems import Continuations, System
 from headstart.inference.measure import Settings, Tally
 from headstart.support.errors import UserError, cause

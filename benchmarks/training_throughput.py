@@ -27,9 +27,8 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone, load_toke
 from headstart.heads.base import Drafter
 from headstart.heads.methods import build_drafter
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import load_data
+from headstart.training.data.data import count_labels, load_data, most_frequent
 from headstart.training.data.kept import Splits
-from headstart.training.data.vocabulary import count_labels, most_frequent
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import Manifest, contents_of, format_of, plan_shards
 from headstart.training.features.source import FeatureSource, LiveFeatures

@@ -10,15 +10,16 @@ Shape suffixes: B batch, T positions, D width, V vocabulary, N tree nodes, K dep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.anchors import Anchors, gather_anchors
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features, gather_anchors
+from headstart.heads.backbone.hooks import recomputed
 from headstart.heads.kv.rows import RowState
 from headstart.support.config import Depth, StrictModel
 from headstart.support.errors import UserError
@@ -60,6 +61,11 @@ class Drafter(nn.Module, ABC):
     capturable: ClassVar[bool] = False
     """`begin` and `step` depend on tensors only, without host reads or branches on values, so they can be traced and replayed.
     The state must be a `RowState`, a tensor, or a (nested) dataclass or tuple of tensors."""
+    recomputable: ClassVar[bool] = False
+    """`forward` calls its parts by `checkpointed`."""
+    recomputing = False
+    deepens: bool = True
+    """Drafts can be longer than those of the training."""
     uses_backbone_cache: ClassVar[bool] = False
     """The drafter uses the backbone's KV cache, passed to `prepare_draft`, instead of its own."""
     anchor_share: float = 1.0
@@ -100,7 +106,7 @@ class Drafter(nn.Module, ABC):
     @property
     def max_depth(self) -> int | None:
         """Maximum number of tokens drafted beyond the root; None: unlimited."""
-        return None
+        return None if self.deepens else self.trained_depth
 
     @property
     def default_depth(self) -> int:
@@ -180,7 +186,13 @@ class Drafter(nn.Module, ABC):
 
     def recompute(self) -> None:
         """Enable gradient checkpointing. Raises UserError if the drafter does not support it."""
-        raise UserError(f"train.gradient_checkpointing is not available for {type(self).__name__}; set it to false")
+        if not self.recomputable:
+            raise UserError(f"train.gradient_checkpointing is not available for {type(self).__name__}; set it to false")
+        self.recomputing = True
+
+    def checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of `forward`, which with gradient checkpointing is called again in the backward."""
+        return partial(recomputed, function) if self.recomputing and torch.is_grad_enabled() else function
 
     @abstractmethod
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:

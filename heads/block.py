@@ -20,10 +20,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
-from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.recompute import recomputed
+from headstart.heads.backbone.features import Anchors, Features, dense_from_anchors, of_parents
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache
@@ -87,8 +85,8 @@ class Block(Drafter):
         """Shape of the decoder layers (null: the backbone's); heads trained elsewhere may differ in it."""
 
     config: Config
-    reads_hidden = recomputing = False
-    capturable = True
+    reads_hidden = deepens = False
+    capturable = recomputable = True
     fixed_arguments = ("mask_token", "causal", "sliding_window", "layer")
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
@@ -110,23 +108,16 @@ class Block(Drafter):
         D, eps = backbone.dim, self.layer_config.rms_norm_eps
         self.fc = nn.Linear(len(taps) * D, D, bias=False)
         self.hidden_norm, self.norm = Norm(D, eps=eps), Norm(D, eps=eps)
-        self.layers: Any = nn.ModuleList(NormedLayer(self.layer_config) for _ in range(config.layers))
+        layers = [NormedLayer(self.layer_config) for _ in range(config.layers)]
+        self.layers: Any = nn.ModuleList(layers)
         self.rotary = Rotary(self.layer_config)
-        self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in self.layers]
+        self.cached = [CachedLayer(layer, self.rotary, config.sliding_window) for layer in layers]
         if config.correction == "markov":
             self.markov_head = MarkovHead(backbone.vocab, config.correction_rank)
         elif config.correction == "recurrent":
             state, rank = config.recurrent_size or max(1, D // 4), config.correction_rank
             self.prefix_gru = nn.GRU(D, state, bias=False, batch_first=True)
             self.embed_proj = nn.Sequential(nn.Linear(D + state, rank, bias=False), nn.SiLU(), nn.Linear(rank, backbone.vocab, bias=False))
-
-    @property
-    def max_depth(self) -> int:
-        """A block is as long as it was trained to be."""
-        return self.trained_depth
-
-    def recompute(self) -> None:
-        self.recomputing = True
 
     def context(self, features: Features, index_BT: Tensor | None = None) -> Tensor:
         """Fuse the tapped layers: ``[B, T, D]``, at the positions ``index_BT`` of each row only if given."""
@@ -166,8 +157,7 @@ class Block(Drafter):
         rotations = self.rotary(0, T, device), rotary_at(self.rotary.table(T + N, device), positions_MN)
         for layer in self.layers:
             inputs = block_MND, context_BTD, rotations, layout
-            again = self.recomputing and torch.is_grad_enabled()
-            block_MND = recomputed(layer.forward_blocks, *inputs) if again else layer.forward_blocks(*inputs)
+            block_MND = self.checkpointed(layer.forward_blocks)(*inputs)
         return self.norm(block_MND)[:, self.skipped :]
 
     # The corrections.
@@ -218,11 +208,8 @@ class Block(Drafter):
         hidden_B1D = state.block_BKD[:, depth : depth + 1]
         if self.config.correction == "markov":
             return hidden_B1D, state
-        if depth == 0:
-            before_BNG = hidden_B1D.new_zeros(*tokens_BN.shape, self.prefix_gru.hidden_size)
-        else:
-            assert state.paths_BNG is not None
-            before_BNG = state.paths_BNG.gather(1, parents_BN[..., None].expand(-1, -1, state.paths_BNG.shape[-1]))
+        start_B1G = hidden_B1D.new_zeros(len(tokens_BN), 1, self.prefix_gru.hidden_size)
+        before_BNG = of_parents(start_B1G, state.paths_BNG if depth else None, parents_BN)
         paths_BNG = self._advance(tokens_BN, before_BNG)
         hidden_BND = hidden_B1D.expand(-1, tokens_BN.shape[1], -1)
         return self._correct(hidden_BND, paths_BNG, depth), replace(state, paths_BNG=paths_BNG)

@@ -23,19 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
-from headstart.heads.backbone.adapter import FOLDER as ADAPTER
-from headstart.heads.backbone.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve_heads
-from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.fingerprint import VERSION
 from headstart.heads.backbone.fingerprint import same_weights as same_weights
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.card import Card
 from headstart.heads.custom_generate import carried_files
-from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
-from headstart.heads.lora import merge_saved
 from headstart.heads.methods import built_in, construct_drafter, require_weights
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.template import ChatSettings, template_hash
@@ -224,6 +220,8 @@ def read_drafter(path: str, folder: Path, card: dict[str, Any], backbone: Backbo
     require_weights(drafter, str(file))
     if (adapter := card["weights"].get("adapter")) is not None:
         _checked(path, folder / DRAFTER_ADAPTER / ADAPTER_WEIGHTS, adapter)
+        from headstart.heads.lora import merge_saved  # here, since few heads have one
+
         drafter = merge_saved(drafter, folder / DRAFTER_ADAPTER)
     return drafter
 

@@ -23,11 +23,10 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.anchors import Anchors, anchors_by_row, dense_from_anchors
 from headstart.heads.backbone import smaller
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.recompute import contexts
+from headstart.heads.backbone.features import Anchors, Features, anchors_by_row, dense_from_anchors
+from headstart.heads.backbone.hooks import contexts
 from headstart.heads.base import Drafter, DrafterConfig, require_count
 from headstart.heads.kv.cached_model import CachedModel, State
 from headstart.heads.layers.causal_attention import document_masks, document_positions, draft_masks
@@ -77,7 +76,7 @@ class DraftModel(Drafter):
 
     config: Config
     reads_hidden = False
-    capturable = pretrained = True
+    capturable = pretrained = recomputable = True
 
     def __init__(self, backbone: Backbone, config: Config, model: PreTrainedModel | Backbone | None = None) -> None:
         """``model``: the model itself, with the backbone's vocabulary; by default one is allocated as ``config`` says."""

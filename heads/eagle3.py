@@ -1,6 +1,6 @@
 """EAGLE-3 (2503.01840): a decoder layer over fused hidden states of some backbone layers, trained on its own outputs.
 
-The pairs of autoregressive.py, with the tapped layers concatenated and projected as the state. The layer's output after the final norm is
+The pairs of eagle.py, with the tapped layers concatenated and projected as the state. The layer's output after the final norm is
 the state of the next depth, as in EAGLE-3.1 (2605.09992). The original feeds back the output before that norm (``norm_output`` false): its
 residual stream grows from depth to depth, until what the layer adds no longer changes its direction, and late depths repeat the first.
 
@@ -21,14 +21,13 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.layer_weights import layer_weights
+from headstart.heads.eagle import AutoregressiveDrafter
 from headstart.heads.kv.cached_layers import CachedStack
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, NormedLayer, NormedPairLayer, PairLayer, Rotary
 from headstart.heads.layers.layer_config import LayerShape, engine_fields, llama_like
-from headstart.heads.layers.start_values import LinearFit, probe, size_of, start_fusion, tap_sizes
+from headstart.heads.layers.start_values import LinearFit, layer_weights, probe, size_of, start_fusion, tap_sizes
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
 from headstart.support.errors import UserError

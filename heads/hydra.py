@@ -16,7 +16,7 @@ Shape suffixes: B batch, T positions, D width, X width of a head's input, N tree
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,17 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.layer_weights import layer_weights
-from headstart.heads.backbone.recompute import recomputed
+from headstart.heads.backbone.features import Features, of_parents
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Norm, Rotary
 from headstart.heads.layers.layer_config import llama_like
-from headstart.heads.layers.res_block import ResBlock
-from headstart.heads.layers.start_values import probe
+from headstart.heads.layers.start_values import layer_weights, probe
+from headstart.heads.medusa import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers
 from headstart.support.devices import spread
@@ -100,9 +98,9 @@ class Hydra(OwnReadoutDrafter):
         """Heads read the output of a decoder layer over the hidden states (Hydra++); false: the last hidden state itself."""
 
     config: Config
-    capturable = True
+    capturable = recomputable = True
+    deepens = False
     file_name = "hydra_lm_head.safetensors"
-    recomputing = False
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         super().__init__(backbone, config)
@@ -131,11 +129,6 @@ class Hydra(OwnReadoutDrafter):
             self.prefix.init_from(backbone)
 
     @property
-    def max_depth(self) -> int:
-        """Number of heads, one per depth."""
-        return self.trained_depth
-
-    @property
     def _dtype(self) -> torch.dtype:
         return self.output_layers()[0].weight.dtype
 
@@ -149,21 +142,12 @@ class Hydra(OwnReadoutDrafter):
         T = features.tokens_BT.shape[1]
         hidden_BTD, embedded_BTD = features.hidden_BTD[:, : max(T - 2, 0)].to(self._dtype), self._embed(features.tokens_BT)
         if self.prefix is not None and T > 2:
-            hidden_BTD = self._run(self.prefix, hidden_BTD, features.document_BT)
+            hidden_BTD = self.checkpointed(self.prefix)(hidden_BTD, features.document_BT)
         states = []
         for k, mlp in enumerate(self.mlps):
             Tk = max(T - 2 - k, 0)
-            states.append(self._run(_Joined(mlp), hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
+            states.append(self.checkpointed(_Joined(mlp))(hidden_BTD[:, :Tk], *(embedded_BTD[:, i : i + Tk] for i in range(1, k + 2))))
         return states
-
-    def _run(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        """Call the function, with gradient checkpointing if that is on."""
-        if self.recomputing and torch.is_grad_enabled():
-            return recomputed(function, *inputs)
-        return function(*inputs)
-
-    def recompute(self) -> None:
-        self.recomputing = True
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         logits: Tensor = self.lm_heads[depth](hidden)
@@ -178,23 +162,15 @@ class Hydra(OwnReadoutDrafter):
             self.prefix.cached.limit(window, sink, offload)
 
     def begin(self, features: Features, state: State | None = None) -> State:
-        counts_B, hidden_BTD = features.lengths_B, features.hidden_BTD.to(self._dtype)
-        last_B11 = (counts_B - 1).clamp(min=0)[:, None, None]
-        last_B1D, cache = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[-1])), None
+        last_B1D, cache = features.last_B1D.to(self._dtype), None
         if self.prefix is not None:
             cache = self.prefix.cached.empty(features.tokens_BT) if state is None else state.cache
             assert cache is not None
-            cache, last_B1D = self.prefix.extend(cache, hidden_BTD, last_B1D, counts_B)
-        if state is not None:
-            last_B1D = torch.where(counts_B[:, None, None] > 0, last_B1D, state.last_B1D)
-        return State(last_B1D, cache)
+            cache, last_B1D = self.prefix.extend(cache, features.hidden_BTD.to(self._dtype), last_B1D, features.lengths_B)
+        return State(features.newer(last_B1D, None if state is None else state.last_B1D), cache)
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        if depth == 0:
-            before_BNX = state.last_B1D.expand(-1, tokens_BN.shape[1], -1)
-        else:
-            assert state.inputs_BNX is not None
-            before_BNX = state.inputs_BNX.gather(1, parents_BN[..., None].expand(-1, -1, state.inputs_BNX.shape[-1]))
+        before_BNX = of_parents(state.last_B1D, state.inputs_BNX if depth else None, parents_BN)
         inputs_BNX = torch.cat([before_BNX, self._embed(tokens_BN)], -1)
         hidden_BND: Tensor = self.mlps[depth](inputs_BNX)
         return hidden_BND, replace(state, inputs_BNX=inputs_BNX)

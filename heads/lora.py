@@ -17,12 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.adapter import WEIGHTS, require_peft
+from headstart.heads.backbone.adapter import ADAPTER_WEIGHTS, require_peft
 from headstart.heads.base import Drafter
 from headstart.support.errors import UserError
 
-FOLDER = "drafter_adapter"
-"""The adapter's folder in a checkpoint."""
 ALL_LINEAR = "all-linear"
 INFIX, NAME = ".lora_", ".default."
 """Parts of the adapter's parameter names in PEFT: what marks them, and the adapter's name, which files leave out."""
@@ -56,8 +54,8 @@ class Lora:
         """Write the adapter in PEFT's format."""
         self.config.save_pretrained(str(folder))
         tensors = {FILE_PREFIX + name.replace(NAME, "."): weight.detach().cpu().contiguous() for name, weight in self.weights.items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)  # safetensors creates it with mode 600
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_WEIGHTS).chmod((folder / "adapter_config.json").stat().st_mode)  # safetensors creates it with mode 600
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -110,7 +108,7 @@ def merge_saved(drafter: Drafter, folder: Path) -> Drafter:
     peft = require_peft()
     try:
         config = peft.LoraConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
         _attach(drafter, config, [str(name) for name in config.target_modules])
         assert drafter.lora is not None
         drafter.lora.load({re.sub(r"(\.lora_\w+)\.", rf"\1{NAME}", name.removeprefix(FILE_PREFIX)): tensors[name] for name in tensors})

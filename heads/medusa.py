@@ -3,7 +3,9 @@
 Each head is ``layers`` residual blocks ``x + silu(Wx + b)`` and its own output layer. The blocks start as the identity and
 the output layers as the backbone's, so an untrained head gives the backbone's next-token distribution.
 
-Shape suffixes: B batch, T positions, D width, N tree nodes, K depth.
+The residual block of Medusa (2401.10774) and Hydra (2402.05109) heads.
+
+Shape suffixes: B batch, T positions, D width, N tree nodes, K depth, X input width.
 """
 
 from __future__ import annotations
@@ -16,9 +18,29 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.layers.res_block import ResBlock
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Layers
+
+
+class ResBlock(nn.Module):
+    """``x + silu(Wx + b)``; with an input of another width, ``Vx + c + silu(Wx + b)``."""
+
+    def __init__(self, dim: int, width: int | None = None) -> None:
+        """``width`` is that of the input; None: ``dim``."""
+        super().__init__()
+        self.linear = nn.Linear(width or dim, dim)
+        self.res_connection = nn.Identity() if width is None else nn.Linear(width, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + nn.functional.silu(self.linear(x))
+
+    @torch.no_grad()
+    def start_as_identity(self) -> None:
+        """Return the input's first D entries until it is trained."""
+        for weight in self.parameters():
+            weight.zero_()
+        if isinstance(self.res_connection, nn.Linear):
+            self.res_connection.weight.diagonal().fill_(1.0)
 
 
 class Medusa(OwnReadoutDrafter):
@@ -31,7 +53,7 @@ class Medusa(OwnReadoutDrafter):
         """Residual blocks of each head."""
 
     config: Config
-    sequential = False
+    sequential = deepens = False
     all_depths_at_once = True
     capturable = True
     file_name = "medusa_lm_head.safetensors"
@@ -53,11 +75,6 @@ class Medusa(OwnReadoutDrafter):
                 block.start_as_identity()
 
     @property
-    def max_depth(self) -> int:
-        """Number of heads, one per depth."""
-        return self.trained_depth
-
-    @property
     def _heads(self) -> list[Any]:
         """The heads; each is a sequence of residual blocks and the output layer."""
         return list(self.heads)
@@ -72,11 +89,7 @@ class Medusa(OwnReadoutDrafter):
 
     def begin(self, features: Features, state: Tensor | None = None) -> Tensor:
         """Return the hidden state ``[B, 1, D]`` of each row's last position."""
-        hidden_BTD = features.hidden_BTD.to(self._heads[0][-1].weight.dtype)
-        lengths_B = features.lengths_B
-        last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
-        last_B1D = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[-1]))
-        return last_B1D if state is None else torch.where(lengths_B[:, None, None] > 0, last_B1D, state)
+        return features.newer(features.last_B1D.to(self._heads[0][-1].weight.dtype), state)
 
     def step(self, state: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return torch.cat([head[:-1](state) for head in self._heads], 1), state

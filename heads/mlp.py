@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Features, of_parents
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.own_readout import OwnReadoutConfig, OwnReadoutDrafter
 from headstart.support.config import Depth, Size
@@ -73,6 +73,7 @@ class MLPSpeculator(OwnReadoutDrafter):
 
     config: Config
     capturable = True
+    deepens = False
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         super().__init__(backbone, config)
@@ -107,11 +108,6 @@ class MLPSpeculator(OwnReadoutDrafter):
                 emb.get_parameter("weight").copy_(table_VD / size)
 
     @property
-    def max_depth(self) -> int:
-        """The trained depth, on which the weights of the mixture depend."""
-        return self.trained_depth
-
-    @property
     def _dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
@@ -139,17 +135,10 @@ class MLPSpeculator(OwnReadoutDrafter):
         return logits
 
     def begin(self, features: Features, state: State | None = None) -> State:
-        counts_B11 = features.lengths_B[:, None, None]
-        last_B11 = (counts_B11 - 1).clamp(min=0)
-        last_B1D = self._scaled(features.hidden_BTD.gather(1, last_B11.expand(-1, 1, features.hidden_BTD.shape[-1])))
-        return State(last_B1D if state is None else torch.where(counts_B11 > 0, last_B1D, state.last_B1D))
+        return State(features.newer(self._scaled(features.last_B1D), None if state is None else state.last_B1D))
 
     def step(self, state: State, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> tuple[Tensor, State]:
-        if depth == 0:
-            before = state.last_B1D.expand(-1, tokens_BN.shape[1], -1)
-        else:
-            assert state.nodes_BNI is not None
-            before = state.nodes_BNI.gather(1, parents_BN[..., None].expand(-1, -1, self.inner_dim))
+        before = of_parents(state.last_B1D, state.nodes_BNI if depth else None, parents_BN)
         nodes_BNI = self._next(before, tokens_BN, depth)
         return nodes_BNI, replace(state, nodes_BNI=nodes_BNI)
 

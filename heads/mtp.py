@@ -9,7 +9,10 @@ to t and to those of later passes at t. Otherwise each depth has a module with c
 exact: ordered by the token that it takes, module k continues its keys as soon as a token is known. It takes the token ``x_p`` with the
 output of module k - 1 at ``x_{p-1}``, and begins at p = k + 1. So a drafted node of depth i passes through the modules i and deeper.
 
-Shape suffixes: B batch, T positions, D width, K modules, N tree nodes.
+The decoder layer of Qwen3-Next and Qwen3.5 norms queries and keys, rotates them in part, and gates the output by the input; its norm
+weights are stored less one.
+
+Shape suffixes: B batch, T positions, D width, K modules, N tree nodes, H heads, C head width.
 """
 
 from __future__ import annotations
@@ -20,20 +23,112 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features, pick
-from headstart.heads.backbone.layer_weights import layer_weights
+from headstart.heads.backbone.features import Features, of_parents, pick
 from headstart.heads.backbone.native_mtp import LAYOUTS, find_native, read_native
-from headstart.heads.backbone.recompute import recomputed
 from headstart.heads.base import Drafter, DrafterConfig
+from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
 from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
+from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE, DecoderLayer, Norm, NormedAttention, Rotary
 from headstart.heads.layers.layer_config import engine_fields, llama_like
-from headstart.heads.mtp_module import MtpModule
+from headstart.heads.layers.start_values import layer_weights
 from headstart.support.config import Depth
 from headstart.support.errors import UserError
+
+
+class ZeroCenteredNorm(Norm):
+    """RMSNorm that scales by ``1 + weight``."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x.to(self.weight.dtype), self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class GatedAttention(NormedAttention):
+    """Attention whose query projection also gives a gate for each entry of the output."""
+
+    norm = ZeroCenteredNorm
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__(config, width)
+        self.q_proj = nn.Linear(width, 2 * self.num_heads * config.head_dim, bias=False)
+
+    def split_queries(self, x: Tensor) -> Tensor:
+        return self._queries_and_gate(x)[0]
+
+    def output(self, mixed_BHTC: Tensor, x: Tensor) -> Tensor:
+        return super().output(mixed_BHTC * self._queries_and_gate(x)[1].sigmoid(), x)
+
+    def _queries_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The query and the gate of each head, ``[B, H, T, C]``; a head's rows of the projection hold its query, then its gate."""
+        query, gate = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
+        return query, gate
+
+
+class GatedLayer(DecoderLayer):
+    """A layer with gated attention and zero-centred norms."""
+
+    attention = GatedAttention
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = ZeroCenteredNorm(D, eps=eps), ZeroCenteredNorm(D, eps=eps)
+
+    def start_as(self, layer: Mapping[str, Tensor]) -> bool:
+        return super().start_as({name: weight - 1 if weight.dim() == 1 else weight for name, weight in layer.items()})
+
+
+def partial_rotary(config: LlamaConfig) -> Rotary:
+    """Return the rotary embedding of the first ``partial_rotary_factor`` of each head."""
+    share = config.rope_parameters.get("partial_rotary_factor") or 1.0
+    part = LlamaConfig.from_dict(config.to_dict())
+    part.head_dim = int(config.head_dim * share)
+    return Rotary(part)
+
+
+class MtpModule(nn.Module):
+    """``norm(layer(eh_proj([enorm(embedding); hnorm(hidden)])))``: the hidden state that drafts a token and goes to the next depth."""
+
+    def __init__(self, config: LlamaConfig, gated: bool = False, hidden_first: bool = False) -> None:
+        """``gated``: the layer is a `GatedLayer`. ``hidden_first``: the hidden state comes first in the concatenation."""
+        super().__init__()
+        D, norm = config.hidden_size, ZeroCenteredNorm if gated else Norm
+        self.hidden_first, self.gated = hidden_first, gated
+        self.enorm, self.hnorm, self.norm = (norm(D, eps=config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * D, D, bias=False)
+        self.layer = GatedLayer(config) if gated else DecoderLayer(config)
+        self.cached = CachedLayer(self.layer, partial_rotary(config) if gated else Rotary(config))
+
+    def mix(self, embedded_BTD: Tensor, hidden_BTD: Tensor, zero_BT: Tensor | None = None) -> Tensor:
+        """Return the layer's input ``[B, T, D]``; embeddings where ``zero_BT`` is True count as zero."""
+        if zero_BT is not None:
+            embedded_BTD = embedded_BTD.masked_fill(zero_BT[..., None], 0)
+        streams = self.enorm(embedded_BTD), self.hnorm(hidden_BTD)
+        return self.eh_proj(torch.cat(streams[::-1] if self.hidden_first else streams, -1))
+
+    @torch.no_grad()
+    def start(self, last: tuple[Mapping[str, Tensor], Tensor] | None) -> None:
+        """Initialise the projection as the identity of the hidden state plus small random parts of the embedding, and biases as zero.
+
+        ``last`` (see `layer_weights`) are the backbone's last layer and norm, which the layer and the last norm start as if it is shaped
+        alike.
+        """
+        D = self.eh_proj.out_features
+        hidden, embedded = (slice(0, D), slice(D, None)) if self.hidden_first else (slice(D, None), slice(0, D))
+        self.eh_proj.weight[:, hidden] = torch.eye(D)
+        self.eh_proj.weight[:, embedded] *= OTHER_STREAM_SCALE
+        for name, weight in self.named_parameters():
+            if name.endswith(".bias"):
+                weight.zero_()
+        if last is not None and self.layer.start_as(last[0]):
+            self.norm.weight.copy_(last[1] - 1 if self.gated else last[1])
 
 
 @dataclass(frozen=True)
@@ -65,8 +160,7 @@ class Mtp(Drafter):
 
     config: Config
     own_readout = False
-    capturable = True
-    recomputing = False
+    capturable = recomputable = True
 
     def __init__(self, backbone: Backbone, config: Config) -> None:
         name = config.layout or (find_native(backbone) if config.native else "deepseek")
@@ -113,17 +207,11 @@ class Mtp(Drafter):
             zero_BT = first_BT[:, :Tk] if first_BT is not None and k == 0 else None
             mixed_BTD = module.mix(embedded_BTD[:, k + 1 : k + 1 + Tk], hidden_BTD[:, :Tk], zero_BT)
             inputs = ((mixed_BTD,), tuple(passes), module.cached.rotary, blocks)
-            if self.recomputing and torch.is_grad_enabled():
-                output_BTD, keys_values = recomputed(module.layer.forward_train, *inputs)
-            else:
-                output_BTD, keys_values = module.layer.forward_train(*inputs)
+            output_BTD, keys_values = self.checkpointed(module.layer.forward_train)(*inputs)
             passes += [keys_values] if self.config.shared else []
             hidden_BTD = module.norm(output_BTD)
             states.append(hidden_BTD)
         return states
-
-    def recompute(self) -> None:
-        self.recomputing = True
 
     def readout(self, hidden: Tensor, depth: int, parent_tokens: Tensor | None = None) -> Tensor:
         return self.backbone.readout(hidden.to(self.backbone.dtype))
@@ -172,11 +260,8 @@ class Mtp(Drafter):
         caches, outputs, slots = list(state.caches), [], []
         for j, k in enumerate(range(1) if self.config.shared else range(depth, len(self.mtps))):
             module = self.mtps[k]
-            if depth == 0:
-                before_BND = state.pending_BKD[:, k, None].expand(-1, tokens_BN.shape[1], -1)
-            else:
-                assert state.hidden_BND is not None
-                before_BND = pick(state.hidden_BND[j], parents_BN)
+            nodes_BND = state.hidden_BND[j] if depth and state.hidden_BND is not None else None
+            before_BND = of_parents(state.pending_BKD[:, k, None], nodes_BND, parents_BN)
             mixed_BND = module.mix(embedded_BND, before_BND, zero_BN if k == 0 else None)
             above = state.nodes[k - len(self.mtps)] if depth and state.nodes is not None else None
             nodes = module.cached.nodes_below(state.caches[k], above, parents_BN, depth)

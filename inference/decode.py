@@ -16,16 +16,12 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.noise import NoiseBuffer, gumbel
-from headstart.inference.engine.prompts import Prompts
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.texts import Texts
-from headstart.inference.engine.timing import Clock, Pass
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape, VerifiedTree
-from headstart.inference.engine.verify import accept, pick
-from headstart.inference.sources.draft import Draft, DraftScoring
-from headstart.inference.sources.source import Accepted
+from headstart.inference.engine.texts import Prompts, Texts
+from headstart.inference.engine.tree import CandidateTree, Pass, Pool, TreeShape, VerifiedTree
+from headstart.inference.engine.verify import NoiseBuffer, accept, gumbel, pick
+from headstart.inference.sources.source import Accepted, Draft, DraftScoring
 from headstart.inference.speculation.speculation import Speculation
 
 PREFILL_POSITIONS = (16_384, 2048)
@@ -78,27 +74,27 @@ class Decoder:
     def run(self, exact_times: bool = False) -> Iterator[Pass]:
         """Make decoding steps until every sequence has ended."""
         while self.admit():
-            yield self.step(Clock(self.device, exact_times))
+            yield self.step(exact_times)
 
-    def step(self, clock: Clock) -> Pass:
+    def step(self, exact_times: bool = False) -> Pass:
         """One decoding step of every row: draft, verify the tree in one forward pass, keep what the backbone picks, learn from it."""
-        with Stopwatch() as watch:
+        with Stopwatch(self.device if exact_times else None) as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.made)
             draft = self._begun()
             self.speculation.draft(draft)
             tree = self.speculation.choose(draft)
             noise_BPV = self._noise(0, tree.height + 1)
-            self.tree, drafting = tree, clock.lap()
+            self.tree, drafting = tree, watch.lap()
             features, logits_BNV = self.reader.tree(self.cache, tree)
             scores_BNV = self._scores(logits_BNV, self.rows, tree)
             picks = pick(scores_BNV, self._noise_by_node(noise_BPV, tree)).tolist()
-            verifying = clock.lap()
+            verifying = watch.lap()
             paths = accept(tree, picks)
             self.speculation.observe(draft, tree, logits_BNV)
             accepted = self._write(paths, picks, scores_BNV, logits_BNV, features)
             self._advance(paths, accepted)
             self.speculation.learn(draft, tree, paths, picks)
-            host = clock.lap()
+            host = watch.lap()
         if watch.valid:
             self.speculation.time(draft, tree, paths, drafting + verifying + host)
         numbers = accepted.sequences

@@ -28,19 +28,14 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.capture.watch import dependencies
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
-from headstart.inference.engine.memory import require_memory
-from headstart.inference.engine.noise import row_seeds
-from headstart.inference.engine.request import read_request, require_all_rows, require_one_side
+from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_one_side
 from headstart.inference.engine.tree import TreeShape, TreeSize
-from headstart.inference.engine.turn import turn
-from headstart.inference.handover import entry, handed_streamer
+from headstart.inference.engine.verify import row_seeds
+from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
-from headstart.inference.proposers import made
 from headstart.inference.runtime import Engine
 from headstart.inference.sources.drafter_source import DrafterSource
-from headstart.inference.sources.forced import ForcedProposer
-from headstart.inference.sources.proposer import Proposer
-from headstart.inference.sources.proposer_source import ProposerSource
+from headstart.inference.sources.proposer import ForcedProposer, Proposer, ProposerSource
 from headstart.inference.speculation.tuned import Tuned, read_tuned
 from headstart.support.chat.conversation import Chat
 from headstart.support.devices import plain_arithmetic, without_autocast
@@ -187,7 +182,9 @@ class SpeculativeModel:
                 else:
                     decoder = Decoder(engine.reader, engine.speculation, request, shape, seeds_B, batch_size or len(input_ids))
                     self._forced.texts = decoder.texts
-                passes = list(decoder.run(timed))
+                passes = []
+                while decoder.admit():
+                    passes.append(decoder.step(timed))
             if request.processing.forked:
                 request.processing.settle([decoder.texts.history(row) for row in decoder.texts.of])  # type: ignore[union-attr]
             if isinstance(decoder, Decoder):
@@ -232,7 +229,11 @@ def load(
     """
     with plain_arithmetic():
         on = backbone if isinstance(backbone, Backbone) else Backbone(backbone)
-        beside: list[Proposer | Drafter] = made(proposers)
+        beside: list[Proposer | Drafter] = []
+        if proposers:
+            from headstart.inference.proposers import made  # here, as what follows, since few calls need it
+
+            beside += made(proposers)
         drafter = None if path is None else load_drafter(path, on, tokenizer=tokenizer, allow_finetuned=allow_finetuned)
         if draft_model is not None:
             from headstart.heads.draft_model import DraftModel, load_draft_model

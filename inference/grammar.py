@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from headstart.inference.engine.forked import common_prefix
+from headstart.inference.engine.processing import common_prefix
 from headstart.support.errors import UserError
 
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from headstart.inference.engine.timing import Pass
-from headstart.inference.engine.tree import TreeSize
+from headstart.inference.engine.tree import Pass, TreeSize
 from headstart.inference.generate import GenerateOutput, SpeculativeModel
 from headstart.support.errors import UserError
 
@@ -86,65 +85,45 @@ class Tally:
         """Add the counts of one call."""
         assert output.passes is not None and output.acceptance_per_depth is not None
         assert output.seconds is not None and output.accept_lengths is not None and output.nodes is not None
-        lengths = [length for row in output.accept_lengths for length in row]
-        depths = range(len(output.acceptance_per_depth))
-        drafted, kept = ([count for row in rows or [] for count in row] for rows in (output.drafted, output.kept))
-        self.join(
-            Tally(
-                tokens=len(output.accept_lengths) + sum(lengths),
-                passes=output.passes,
-                reads=output.passes + 1,
-                row_passes=len(lengths),
-                emitted=sum(lengths),
-                accepted=[sum(length > depth + 1 for length in lengths) for depth in depths],
-                drafts=sum(count > 0 for count in drafted),
-                draft_tokens=sum(drafted),
-                kept=[sum(count > depth for count in kept) for depth in range(max([len(depths), *kept]))],
-                nodes=Counter(output.nodes),
-                seconds={part: output.seconds[part] for part in PARTS},
-                decoded=sum(lengths),
-                decoding=sum(output.seconds[part] for part in PARTS),
-            )
-        )
+        lengths, drafted, kept = ([n for row in rows or [] for n in row] for rows in (output.accept_lengths, output.drafted, output.kept))
+        self._count(lengths, drafted, kept, output.seconds, len(output.acceptance_per_depth))
+        self.tokens, self.passes = self.tokens + len(output.accept_lengths), self.passes + output.passes
+        self.reads, self.nodes = self.reads + output.passes + 1, self.nodes + Counter(output.nodes)
 
     def add_pass(self, one: Pass) -> None:
         """Add the counts of one forward pass."""
-        lengths = [*one.written.values()]
-        drafted, kept = [*one.drafted.values()], [*one.kept.values()]
+        lengths, drafted, kept = ([*counts.values()] for counts in (one.written, one.drafted, one.kept))
+        self._count(lengths, drafted, kept, {part: getattr(one, part) for part in PARTS}, max(lengths) - 1)
+        self.passes, self.reads, self.nodes = self.passes + 1, self.reads + 1, self.nodes + Counter([one.nodes])
+
+    def _count(self, lengths: list[int], drafted: list[int], kept: list[int], seconds: dict[str, float], depths: int) -> None:
+        """Add row passes that wrote ``lengths`` tokens, by the drafts of each and those of them that were kept."""
         self.join(
             Tally(
                 tokens=sum(lengths),
-                passes=1,
-                reads=1,
                 row_passes=len(lengths),
                 emitted=sum(lengths),
-                accepted=[sum(length > depth + 1 for length in lengths) for depth in range(max(lengths) - 1)],
+                accepted=[sum(length > depth + 1 for length in lengths) for depth in range(depths)],
                 drafts=sum(count > 0 for count in drafted),
                 draft_tokens=sum(drafted),
-                kept=[sum(count > depth for count in kept) for depth in range(max(kept, default=0))],
-                nodes=Counter([one.nodes]),
-                seconds={part: getattr(one, part) for part in PARTS},
+                kept=[sum(count > depth for count in kept) for depth in range(max([depths, *kept]))],
+                seconds=seconds,
                 decoded=sum(lengths),
-                decoding=one.seconds,
+                decoding=sum(seconds.values()),
             )
         )
 
     def join(self, other: Tally) -> None:
         """Add the counts of another tally."""
-        self.tokens += other.tokens
-        self.passes += other.passes
-        self.reads += other.reads
-        self.row_passes += other.row_passes
-        self.emitted += other.emitted
-        self.accepted = [a + b for a, b in zip_longest(self.accepted, other.accepted, fillvalue=0)]
-        self.drafts += other.drafts
-        self.draft_tokens += other.draft_tokens
-        self.kept = [a + b for a, b in zip_longest(self.kept, other.kept, fillvalue=0)]
-        self.nodes += other.nodes
-        self.seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
-        self.wall += other.wall
-        self.decoded += other.decoded
-        self.decoding += other.decoding
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(mine, list):
+                mine = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            elif isinstance(mine, dict):
+                mine = type(mine)({key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}})
+            else:
+                mine += theirs
+            setattr(self, one.name, mine)
 
     @property
     def tau(self) -> float:

@@ -11,8 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.timing import Pass
-from headstart.inference.engine.tree import VerifiedTree
+from headstart.inference.engine.tree import Pass, VerifiedTree
 from headstart.inference.sources.drafter_source import DrafterSource
 
 if TYPE_CHECKING:

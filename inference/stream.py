@@ -20,12 +20,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.memory import require_memory
-from headstart.inference.engine.request import Request, rope_side
-from headstart.inference.engine.timing import Clock, Pass
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.engine.turn import turn
+from headstart.inference.engine.request import Request, require_memory, rope_side
+from headstart.inference.engine.tree import Pass, TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.handover import turn
 from headstart.inference.measure import Settings
 
 
@@ -85,7 +83,7 @@ def stream(heads: SpeculativeModel, take: Callable[[], Prompt | None], queue: Qu
         decoder = Decoder(engine.reader, engine.speculation, request, fixed, seeds_B, queue.batch_size)
         rows = _Rows(decoder, take, queue)
         while live := rows.fill():
-            forward = decoder.step(Clock(decoder.device, False)) if decoder.admit() else None
+            forward = decoder.step() if decoder.admit() else None
             written = [] if forward is None else [(live[number], tokens) for number, tokens in forward.written.items()]
             over = [number for number in live if decoder.texts.of[number].ended]
             yield Step(written, [Ended(live.pop(number), decoder.texts.of[number].written) for number in over], forward)

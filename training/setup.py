@@ -17,25 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import end_tokens
-from headstart.heads.backbone.sharding import is_sharded
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import require_savable
-from headstart.support.dtypes import dtype_name
+from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import load_data, prompts, require_vocabulary
+from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, prompts, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import begun_at, now, prints_date
-from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts
 from headstart.training.features.backbone import dtype_in_training, open_for_training, opens_head_only, read_config
 from headstart.training.features.cached import open_source
 from headstart.training.features.manifest import cached_time
 from headstart.training.features.on_policy import require_on_policy, with_cache
 from headstart.training.features.source import FeatureSource, require_packable
-from headstart.training.log.log import Log
-from headstart.training.log.trackers import require_trackers
+from headstart.training.log.log import Log, require_trackers
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.checkpoint import (
     State,
@@ -48,8 +45,7 @@ from headstart.training.run.checkpoint import (
     without_prefix,
 )
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
-from headstart.training.run.processes import in_first_process
-from headstart.training.run.sharding import empty_model, fsdp_plugin, require_known, shard_layers
+from headstart.training.run.processes import empty_model, fsdp_plugin, in_first_process, is_sharded, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from headstart.support.errors import UserError
@@ -26,9 +27,9 @@ from headstart.support.hub import find_folder
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-FOLDER = "adapter"
-"""The adapter's folder in a heads checkpoint."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER, DRAFTER_ADAPTER = "adapter", "drafter_adapter"
+"""The folders in a heads checkpoint of the backbone's adapter, and of the drafter's own."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SUPPORTED = "supported: adapters that change the layers alike for every token, such as LoRA and DoRA"
 SCALING = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings that determine an adapter's output together with its weights."""
@@ -90,7 +91,7 @@ class Adapter:
     def save(self, folder: Path) -> None:
         """Write the adapter in PEFT's standard format."""
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors creates it with mode 600
+        (folder / ADAPTER_WEIGHTS).chmod((folder / ADAPTER_CONFIG).stat().st_mode)  # safetensors creates it with mode 600
 
 
 def unwrap(model: PreTrainedModel | PeftModel) -> tuple[PreTrainedModel, Adapter | None]:
@@ -139,7 +140,7 @@ def load_adapter(model: PreTrainedModel, path: str | Path, weights: bool = True)
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # PEFT draws weights, which are replaced
             wrapped = _added(peft, model, config)
         if weights:
-            report = peft.set_peft_model_state_dict(wrapped, load_file(folder / WEIGHTS))
+            report = peft.set_peft_model_state_dict(wrapped, load_file(folder / ADAPTER_WEIGHTS))
             missing = [name for name in report.missing_keys if wrapped.base_model.prefix in name]
             if missing or report.unexpected_keys:
                 raise ValueError(f"{len(missing)} of its weights are missing and {len(report.unexpected_keys)} unknown")
@@ -191,8 +192,8 @@ def tuner_state(model: nn.Module) -> tuple[Any, ...]:
 
 def find_adapter(path: str | Path) -> Path:
     """Return the local folder of an adapter, downloaded if ``path`` is a hub id. Raises UserError if there is none."""
-    folder = find_folder(path, "adapter", [CONFIG, WEIGHTS])
-    lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    folder = find_folder(path, "adapter", [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    lacking = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
     if lacking:
         raise UserError(f"{path} lacks {lacking[0]}, so it is no PEFT adapter; give a folder that PEFT saved, or fetch it again")
     return folder
@@ -215,3 +216,10 @@ def require_peft() -> Any:
     import peft
 
     return peft
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """Return a weight as a plain tensor: gathered if sharded, dequantized if quantized."""
+    weight = weight.detach()
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return weight if type(weight) is Tensor else weight.dequantize()

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from headstart.heads.backbone.adapter import base_parameters, load_adapter, new_adapter, remove, unwrap
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
-from headstart.heads.backbone.experts import repeated_tokens
 from headstart.heads.backbone.features import Features
 from headstart.heads.backbone.fingerprint import Match, fingerprint, match
 from headstart.heads.backbone.gguf_file import GgufFile, find_gguf
-from headstart.heads.backbone.hooks import Evaluation, recomputed, tapped
+from headstart.heads.backbone.hooks import Evaluation, recomputed_layers, repeated_tokens, tapped
 from headstart.heads.backbone.masks import additive_mask, rope_switch
 from headstart.heads.backbone.model_config import Attention, attention_kernel, load_config, load_error
 from headstart.heads.backbone.probes import decoder_layers, decoder_of, find_kinds, find_postprocessing, refusal_of, require_masks, width_of
@@ -202,7 +201,7 @@ class Backbone:
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         differentiable = bool(self.trainable) and torch.is_grad_enabled()
         mode = partial(self._mode, differentiable, attention_mask is not None)
-        again = recomputed(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
+        again = recomputed_layers(self.layers, mode) if self.recomputing and differentiable and cache is None else nullcontext()
         with torch.set_grad_enabled(differentiable), mode(), again, tapped(self.layers, taps) as kept:
             out = self.base(
                 input_ids=tokens_BT, past_key_values=cache, position_ids=positions_BT, attention_mask=mask, use_cache=cache is not None

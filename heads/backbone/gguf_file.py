@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,10 +28,12 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.fingerprint import bits_of
-from headstart.heads.backbone.gguf_header import GgufHeader, read_header
-from headstart.support.dtypes import dtype_name
+from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError, cause, notice
 from headstart.support.text import gigabytes
+
+if TYPE_CHECKING:
+    from headstart.heads.backbone.gguf_header import GgufHeader
 
 SUFFIX = ".gguf"
 PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
@@ -176,6 +178,8 @@ def _fetched(path: str) -> Path:
 @lru_cache(maxsize=8)
 def _read(file: Path, size: int, changed: int) -> GgufFile:
     """Read the header of a file of that size and time of change."""
+    from headstart.heads.backbone.gguf_header import read_header  # here, since few backbones are such files
+
     try:
         header = read_header(file)
     except (OSError, ValueError) as error:

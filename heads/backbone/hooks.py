@@ -1,18 +1,88 @@
-"""Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed."""
+"""Temporary changes to a model, undone after a pass or a call: evaluation mode, outputs collected or nudged, layers recomputed.
+
+Gradient checkpointing: keep a function's inputs alone, and compute its activations again in the backward.
+
+Layers of experts on a CPU: products whose bits do not depend on how many of a pass's tokens an expert gets.
+
+An expert may get one token of a tree, and the same token with others in another pass. A single row is added up in another order than
+several (`headstart.inference.capture.onednn`), and fp32 products of MKL differ for one to three rows. So every token is given several
+times, and the first result of each is kept: an expert's weights are read once for all of them.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from headstart.heads.backbone.recompute import contexts
+TIMES, TIMES_FP32 = 2, 4
+"""How often a token is given to its experts."""
+_active: ContextVar[bool] = ContextVar("repeated tokens", default=False)
+
+
+@contextmanager
+def repeated_tokens() -> Iterator[None]:
+    """Within this context, of this thread alone, experts get every token several times."""
+    for name in ("eager", *ALL_EXPERTS_FUNCTIONS):
+        own = ALL_EXPERTS_FUNCTIONS.get(name)
+        if getattr(own, "func", None) is not _repeated:
+            ALL_EXPERTS_FUNCTIONS.register(name, partial(_repeated, own))
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _repeated(own: Callable[..., Tensor] | None, experts: Any, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """The experts' function, outside the context unchanged. ``own`` None: their class's forward, which transformers wraps."""
+    run = type(experts).forward.__wrapped__ if own is None else own
+    if not _active.get() or hidden.device.type != "cpu":
+        result: Tensor = run(experts, hidden, *rest, **named)
+        return result
+    times = TIMES_FP32 if hidden.dtype == torch.float32 else TIMES
+    repeat = partial(torch.repeat_interleave, repeats=times, dim=0)
+    found: Tensor = run(experts, repeat(hidden), *map(repeat, rest), **{name: repeat(one) for name, one in named.items()})
+    return found[::times]
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_within: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("what is computed again", default=nullcontext)
+
+
+@contextmanager
+def recompute_within(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Compute again, in ``context()``, what is run in here: autograd leaves the modes of the forward off in the backward."""
+    token = _within.set(context)
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
+def contexts(mode: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Contexts:
+    """Return the contexts of the forward and of its repetition, as `checkpoint` asks for them; ``mode()`` is one more of the repetition."""
+    return nullcontext(), _both(_within.get(), mode)
+
+
+@contextmanager
+def _both(outer: Callable[[], AbstractContextManager[Any]], inner: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with outer(), inner():
+        yield
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call the function, which draws no random numbers; the backward calls it again."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
 
 _counting = threading.Lock()
 """Of all modules, since what holds one may be copied."""
@@ -120,7 +190,7 @@ def nudged(layers: nn.ModuleList, seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def recomputed_layers(layers: nn.ModuleList, mode: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Keep only the layers' inputs for the backward, which computes their activations again, in the context ``mode()``.
 
     transformers' own gradient checkpointing needs the model in training mode, whose dropout a backbone must not have.

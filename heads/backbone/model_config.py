@@ -1,19 +1,39 @@
-"""A backbone's configuration, the model that it describes without weights, and what is wrong with one that transformers cannot load."""
+"""A backbone's configuration, the model that it describes without weights, and what is wrong with one that transformers cannot load.
+
+The tokens at which a backbone's decoding stops.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
+from headstart.heads.backbone.adapter import ADAPTER_CONFIG
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
 from headstart.heads.backbone.gguf_file import find_gguf, read_gguf_config
 from headstart.support.errors import UserError, cause
+
+
+def end_tokens(config: Any) -> tuple[int, ...]:
+    """Return ``eos_token_id`` of a generation or model configuration as a tuple; empty if there is none."""
+    stated = getattr(config, "eos_token_id", None)
+    return () if stated is None else (stated,) if isinstance(stated, int) else tuple(stated)
+
+
+def read_end_tokens(path: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """Return those of a backbone that is not loaded, from its ``generation_config.json`` or else its configuration. Raises UserError."""
+    gguf = find_gguf(path)
+    try:
+        found = end_tokens(GenerationConfig.from_pretrained(resolve(path) if gguf is None else gguf.path.parent))
+    except (OSError, ValueError, TypeError):  # there is none, or one that transformers cannot read
+        found = ()
+    return found or end_tokens(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
+
 
 ALLOWED = "a folder with config.json and safetensors, a GGUF file, a hub id, or 'embedded'"
 Attention = Literal["auto", "sdpa", "eager"]

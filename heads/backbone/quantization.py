@@ -15,7 +15,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel, QuantoConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from headstart.support.dtypes import bf16_instructions, torch_dtype
+from headstart.support.devices import bf16_instructions, torch_dtype
 from headstart.support.errors import UserError
 
 INTEGERS = ("int8", "int4")

@@ -15,9 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.backbone.adapter import BASE_LAYER
+from headstart.heads.backbone.adapter import BASE_LAYER, plain_weight
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.layer_weights import plain_weight
 from headstart.heads.backbone.model_config import load_config
 from headstart.heads.backbone.recurrent import KIND
 from headstart.support.errors import UserError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.heads.anchors import Anchors
+from headstart.heads.backbone.features import Anchors
 
 LEAST, MOST = 64, 256
 """Bounds of the elements of each row computed together, about a quarter of its length: their own keys are added to the row's."""

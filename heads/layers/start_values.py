@@ -1,4 +1,6 @@
-"""Start values from the backbone for a head's fused taps and for its layers with normed queries and keys.
+"""Initial weights for a drafter's layers: those of the backbone's decoder layers, if their parameters are named as in Llama.
+
+Start values from the backbone for a head's fused taps and for its layers with normed queries and keys.
 
 Shape suffixes: T positions, D width, X width of all taps.
 """
@@ -8,11 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headstart.heads.backbone.adapter import base_parameters, plain_weight
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.layer_weights import QUERY_NORMS, layer_weights
 from headstart.heads.layers.decoder_layer import NormedAttention, NormedLayer
 from headstart.support.devices import spread
 
@@ -117,3 +119,37 @@ def start_normed(layer: NormedLayer, backbone: Backbone, index: int) -> Tensor |
         for projection, norm in ((attn.q_proj, attn.q_norm), (attn.k_proj, attn.k_norm)):
             norm.weight.fill_(projection(x_1TD).unflatten(-1, (-1, attn.head_dim)).square().mean(-1).sqrt().median())
     return found[1]
+
+
+LAYER = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"), *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "input_layernorm.weight", "post_attention_layernorm.weight",
+}  # fmt: skip
+NORM = "norm.weight"
+"""The norm after the last layer."""
+QUERY_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+
+
+@torch.no_grad()
+def layer_weights(backbone: Backbone, index: int = -1, query_norms: bool = False) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Return the weights of a decoder layer (by default the last) by name, and the weight of the final norm; None if the names are
+    not Llama's.
+
+    Query and key projections followed by norms (Qwen3) are left out, since their scale differs, unless ``query_norms`` asks for the norms
+    too. Weights of norms are the factors they multiply by, also where the backbone stores them less one (Qwen3.5). With a sharded backbone
+    all processes must call this.
+    """
+    names = {name for name in base_parameters(backbone.layers[index], backbone.adapter) if not name.endswith(".bias")}
+    decoder = backbone.model.get_decoder()
+    final = dict(decoder.named_parameters()).get(NORM)
+    norms = names & QUERY_NORMS
+    if final is None or names - norms != LAYER or backbone.config.to_dict().get("hidden_act") != "silu":
+        return None
+    left_out = {*norms, "self_attn.q_proj.weight", "self_attn.k_proj.weight"} if norms and not query_norms else set()
+    new_norm: nn.Module = type(decoder.get_submodule("norm"))(1)
+    less = 0.0 if new_norm.get_parameter("weight").any() else 1.0  # a weight less one starts at zero
+    weights = backbone.layer(index, names - left_out)
+    if weights is None:
+        return None
+    plain = {name: plain_weight(weight) for name, weight in weights.items()}
+    return {name: weight + less if weight.dim() == 1 else weight for name, weight in plain.items()}, plain_weight(final) + less

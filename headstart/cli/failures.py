@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from headstart import __version__
 from headstart.support.errors import UserError, cause
@@ -28,25 +30,38 @@ USER, UNFORESEEN, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def guarded(work: Callable[[], int], folder: Callable[[], Path | None] = lambda: None, debug: bool = False) -> int:
-    """Return the status of ``work``; whatever it raises is reported in one line. ``folder``: where a traceback is logged, if known."""
-    try:
-        status = work()
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()
-        return BROKEN_PIPE
-    except UserError as error:
-        return report(str(error), USER)
-    except Exception as error:
-        if debug or os.environ.get("HEADSTART_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc()
-        known = _known(error)
-        return report(known, USER) if known else report(_unforeseen(error, folder()), UNFORESEEN)
+@dataclass
+class Guard:
+    """A context in which whatever is raised becomes one line on standard error and a `status`."""
+
+    folder: Path | None = None
+    """Where a traceback is logged, if known."""
+    debug: bool = False
+    status: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        try:
+            if error is None:
+                sys.stdout.flush()
+        except Exception as fault:
+            error = fault
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            self.status = INTERRUPTED
+        elif isinstance(error, BrokenPipeError):
+            _discard_output()
+            self.status = BROKEN_PIPE
+        elif isinstance(error, UserError):
+            self.status = report(str(error), USER)
+        elif isinstance(error, Exception):
+            if self.debug or os.environ.get("HEADSTART_DEBUG", "0") not in ("", "0"):
+                traceback.print_exception(error)
+            known = _known(error)
+            self.status = report(known, USER) if known else report(_unforeseen(error, self.folder), UNFORESEEN)
+        return error is None or isinstance(error, KeyboardInterrupt | Exception)
 
 
 def report(line: str, status: int, wait: bool = True) -> int:

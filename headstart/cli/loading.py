@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStrea
 from transformers.utils import logging
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import end_tokens, read_end_tokens
+from headstart.heads.backbone.model_config import end_tokens, read_end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import chat_settings, read_metadata, require_adapter
 from headstart.heads.methods import find_drafter

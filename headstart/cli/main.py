@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from headstart import __version__
 from headstart.cli.arguments import DEBUG, RENAMED, add_debug
-from headstart.cli.failures import guarded
+from headstart.cli.failures import Guard
 from headstart.support.errors import notice, one_line
+from headstart.support.files import require_writable
 from headstart.support.text import open_streams, require_arguments_text
 
 
@@ -61,14 +62,14 @@ class Command:
 
 COMMANDS = (
     Command("train", "train", "Train heads by a recipe"),
-    Command("new-recipe", "new_recipe", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
+    Command("new-recipe", "preparing", "Write a recipe for a model, by rule, that fits the hardware", "new_recipe"),
     Command("new-head", "own_head", "Write a head of your own, with its recipe and its test, from a working minimum", "new_head"),
     Command("check-head", "own_head", "Hold a head to the contract: what is trained is what decodes", "check_head"),
     Command("generate", "generate", "Continue one prompt, printing tokens as they are accepted"),
-    Command("chat", "chat", "Chat with the backbone"),
+    Command("chat", "generate", "Chat with the backbone"),
     Command("bench", "bench", "Measure heads against autoregressive decoding and transformers' generate"),
-    Command("compare", "compare", "Compare two reports of bench, or several training runs"),
-    Command("tune", "tune", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
+    Command("compare", "bench", "Compare two reports of bench, or several training runs"),
+    Command("tune", "bench", "Measure step latency on this machine, so that tree sizes fit it from the first token on"),
     Command("cache", "preparing", "Cache target hidden states for training"),
     Command("serve-features", "preparing", "Print or start the vLLM server that a recipe's hidden states come from", "serve_features"),
     Command("regenerate", "preparing", "Replace the answers of a dataset by the backbone's own"),
@@ -77,7 +78,7 @@ COMMANDS = (
     Command("export", "serving", "Write heads in the layout of a serving engine, with the line that starts it"),
     Command("push", "serving", "Upload heads to the hub with a model card"),
     Command("import", "serving", "Import heads that another trainer wrote", "import_heads"),
-    Command("verify", "verify", "Compare an engine's drafts with Headstart's, token by token, and name the cause of a difference"),
+    Command("verify", "serving", "Compare an engine's drafts with Headstart's, token by token, and name the cause of a difference"),
     Command("schema", "preparing", "Print the JSON schema of recipes, for editors"),
 )
 
@@ -86,17 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its status, 0 or 1 (a fault in what was decoded or drafted), or that of an error (`failures`)."""
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words), debug=DEBUG in words)
-
-
-def _run(words: list[str]) -> int:
-    require_arguments_text(words)
-    args = _parser(words).parse_args(words)
-    for old, new in RENAMED.items():
-        if any(word.partition("=")[0] == old for word in words):
-            notice(f"{old} is called {new} now; the old name goes with the next minor version")
-    status: int = args.command.run(args)
-    return status
+    with Guard(debug=DEBUG in words) as guard:
+        require_arguments_text(words)
+        args = _parser(words).parse_args(words)
+        for old, new in RENAMED.items():
+            if any(word.partition("=")[0] == old for word in words):
+                notice(f"{old} is called {new} now; the old name goes with the next minor version")
+        for option in ("json", "html"):
+            require_writable(f"--{option}", getattr(args, option, None))
+        guard.status = args.command.run(args)
+    return guard.status
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""The commands around training: ``headstart cache``, ``regenerate``, ``plan``, ``inspect`` and ``schema``.
+"""The commands around training: ``headstart new-recipe``, ``cache``, ``serve-features``, ``regenerate``, ``plan``, ``inspect``, ``schema``.
 
 Libraries are imported when a command runs.
 """
@@ -10,6 +10,70 @@ import json
 from pathlib import Path
 
 from headstart.cli.arguments import add_recipe, count
+from headstart.support.errors import UserError
+
+NEW_RECIPE_EXAMPLE = """examples:
+  headstart new-recipe embedded --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe Qwen/Qwen3-8B
+  headstart new-recipe meta-llama/Llama-3.3-70B-Instruct --gpus 8 --memory 80 --data my_chats.jsonl --out recipe.yaml
+  headstart new-recipe lmsys/vicuna-7b-v1.5 --method medusa --gpus 1 --memory 40 --data sharegpt"""
+
+
+def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``headstart new-recipe``."""
+    parser.add_argument("model", metavar="MODEL", help="the backbone: a folder, a GGUF file, a hub id, or 'embedded'")
+    methods = "eagle3 (default), block, medusa, medusa2, hydra, eagle, mlp, mtp, draft_model"
+    parser.add_argument("--method", default="eagle3", metavar="NAME", help=f"the heads: {methods}")
+    data = "ultrachat, sharegpt, perfectblend, mix, text, a file of rows, or a dataset's name (default: ultrachat, or text without chat)"
+    parser.add_argument("--data", metavar="NAME", help=data)
+    parser.add_argument("--gpus", type=int, metavar="N", help="accelerators that share the batch (default: this machine's, or one)")
+    parser.add_argument("--memory", type=float, metavar="GB", help="memory of each (default: this machine's accelerator's, or its RAM)")
+    parser.add_argument("--tflops", type=float, metavar="N", help="peak of each GPU in bf16 (H100 989), for an estimate of the duration")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the recipe to write (default: MODEL/METHOD.yaml)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the values as JSON too")
+
+
+def new_recipe(args: argparse.Namespace) -> int:
+    """Write a recipe for a model; say what it assumes."""
+    from headstart.cli.loading import quiet
+    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.text import gigabytes
+    from headstart.training.plan.plan import find_machine
+    from headstart.training.rules.methods import find_method, read_facts
+    from headstart.training.rules.propose import propose
+    from headstart.training.rules.text import recipe_text
+
+    quiet()
+    find_method(args.method)  # before anything is read
+    machine = find_machine(args.gpus, args.memory)
+    if not args.model.strip():
+        raise UserError("MODEL is a folder with config.json, a hub id, or 'embedded'; got empty text")
+    facts = read_facts(args.model, trust_remote_code=args.trust_remote_code)
+    out: Path = args.out or Path(facts.name) / f"{args.method}.yaml"
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out} is to end in .yaml, as recipes do")
+    if out.exists() and not out.is_dir() and not args.overwrite:
+        raise UserError(f"{out} is there already; name another file with --out, or replace it with --overwrite")
+    require_writable("--out", out)
+    if args.tflops is not None and not 0 < args.tflops < float("inf"):
+        raise UserError(f"--tflops is a number above 0, the peak of one GPU in TFLOP/s; got {args.tflops:g}")
+    proposal = propose(facts, args.method, machine, args.data).fitted(tflops=args.tflops)
+    assert proposal.figures is not None
+    extra = {"backbone": {"trust_remote_code": True}} if args.trust_remote_code else {}
+    tree = {key: {**value, **extra.get(key, {})} for key, value in proposal.tree.items()}
+    write_text(out, recipe_text(proposal, str(out), values=tree))
+    print(f"wrote     {out}")
+    for assumption in proposal.assumed:
+        print(f"assumed   {assumption}")
+    if facts.refusal is not None:
+        print(f"only      {facts.refusal}")
+    print(f"fits      {gigabytes(proposal.figures.peak)} at most of {gigabytes(machine.usable)} usable; headstart plan {out} says more")
+    print(f"next      {'headstart serve-features' if 'features' in tree else 'headstart train'} {out}")
+    write_json(args.json, {"recipe": str(out), "assumed": list(proposal.assumed), "peak": proposal.figures.peak, "values": tree})
+    return 0
+
 
 CACHE_EXAMPLE = "example: headstart cache recipes/quickstart/eagle3.yaml cache.dir=out/features"
 REGENERATE_EXAMPLE = """examples:
@@ -38,11 +102,10 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def cache(args: argparse.Namespace) -> int:
     """Cache target hidden states for training."""
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.features.caching import write_cache
     from headstart.training.recipe.recipe import load_recipe
 
-    require_writable("--json", args.json)
     write_json(args.json, write_cache(load_recipe(args.recipe, args.overrides), args.estimate))
     return 0
 
@@ -83,11 +146,10 @@ def add_regenerate(parser: argparse.ArgumentParser) -> None:
 
 def regenerate(args: argparse.Namespace) -> int:
     """Replace the answers of a dataset by the backbone's own."""
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.recipe.recipe import load_recipe
     from headstart.training.regenerate.regenerate import write_answers
 
-    require_writable("--json", args.json)
     write_json(args.json, write_answers(load_recipe(args.recipe, args.overrides)))
     return 0
 
@@ -106,12 +168,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Estimate memory, disk and time of a training run."""
     from headstart.cli.loading import quiet
-    from headstart.support.files import require_writable, write_json
+    from headstart.support.files import write_json
     from headstart.training.plan import plan
     from headstart.training.plan import table as plan_table
     from headstart.training.recipe.recipe import load_recipe
 
-    require_writable("--json", args.json)
     quiet()
     report = plan.plan(load_recipe(args.recipe, args.overrides), args.gpus, args.memory, not args.no_calibration, args.tflops)
     print("\n".join(plan_table.lines(report)))
@@ -132,13 +193,11 @@ def inspect(args: argparse.Namespace) -> int:
     """Show a training sample and dataset statistics, or the contents of a checkpoint."""
     from headstart.cli.loading import quiet
     from headstart.support.errors import UserError
-    from headstart.support.files import require_writable, write_json, write_text
+    from headstart.support.files import write_json, write_text
     from headstart.support.terminal import stdout_console
     from headstart.training.inspect.command import inspect
     from headstart.training.inspect.recipe import sample_page
 
-    require_writable("--json", args.json)
-    require_writable("--html", args.html)
     quiet()
     console = stdout_console()
     report, screen = inspect(args.what, args.overrides, args.row, marks=console.color_system is None)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from headstart.cli.arguments import DEBUG, add_debug, add_recipe
-from headstart.cli.failures import USER, guarded, rank, report
+from headstart.cli.failures import USER, Guard, rank, report
 from headstart.support.errors import UserError
 from headstart.support.files import require_folder
 from headstart.support.text import lasting_stderr, open_streams, require_arguments_text
@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_train(parser)
     add_debug(parser)
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: train(parser.parse_args(words)), debug=DEBUG in words)
+    with Guard(debug=DEBUG in words) as guard:
+        guard.status = train(parser.parse_args(words))
+    return guard.status
 
 
 def train(args: argparse.Namespace) -> int:
@@ -45,8 +47,9 @@ def train(args: argparse.Namespace) -> int:
     require_arguments_text(args.overrides)
     recipe = load_recipe(args.recipe, args.overrides)
     folder = require_folder("save.dir", recipe.save.dir)
-    with lasting_stderr():
-        return guarded(lambda: _train(recipe), lambda: folder, args.debug)
+    with lasting_stderr(), Guard(folder, args.debug) as guard:
+        guard.status = _train(recipe)
+    return guard.status
 
 
 def _train(recipe: Recipe) -> int:

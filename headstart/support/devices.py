@@ -1,4 +1,4 @@
-"""Where passes run and in which arithmetic: accelerators, compilers, autocast and the default dtype."""
+"""Where passes run and in which arithmetic: accelerators, compilers, autocast, and the dtypes by their short names in recipes and flags."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _treated: ContextVar[bool] = ContextVar("the CPU is treated as an accelerator", default=False)
 
@@ -70,3 +74,25 @@ def plain_arithmetic() -> Iterator[None]:
 def spread(first: int, last: int, count: int) -> list[int]:
     """Return ``count`` numbers from ``first`` to ``last``, both among them unless ``count`` is 1, rounded down."""
     return [first + i * (last - first) // max(count - 1, 1) for i in range(count)]
+
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short name -> torch's name."""
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of a short name; None for any other value (``auto``, ``no``, ``int8``)."""
+    return getattr(torch, NAMES[name]) if name in NAMES else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype, or torch's if it has none."""
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, full in NAMES.items() if full == name), name)
+
+
+def bf16_instructions() -> bool:
+    """True if the CPU multiplies bf16 numbers itself (x86 with AVX-512 BF16 or AMX)."""
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -125,6 +125,14 @@ def _kind(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 class Form(BaseModel):
     """Keys with values of exactly these types."""
 

@@ -1,7 +1,7 @@
 """The largest values that make sense: a larger one is a slip, and would end in no answer, no memory or an overflow.
 
 Recipes, command-line arguments and the Python interface are held to the same limits, and docs/errors.md lists them. What a backbone and
-a machine can take may be less: `require_memory` in inference/engine/memory.py, and the backbone's context.
+a machine can take may be less: `require_memory` in inference/engine/request.py, and the backbone's context.
 """
 
 from __future__ import annotations

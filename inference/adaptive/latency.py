@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.inference.engine.sizes import TREE_SIZES, octave
+from headstart.inference.engine.tree import TREE_SIZES, octave
 
 RECENT_TIMES = 15
 """Number of recent times kept per kind; their median is used, so that one slow pass changes nothing."""

@@ -10,7 +10,6 @@ Shape suffixes: B batch, T positions, N nodes, K beams, M most likely next token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,19 +18,15 @@ from torch import Tensor
 
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.inference.beam.breadth import Breadth
 from headstart.inference.beam.drafts import HOST_PART, Drafting, Drafts, Path, RowBeams
-from headstart.inference.beam.search import Search
-from headstart.inference.beam.steps import Steps
+from headstart.inference.beam.search import Breadth, Search, Steps
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.beam_rules import BeamRules
 from headstart.inference.engine.processing import History
-from headstart.inference.engine.prompts import Prompts
 from headstart.inference.engine.reader import Reader
-from headstart.inference.engine.request import Request
-from headstart.inference.engine.timing import Clock, Pass
-from headstart.inference.engine.tree import TreeShape
+from headstart.inference.engine.request import BeamRules, Request
+from headstart.inference.engine.texts import Prompts
+from headstart.inference.engine.tree import Pass, TreeShape
 from headstart.inference.speculation.speculation import Speculation
 from headstart.support.errors import UserError
 
@@ -104,6 +99,7 @@ class BeamDecoder:
         self.speculation.start(sampled=False)
         self.drafting = beams.drafting(rules.beams, shape)
         self.steps = Steps(request, rules)
+        self.waiting = list(range(len(self.steps.searches)))
         self.rows: list[Row] = []
         self.cache: RaggedCache
 
@@ -115,14 +111,12 @@ class BeamDecoder:
         """The scores and the logits that the call asks for, by beam and token."""
         return self.steps.scores, self.steps.logits
 
-    def run(self, exact_times: bool = False) -> Iterator[Pass]:
-        """Make forward passes until every row has finished."""
-        count = len(self.steps.searches)
-        for first in range(0, count, self.batch):
-            self._start(list(range(first, min(first + self.batch, count))))
-            clock = Clock(self.device, exact_times)
-            while self.rows:
-                yield self._pass(clock)
+    def admit(self) -> bool:
+        """Start the next rows when all have finished; False if there are no more."""
+        while self.waiting and not self.rows:
+            numbers, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
+            self._start(numbers)
+        return bool(self.rows)
 
     def _start(self, numbers: list[int]) -> None:
         """Prefill the prompts and make the first step of each."""
@@ -141,17 +135,18 @@ class BeamDecoder:
         self.drafting.start(features)
         self._leave()
 
-    def _pass(self, clock: Clock) -> Pass:
-        with Stopwatch() as watch:
+    def step(self, exact_times: bool = False) -> Pass:
+        """Make a forward pass."""
+        with Stopwatch(self.device if exact_times else None) as watch:
             self.speculation.use_costs(self.cache.longest, self.reader.made)
             rows, drafts = self.rows, self._draft()
-            drafting = clock.lap()
+            drafting = watch.lap()
             features, logits_BNV = read_tries(self.reader, self.cache, [row.trie for row in rows])
             top_k = self._after(logits_BNV)
-            verifying = clock.lap()
+            verifying = watch.lap()
             nodes = max(row.trie.new for row in rows)
             steps = self._advance(drafts, top_k, features)
-            host = clock.lap()
+            host = watch.lap()
         if watch.valid and self.speculation.sources:
             self.speculation.costs.add_pass(len(rows), logits_BNV.shape[1], verifying)
             self.speculation.costs.add_part(HOST_PART, len(rows), 1, host)

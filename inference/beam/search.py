@@ -4,7 +4,15 @@ A step needs the most likely next tokens of each beam and their log-probabilitie
 torch's ``topk`` and on the sizes it is given, so these are those of transformers too; equal are many scores where few tokens are allowed,
 since what is excluded is some number minus 1e9 in float32.
 
-Shape suffixes: K beams, C candidates, M most likely next tokens, V vocabulary.
+Steps of beam searches: candidates, what the user's stopping criteria say of them, and the scores that a call asks for.
+
+Chooses how many drafts of each depth a beam search pass verifies, from statistics gathered while decoding.
+
+A pass makes one more step at each depth whose verified drafts include all beams of the next step. The drafts of a depth are ranked by the
+score of the whole sequence, and a step needs all drafts up to the lowest-ranked of its new beams. With P_d(w) the probability that the
+first w drafts of depth d suffice, verifying w_d drafts at each depth adds ``P_0(w_0) (1 + P_1(w_1) (1 + ...))`` expected steps.
+
+Shape suffixes: K beams, C candidates, M most likely next tokens, V vocabulary, B rows.
 """
 
 from __future__ import annotations
@@ -16,9 +24,139 @@ import torch
 from torch import Tensor
 
 from headstart.inference.beam.trie import TopK
-from headstart.inference.engine.beam_rules import BeamRules
-from headstart.inference.engine.request import Request
+from headstart.inference.engine.request import BeamRules, Request
 from headstart.support.errors import UserError
+
+
+class Steps:
+    """The searches of one call, one for each row."""
+
+    def __init__(self, request: Request, rules: BeamRules) -> None:
+        self.request, self.rules = request, rules
+        self.searches = [Search(request, rules, row) for row in range(len(request.ids_BT))]
+        self.scores: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(len(self.searches) * rules.beams)]
+        """By beam of the call and step, if the call asks for them."""
+        self._step_scores: tuple[Tensor, ...] | None = () if request.scores else None
+
+    def make(self, rows: list[int], top_k: list[list[TopK]]) -> None:
+        """Make one step in each of these rows from the top k after each of its beams; all rows where criteria are asked about all."""
+        searches = [self.searches[row] for row in rows]
+        for row, search, of_beams in zip(rows, searches, top_k, strict=True):
+            self._collect(row, of_beams)
+            search.expand(of_beams)
+        asked = [False] * len(rows) * self.rules.candidates
+        if self.request.criteria:
+            if self._step_scores is not None:
+                self._step_scores += (torch.stack([one.scores_V.float() for of_beams in top_k for one in of_beams]),)
+            asked = self.request.criteria(torch.cat([search.ids() for search in searches]), self._step_scores).tolist()
+        for i, search in enumerate(searches):
+            search.advance(asked[i * self.rules.candidates : (i + 1) * self.rules.candidates])
+
+    def _collect(self, row: int, of_beams: list[TopK]) -> None:
+        for beam, one in enumerate(of_beams, row * self.rules.beams):
+            if self.request.scores:
+                self.scores[beam].append(one.scores_V)
+            if one.logits_V is not None:
+                self.logits[beam].append(one.logits_V)
+
+    def goes_on(self, row: int) -> bool:
+        """True if the row is to be decoded further."""
+        if self.request.in_order:
+            return not all_over(self.searches, self.rules.early_stopping)
+        return not self.searches[row].over
+
+    # The output.
+
+    def sequences(self) -> Tensor:
+        """``[B * returned, T]``: the input ids, the best sequences of each row, and padding."""
+        tokens = [beam.tokens for search in self.searches for beam in search.best[: self.rules.returned]]
+        longest = max(map(len, tokens))
+        written = [one + [self.rules.fill] * (longest - len(one)) for one in tokens]
+        ids_BT = self.request.ids_BT.repeat_interleave(self.rules.returned, 0)
+        return torch.cat([ids_BT, ids_BT.new_tensor(written).view(len(tokens), longest)], 1)
+
+    def sequences_scores(self) -> Tensor:
+        """The sum of log-probabilities of each sequence, with the length penalty."""
+        scores = [beam.score for search in self.searches for beam in search.best[: self.rules.returned]]
+        return torch.tensor(scores, dtype=torch.float32, device=self.request.ids_BT.device)
+
+    def beam_indices(self) -> Tensor:
+        """For each token of each sequence, the index in the whole batch of the beam it continued; -1 after the end."""
+        indices = []
+        for row, search in enumerate(self.searches):
+            for beam in search.best[: self.rules.returned]:
+                indices.append([origin + row * self.rules.beams for origin in beam.origins])
+        longest = max(map(len, indices))
+        padded = [row + [-1] * (longest - len(row)) for row in indices]
+        return torch.tensor(padded, dtype=torch.int32, device=self.request.ids_BT.device).view(len(indices), longest)
+
+
+UNITS = 36
+"""Maximum number of drafts verified, in units of half the number of beams."""
+DEPTHS = 12
+"""Maximum number of depths drafted."""
+PRIOR, MISSES, DEEPER = 2.0, 1.2, 0.8
+"""A prior worth ``PRIOR`` steps: w drafts suffice with probability 1 - MISSES beams / w, times DEEPER for each further depth."""
+DECAY = 0.995
+"""Decay of the counts per pass, so that depths that were not drafted are retried."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``widths``: drafts verified at each depth; ``steps``: steps they are expected to add."""
+
+    widths: tuple[int, ...]
+    steps: float
+
+
+class Breadth:
+    """The statistics for one number of beams."""
+
+    def __init__(self, beams: int) -> None:
+        self.beams = beams
+        self.unit = max(1, beams // 2)
+        self.widths = self.unit * np.arange(UNITS + 1)
+        prior = PRIOR * (1 - MISSES * beams / np.maximum(self.widths, 1)).clip(min=0)
+        self.hits = np.stack([prior * DEEPER**depth for depth in range(DEPTHS)])
+        """How often each width sufficed, by depth and width."""
+        self.prior = self.hits.copy()
+        self.seen = np.zeros(DEPTHS)
+        """Steps counted at each depth."""
+
+    def learn(self, depth: int, need: int | None) -> None:
+        """Record that a step needed the first ``need`` drafts of that depth; None: all of them did not suffice."""
+        self.seen[depth] += 1
+        if need is not None:
+            self.hits[depth] += self.widths >= need
+
+    def fade(self) -> None:
+        """Decay the counts; called once per pass."""
+        self.hits = self.prior + DECAY * (self.hits - self.prior)
+        self.seen *= DECAY
+
+    def plans(self, depths: int) -> list[Plan]:
+        """The best plan for each budget of 0, 1, ..., `UNITS` units, over at most ``depths`` depths."""
+        probs = self.hits / (PRIOR + self.seen[:, None])
+        remaining = np.subtract.outer(np.arange(UNITS + 1), np.arange(UNITS + 1))  # [units available, units taken]
+        steps = np.zeros(UNITS + 1)
+        choices: list[np.ndarray] = []
+        for depth in reversed(range(min(depths, DEPTHS))):
+            values = np.where(remaining >= 0, probs[depth] * (1 + steps[remaining.clip(min=0)]), -1.0)
+            choices.append(values.argmax(1))
+            steps = values.max(1)
+        return [Plan(self._follow(choices[::-1], units), float(steps[units])) for units in range(UNITS + 1)]
+
+    def _follow(self, choices: list[np.ndarray], units: int) -> tuple[int, ...]:
+        widths: list[int] = []
+        for choice in choices:
+            taken = int(choice[units])
+            if not taken:
+                break
+            widths.append(taken * self.unit)
+            units -= taken
+        return tuple(widths)
+
 
 EXCLUDED = -1e9
 """Added to the score of a beam that is no longer a candidate."""

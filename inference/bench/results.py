@@ -18,7 +18,6 @@ import torch
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
 from headstart.inference.bench.systems import HeadstartSystem, System, SystemResult
-from headstart.inference.bench.timing import synchronize
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.measure import Settings, Tally
@@ -43,10 +42,8 @@ def memory_bandwidth(device: torch.device) -> float:
     buffer = torch.ones(BUFFER // 4, device=device)
     best, end = 0.0, time.perf_counter() + SECONDS
     while best == 0.0 or time.perf_counter() < end:
-        synchronize(device)
-        with Stopwatch() as watch:
+        with Stopwatch(device) as watch:
             buffer.sum()
-            synchronize(device)
         best = max(best, BUFFER / watch.seconds)
     return best
 

@@ -5,7 +5,6 @@ Shape suffix: T positions.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.bench.timing import synchronize
 from headstart.inference.capture.capture import Capturer, CaptureReport
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.engine.tree import TreeShape
@@ -136,7 +134,8 @@ class TransformersSystem(System):
 
     def write(self, prompts: Sequence[Tensor], settings: Settings, seeds: Sequence[int]) -> Continuations:
         assert len(prompts) == 1 or not self.drafts
-        passes, first = 0, _FirstStep(self.backbone.device)
+        passes, watch = 0, Stopwatch(self.backbone.device)
+        first = _FirstStep(watch)
 
         def count(*_: Any) -> None:
             nonlocal passes
@@ -145,11 +144,11 @@ class TransformersSystem(System):
         counting = self.backbone.model.register_forward_pre_hook(count)
         try:
             given = {"stopping_criteria": StoppingCriteriaList([first]), **self.arguments}
-            output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **given)
+            with watch:
+                output = continue_by_transformers(self.backbone.model, prompts, settings, seeds[0], **given)
+                seconds, start = watch.lap(), max(map(len, prompts))
         finally:
             counting.remove()
-        synchronize(self.backbone.device)
-        seconds, start = time.perf_counter() - first.ended, max(map(len, prompts))
         sequences = [_until_eos(row, self.backbone.model) for row in output.sequences[:, start:].cpu()]
         tokens = sum(map(len, sequences))
         decoded = tokens - sum(min(len(one), first.length - start) for one in sequences)
@@ -160,15 +159,15 @@ class TransformersSystem(System):
 
 
 class _FirstStep(StoppingCriteria):
-    """Stops nothing; notes when the first forward pass, the prefill, had written its tokens, and the length of the rows then."""
+    """Stops nothing; a lap of the watch ends when the first pass, the prefill, has written its tokens; the length of the rows is kept."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.length, self.ended = device, 0, 0.0
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch, self.length = watch, 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if not self.length:
-            synchronize(self.device)
-            self.length, self.ended = input_ids.shape[1], time.perf_counter()
+            self.watch.lap()
+            self.length = input_ids.shape[1]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -203,11 +202,8 @@ class SystemResult:
 
     def measure(self, task: str, asked: dict[int, Tensor], settings: Settings, seed: int) -> None:
         """Continue prompts of one task as one batch; prompt ``i`` has seed ``seed + i``."""
-        device = self.system.backbone.device
-        synchronize(device)
-        with Stopwatch() as watch:
+        with Stopwatch(self.system.backbone.device) as watch:
             written = self.system.write(list(asked.values()), settings, [seed + i for i in asked])
-            synchronize(device)
         written.tally.wall = watch.seconds
         self.tasks.setdefault(task, Tally()).join(written.tally)
         for row, (i, prompt_T) in enumerate(asked.items()):

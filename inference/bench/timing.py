@@ -52,15 +52,7 @@ def median_seconds(work: Callable[[], object], repeats: int, cold: bool, device:
     warm_up(repeat(once), at_least=WARM_UP if cold else 2)
     times = []
     for _ in range(repeats):
-        synchronize(device)
-        with Stopwatch() as watch:
+        with Stopwatch(device) as watch:
             work()
-            synchronize(device)
         times.append(watch.seconds)
     return statistics.median(times)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

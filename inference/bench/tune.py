@@ -20,14 +20,13 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.bench.timing import WARM_UP, median_seconds
-from headstart.inference.engine.memory import require_memory
-from headstart.inference.engine.sizes import TUNED_SIZES
-from headstart.inference.engine.tree import CandidateTree, Pool, TreeShape
+from headstart.inference.engine.request import require_memory
+from headstart.inference.engine.tree import TUNED_SIZES, CandidateTree, Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.runtime import Engine
-from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.source import Draft
 from headstart.inference.speculation.tuned import GREEDY, SAMPLED, Tuned
 from headstart.support.errors import UserError
 
@@ -125,7 +124,7 @@ def _drafting(source: DrafterSource, features: Features, cache: RaggedCache, rep
         source.state = prompt
         source.append(few)
         source.prepare(longest + 3, width, cache)
-        source.grow(Draft([Pool(0) for _ in range(rows)], [depths] * rows), depths)
+        source.draft(Draft([Pool(0) for _ in range(rows)], [depths] * rows), depths)
 
     with torch.no_grad():
         source.prepare(longest + 3, width, None)

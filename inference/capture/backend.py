@@ -77,7 +77,7 @@ class Backend(ABC):
     checked: ClassVar[bool] = False
     """Before a model's first captured text, captured passes are compared with uncaptured ones (inference/self_check)."""
     spot_checks: ClassVar[bool] = True
-    """Some of the texts are read again by the uncaptured model (inference/spot_check.py)."""
+    """Some of the texts are read again by the uncaptured model (inference/runtime.py)."""
     most_captures: ClassVar[int] = 64
     """Captures of a function that are kept, a few MB each. Widths, depths and combinations of filters have captures of their own."""
 

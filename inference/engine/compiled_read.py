@@ -19,12 +19,11 @@ from headstart.heads.backbone.adapter import tuner_state
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import Call
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.compiled import kernels
-from headstart.inference.compiled.compiled_pass import CompiledPass, Where
-from headstart.inference.compiled.sizes import Shape
 from headstart.support.errors import UserError
 
 if TYPE_CHECKING:
+    from headstart.inference.compiled.compiled_pass import CompiledPass
+    from headstart.inference.compiled.sizes import Shape
     from headstart.inference.engine.reader import Reader
 
 OFF = "HEADSTART_COMPILE"
@@ -37,6 +36,8 @@ def compiled_read(reader: Reader, function: Callable[..., Any]) -> CompiledPass 
     """`Reader._read` compiled; None where the capturer's backend or the machine does not."""
     if not compiles(reader.capturer, reader.backbone):
         return None
+    from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
+
     where = Where(list(reader.backbone.layers), [reader.backbone.model], (described(reader.backbone.model), reader.taps))
     compiled = CompiledPass(function, _shapes, where, wait=reader.capturer.name == "compile")
     reader.capturer.compiled.append(compiled)
@@ -48,6 +49,8 @@ def compiles(capturer: Capturer, backbone: Backbone) -> bool:
     name = capturer.name
     if name not in ("auto", "compile") or backbone.device.type != "cpu" or (name == "auto" and os.environ.get(OFF) == "0"):
         return False
+    from headstart.inference.compiled import kernels
+
     reason = kernels.unavailable()
     if reason is None and backbone.dtype not in kernels.DTYPES:
         reason = f"the model is in {backbone.dtype}".replace("torch.", "")

@@ -4,23 +4,142 @@ Processors are functions of (ids so far, scores). The common ones ignore the ids
 history length. Ids are those that transformers gives, padding included. A processor that may keep a state cannot be asked about nodes
 that are rejected later: with one of these, all are called as transformers calls them, and nothing is drafted.
 
-Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions.
+Logits processors whose state can be undone, such as matchers of grammars: the state forks along a tree.
+
+Contract: a processor with a method ``rollback(n)``, which undoes its last n calls. Each call has one token more than the one before, and
+the state follows from the ids alone. For batches it also has ``of_row(row)``, which returns the processor of one row, with a state of its
+own. With ``forced(ids)``, it names the tokens that must follow these ids ``[1, T]``, which are drafted; its state is then as before.
+
+transformers' filters for draft logits, in a form that can be captured.
+
+Shape suffixes: B batch, N tree nodes, R histories, V vocabulary, T positions, K the largest logits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as known
 
-from headstart.inference.engine.filters import Filters
-from headstart.inference.engine.forked import Forked, allowed, is_forkable
 from headstart.inference.engine.known_processors import is_blind, is_stateless, of_row
 from headstart.inference.engine.tree import CandidateTree
+
+
+def is_forkable(processor: Any, rows: int) -> bool:
+    """True if the processor's state can be undone, in each of so many rows."""
+    return callable(getattr(processor, "rollback", None)) and (rows == 1 or callable(getattr(processor, "of_row", None)))
+
+
+class Forked:
+    """The processor of one row, called for any text that begins with the prompt."""
+
+    def __init__(self, processor: Any, row: int, rows: int) -> None:
+        self.processor: Any = processor if rows == 1 else processor.of_row(row)
+        self.forced: Callable[[Tensor], list[int]] | None = getattr(self.processor, "forced", None)
+        self._called: list[int] | None = None
+        """The tokens after the prompt of the last call; None before the first."""
+        self._scores_V: Tensor | None = None
+        """Some scores, for calls that are made for the state alone."""
+
+    def __call__(self, prompt_T: Tensor, written: list[int], scores_V: Tensor) -> Tensor:
+        """Processed scores ``[V]`` after the prompt and these tokens."""
+        self._scores_V = scores_V
+        self._go_before(prompt_T, written, scores_V)
+        return self._call(prompt_T, written, scores_V)
+
+    def settle(self, prompt_T: Tensor, written: list[int]) -> None:
+        """Leave the state as calls for this text, and none beyond it, leave it."""
+        if self._called != written and self._scores_V is not None:
+            self(prompt_T, written, self._scores_V)
+
+    def _go_before(self, prompt_T: Tensor, written: list[int], scores_V: Tensor) -> None:
+        """Undo calls for other texts, and call again for what was undone of this one, so that the next call is the one for this text."""
+        if self._called is None:
+            first = 0
+        else:
+            common = common_prefix(self._called, written)
+            first = min(common + 1, len(written)) if written else 0
+            undone = len(self._called) - (first - 1)
+            if undone:
+                self.processor.rollback(undone)
+        for count in range(first, len(written)):
+            self._call(prompt_T, written[:count], scores_V)
+
+    def _call(self, prompt_T: Tensor, written: list[int], scores_V: Tensor) -> Tensor:
+        self._called = written
+        ids_1T = prompt_T[None] if not written else _joined(prompt_T, written)
+        processed_V: Tensor = self.processor(ids_1T, scores_V[None].clone())[0]
+        return processed_V
+
+
+def allowed(scores_V: Tensor, token: int) -> bool:
+    """True if a pick may be this token: it is not ruled out, or all are and it is the first of them."""
+    return scores_V[token].item() > -math.inf or int(scores_V.argmax()) == token
+
+
+def _joined(prompt_T: Tensor, written: list[int]) -> Tensor:
+    return torch.cat([prompt_T, prompt_T.new_tensor(written)])[None]
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """The number of tokens with which both begin."""
+    count = min(len(one), len(other))
+    return count if one[:count] == other[:count] else next(i for i in range(count) if one[i] != other[i])
+
+
+TOP_K_SIZES = tuple(16**power * 4 for power in range(1, 6))
+"""Numbers of largest logits among which a top-k filter of drafts looks for its threshold; few, since each is captured apart."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """transformers' top-k, top-p and min-p filters for draft logits; None: not filtered so.
+
+    The values are tensors ``[1]``, so that a captured function serves all of them.
+    """
+
+    top_k_1: Tensor | None
+    top_k_size: int
+    """How many of the largest logits are looked at: at least top-k."""
+    left_out_1: Tensor | None
+    """``1 - top_p``."""
+    min_p_1: Tensor | None
+
+    @staticmethod
+    def of(top_k: int, top_p: float, min_p: float, device: torch.device) -> Filters | None:
+        """The filters with these values; None if they filter nothing (top_k 0, top_p 1 and min_p 0)."""
+        if not top_k and top_p >= 1 and not min_p:
+            return None
+        size = next((size for size in TOP_K_SIZES if size >= top_k), TOP_K_SIZES[-1]) if top_k else 0
+        return Filters(
+            torch.full((1,), min(top_k, size), device=device) if top_k else None,
+            size,
+            torch.full((1,), 1 - top_p, dtype=torch.float32, device=device) if top_p < 1 else None,
+            torch.full((1,), min_p, dtype=torch.float32, device=device) if min_p else None,
+        )
+
+    def __call__(self, logits_NV: Tensor) -> Tensor:
+        """Set the logits of filtered tokens to -inf."""
+        if self.top_k_1 is not None:
+            V = logits_NV.shape[-1]
+            largest_NK = logits_NV.topk(min(self.top_k_size, V)).values
+            index_N1 = (self.top_k_1.clamp(max=V) - 1).expand(len(logits_NV), 1)
+            logits_NV = logits_NV.masked_fill(logits_NV < largest_NK.gather(1, index_N1), -math.inf)
+        if self.left_out_1 is not None:
+            ascending_NV = logits_NV.sort(-1)
+            out_NV = ascending_NV.values.softmax(-1).cumsum(-1) <= self.left_out_1
+            out_NV[:, -1:] = False
+            logits_NV = logits_NV.masked_fill(out_NV.scatter(1, ascending_NV.indices, out_NV), -math.inf)
+        if self.min_p_1 is not None:
+            probs_NV = logits_NV.softmax(-1)
+            logits_NV = logits_NV.masked_fill(probs_NV < self.min_p_1 * probs_NV.amax(-1, keepdim=True), -math.inf)
+        return logits_NV
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.backbone.recurrent import Added, Branch, States
 from headstart.heads.backbone.tree_attention import EXACT_FROM, equal_queries
-from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache
+from headstart.heads.kv.ragged_cache import RaggedCache, Stores, TreeCache, masks_by_kind
 from headstart.heads.kv.rows import pad_rows, padded_rows
-from headstart.heads.kv.tree_mask import masks_by_kind
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.compiled_read import compiled_read
-from headstart.inference.engine.noise import gumbel
-from headstart.inference.engine.sizes import graph_size
-from headstart.inference.engine.tree import CandidateTree
+from headstart.inference.engine.tree import CandidateTree, graph_size
+from headstart.inference.engine.verify import gumbel
 from headstart.support.pytree import list_tensors, map_tensors
 
 PREFILL_PATIENCE = 8

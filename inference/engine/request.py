@@ -1,10 +1,15 @@
 """The arguments of one call of transformers' ``generate`` as the decoding loop needs them; unsupported ones are rejected here.
 
 Shape suffixes: B batch, T positions.
+
+Whether a device's memory and the backbone's context can hold what a call needs at the least; refused before anything is computed.
+
+The beam search settings of one call.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +22,79 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.engine.beam_rules import BeamRules, read_beam_rules
 from headstart.inference.engine.known_processors import is_by_row, name_of
 from headstart.inference.engine.processing import Processing
 from headstart.support.errors import UserError
+from headstart.support.text import gigabytes
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory, or of this machine's for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_memory(backbone: Backbone, rows: int, positions: int, nodes: int) -> None:
+    """Raise UserError if ``rows`` sequences of ``positions`` tokens with trees of ``nodes`` nodes cannot fit the device.
+
+    Counted are one hidden state of every token and the logits of the trees, without which no forward pass ends; a call that passes may
+    still need more.
+    """
+    needed = rows * (positions * backbone.dim * backbone.dtype.itemsize + nodes * backbone.vocab * 4)
+    there = device_memory(backbone.device)
+    if needed > there:
+        raise UserError(
+            f"{rows} sequences of {positions} tokens with trees of {nodes} nodes need at least {gigabytes(needed)}, and the device has "
+            f"{gigabytes(there)}; lower the batch size (--batch-size), the prompts or the nodes (--nodes)"
+        )
+
+
+def require_room(what: str, prompt_tokens: int, max_new_tokens: int, backbone: Backbone) -> None:
+    """Raise UserError unless the prompt and its answer fit into the backbone's context."""
+    context = backbone.max_positions
+    if context is not None and prompt_tokens + max_new_tokens > context:
+        raise UserError(
+            f"{what} has {prompt_tokens} tokens, which with max_new_tokens {max_new_tokens} exceeds the backbone's context of {context};"
+            " shorten the prompt or lower --max-new-tokens"
+        )
+
+
+@dataclass(frozen=True)
+class BeamRules:
+    """The beam search settings of one call. Lengths include left padding, as in transformers."""
+
+    beams: int
+    returned: int
+    """The number of best sequences returned per row."""
+    length_penalty: float
+    early_stopping: bool | str
+    longest: int
+    """The maximum length, which ``early_stopping="never"`` assumes for the length penalty."""
+    candidates: int
+    """The number of continuations that a step considers over all beams: enough that at least ``beams`` of them do not end."""
+    fill: int
+    """The padding token after the end of a sequence."""
+
+
+def read_beam_rules(config: GenerationConfig) -> BeamRules | None:
+    """Read the beam search settings of a call; None if it is not a beam search."""
+    if not config.num_beams or config.num_beams == 1:
+        return None
+    if config.low_memory:
+        raise UserError("low_memory=True is not supported, by transformers' beam search neither; leave it out")
+    eos = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    return BeamRules(
+        beams=config.num_beams,
+        returned=config.num_return_sequences,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        longest=config.max_length,
+        candidates=max(2, 1 + len(eos)) * config.num_beams,
+        fill=(pad or eos[0]) if eos else -1,  # as in transformers, a padding token of 0 counts as none
+    )
+
 
 NO_EFFECT = (
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",

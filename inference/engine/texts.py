@@ -5,18 +5,150 @@ rows have different numbers of tokens after a pass; a step is taken once every r
 nothing waits for the others, and sequences may be added.
 
 Shape suffixes: B batch, T positions, P tokens of a run, V vocabulary.
+
+The prompts of one call: their prefill, and how many tokens may still follow each.
+
+Conversations that continue: a `DynamicCache` that the caller gives to call after call holds the text read so far.
+
+What heads need of that text is kept beside it. Of the next prompt, the tokens that follow the longest common prefix are read; a template
+may have dropped something in between. A cache that something else has filled or changed is not relied on: the prompt is read anew.
+
+Shape suffixes: B batch, T positions, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from headstart.inference.engine.processing import History
+from headstart.heads.backbone.features import Features, join_features
+from headstart.heads.kv.ragged_cache import RaggedCache
+from headstart.inference.engine.processing import History, common_prefix
+from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
+from headstart.inference.engine.tree import TREE_SIZES
+from headstart.support.pytree import map_tensors
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The text in a cache."""
+
+    ids: list[int]
+    features: Features
+    keys: Tensor
+    """The keys of its first layer: others there mean that something else has changed it."""
+    reader: ref[Reader]
+    """What has read it, which is made anew when the weights change."""
+
+
+_earlier: WeakKeyDictionary[DynamicCache, Earlier] = WeakKeyDictionary()
+
+
+class Continued:
+    """The text of one call, if it continues what is in a cache or will be continued; otherwise nothing is done."""
+
+    def __init__(self, request: Request, reader: Reader) -> None:
+        self.reader, backbone = reader, reader.backbone
+        alone = len(request.ids_BT) == 1 and not request.pads_B[0] and request.beams is None
+        possible = alone and backbone.recurrent is None and backbone.rope_limit is None
+        self.cache = request.cache if possible else None
+        self._parts: list[Features] = []
+
+    def prefill(self, ids_T: Tensor) -> tuple[Features, RaggedCache] | None:
+        """The features and the cache of a prompt ``[T]`` of which some is known; None: nothing is."""
+        earlier = None if self.cache is None else _earlier.get(self.cache)
+        if self.cache is None or earlier is None or earlier.reader() is not self.reader or _keys(self.cache) is not earlier.keys:
+            return None
+        ids = ids_T.tolist()[:-1]  # the logits after the last token are needed
+        common = common_prefix(earlier.ids, ids)
+        if not common:
+            return None
+        layers = [(layer.keys[..., :common, :], layer.values[..., :common, :]) for layer in self.cache.layers]
+        before: Features = map_tensors(lambda value_1T: value_1T[:, :common], earlier.features)
+        return self.reader.continued(layers, before, ids_T[None, common:])
+
+    def note(self, features: Features) -> None:
+        """Note the features of the next tokens."""
+        if self.cache is not None:
+            self._parts.append(features)
+
+    def fill(self, ids_T: Tensor, read: RaggedCache) -> None:
+        """Put the text ``[T]`` into the caller's cache, without its last token, as transformers does; ``read`` may have more."""
+        if self.cache is None:
+            return
+        T = len(ids_T) - 1
+        layers = []
+        for number in range(self.reader.backbone.num_layers):
+            layer = DynamicLayer()
+            keys, values = (side[:1, :, :T] for side in read.layer(number))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = (keys, values) if read.memory is None else (keys.clone(), values.clone())
+            layers.append(layer)
+        self.cache.layers[:] = layers
+        features: Features = map_tensors(lambda value_1T: value_1T[:, :T], join_features(self._parts))
+        features = Features(features.tokens_BT, features.hidden_BTD, features.taps)
+        _earlier[self.cache] = Earlier(ids_T[:-1].tolist(), features, layers[0].keys, ref(self.reader))
+
+
+def _keys(cache: DynamicCache) -> Tensor | None:
+    keys: Tensor | None = cache.layers[0].keys if cache.layers else None
+    return keys
+
+
+class Prompts:
+    """The prompts of a call, without padding; a prompt is identified by the number of its sequence."""
+
+    def __init__(self, request: Request, reader: Reader) -> None:
+        self.reader, self.continued = reader, Continued(request, reader)
+        self.rows = {number: ids_T[pad:] for number, (ids_T, pad) in enumerate(zip(request.ids_BT, request.pads_B, strict=True))}
+        self.limits = {number: request.limit - pad for number, pad in enumerate(request.pads_B)}
+        """The length at which each sequence ends, its prompt included."""
+        self._start(request.limit)
+
+    def put(self, number: int, ids_T: Tensor, limit: int) -> None:
+        """Add a prompt, or replace that of a sequence which has ended."""
+        self.rows[number], self.limits[number] = ids_T, limit
+        self._start(limit)
+
+    def _start(self, limit: int) -> None:
+        self.reader.start(min(limit, self.reader.backbone.max_positions or limit) + TREE_SIZES[-1])
+
+    def length(self, number: int) -> int:
+        """The number of tokens of one prompt."""
+        return len(self.rows[number])
+
+    def tokens(self, number: int) -> list[int]:
+        """The tokens of one prompt."""
+        return self.rows[number].tolist()
+
+    def prefill(self, numbers: list[int]) -> tuple[Features, RaggedCache, Tensor]:
+        """Prefill some prompts, padded on the right: returns their features, their cache, and the logits ``[B, 1, V]`` after each."""
+        rows = [self.rows[number] for number in numbers]
+        lengths_B = torch.tensor([*map(len, rows)], device=rows[0].device)
+        known = self.continued.prefill(rows[0])
+        features, cache = known or self.reader.prompts(pad_sequence(rows, batch_first=True), lengths_B)
+        self.continued.note(features)
+        last_BD = features.hidden_BTD[torch.arange(len(numbers), device=lengths_B.device), lengths_B - 1]
+        return features, cache, self.reader.backbone.readout(last_BD)[:, None]
+
+    def remaining(self, number: int, written: int, past_limit: bool = False) -> int:
+        """The number of tokens that may follow ``written`` tokens, by the length limit and the model's maximum number of positions.
+
+        ``past_limit``: by the latter alone, unless rotary frequencies depend on the length.
+        """
+        backbone = self.reader.backbone
+        most = backbone.max_positions or 1 << 31
+        if not past_limit or backbone.rope_limit is not None:
+            most = min(most, self.limits[number])
+        return most - self.length(number) - written
 
 
 @dataclass

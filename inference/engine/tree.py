@@ -5,12 +5,14 @@ of N nodes consists of the N nodes of largest c (the re-ranking of EAGLE-2, 2406
 are built on the host: they are small, several sources add to one tree, and its size is chosen there.
 
 Levels count from the root (level 0); a node of level ``l`` was drafted at depth ``l - 1``. Shape suffixes: B batch, N tree nodes.
+
+Tree sizes to choose from and to measure, and numbers of rows by octave; there are few, so that each occurs often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -18,8 +20,33 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import require_count
-from headstart.heads.kv.tree_mask import ancestors_from_parents
+from headstart.heads.kv.ragged_cache import ancestors_from_parents
 from headstart.support.numeric_limits import MAX_DEPTH, MAX_NODES, MAX_WIDTH
+
+TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+"""Candidate tree sizes (nodes per row, the root included) that decoding chooses from."""
+MIN_PADDED = 4
+"""Where each size is captured apart, a tree has one node or a power of two of at least these; the same for positions."""
+TUNED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tree sizes whose forward passes `headstart tune` measures."""
+BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH = 8, 2, 4
+"""Nodes kept and expanded at each draft level, unless a `TreeShape` sets another width: in general, and for a single row on a CPU."""
+
+
+def padded_size(nodes: int) -> int:
+    """The size that a tree is padded to, so that few shapes occur."""
+    return next((size for size in TREE_SIZES if size >= nodes), -(-nodes // 16) * 16)
+
+
+def graph_size(count: int) -> int:
+    """The number of nodes or positions that so many are padded to where each is captured apart."""
+    return 1 if count == 1 else max(MIN_PADDED, 1 << (count - 1).bit_length())
+
+
+def octave(rows: int) -> int:
+    """The number of rows as a power of two, rounded down: its exponent."""
+    return rows.bit_length() - 1
+
 
 MAX_PROB = 0.999
 """Upper bound of acceptance probabilities, so that a child always has a smaller path probability than its parent."""
@@ -176,3 +203,27 @@ class VerifiedTree:
     tokens: list[int]
     parents: list[int]
     path: list[int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One decoding step: the number of tokens written to each sequence decoded in it, nodes of a row's tree, seconds by part.
+
+    Sequences are given by their numbers."""
+
+    written: dict[int, int]
+    nodes: int
+    draft: float
+    verify: float
+    host: float
+    kept: dict[int, int] = field(default_factory=dict)
+    """Drafts of each sequence that the backbone's picks confirmed, those past its end included; none given in beam search."""
+    drafted: dict[int, int] = field(default_factory=dict)
+    """Tokens drafted for each sequence; none given in beam search."""
+    trees: dict[int, VerifiedTree] = field(default_factory=dict)
+    """The verified tree of each sequence, by its number; empty in beam search and where only the sequences are asked for."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole pass."""
+        return self.draft + self.verify + self.host

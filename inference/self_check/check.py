@@ -6,27 +6,98 @@ Rounding has a size: what passes of other widths differ by themselves, measured 
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+import headstart
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.base import Drafter
+from headstart.inference.capture.backend import Backend
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.decode import Decoder
-from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
-from headstart.inference.engine.sizes import BEAM_WIDTH
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.self_check import kept
+from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape
+from headstart.inference.engine.verify import gumbel
 from headstart.inference.self_check.known_text import Known, KnownText, RandomTrees
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.speculation.tuned import machine
+from headstart.support.errors import UserError
+from headstart.support.files import cache_folder, write_json
+from headstart.support.json_text import read_json
+
+FILE = "self-checks.json"
+FORMAT = 1
+logger = logging.getLogger(__name__)
+
+
+def results_file() -> Path:
+    """The path of the file."""
+    return cache_folder() / FILE
+
+
+def result_key(backbone: Backbone, drafters: Sequence[Drafter], backend: type[Backend] | None) -> str:
+    """What a result depends on: backend, machine, driver, versions of libraries and of this code, the model and its drafters."""
+    versions = f"torch {torch.__version__} | transformers {transformers.__version__} | code {_code()}"
+    modules = [backbone.model, *drafters]
+    sizes = [(weight, tensor.dtype, tensor.shape) for module in modules for weight, tensor in module.named_parameters()]
+    described = (sizes, [str(one.arguments) for one in drafters], backbone.model.config._attn_implementation)
+    model = " + ".join(type(module).__name__ for module in modules) + " " + hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+    captured_by = backend.name if backend is not None else "off"
+    return f"{captured_by} | {machine(backbone.device)} | driver {_driver()} | {versions} | {model}"
+
+
+def read_result(key: str) -> str | None:
+    """The result kept for this key; None if there is none, or if the file is damaged."""
+    try:
+        found = read_json(results_file(), "it is ignored")
+        result = found["results"].get(key) if found["format"] == FORMAT else None
+    except (UserError, OSError, KeyError, TypeError, AttributeError):
+        return None
+    return result if isinstance(result, str) else None
+
+
+def write_result(key: str, result: str) -> None:
+    """Keep a result; without a place for it, the check is made again in the next process."""
+    try:
+        found = read_json(results_file(), "it is ignored")
+        results = dict(found["results"]) if found["format"] == FORMAT else {}
+    except (UserError, OSError, KeyError, TypeError, ValueError):
+        results = {}
+    try:
+        write_json(results_file(), {"format": FORMAT, "results": results | {key: result}})
+    except (UserError, OSError) as error:
+        logger.info("the result of the self-check is not kept: %s", error)
+
+
+@functools.cache
+def _code() -> str:
+    """A hash of the code that decodes."""
+    digest, root = hashlib.sha256(), Path(headstart.__file__).parent
+    for folder in ("heads", "inference"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, or that of CUDA."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+    except (OSError, IndexError):
+        return str(torch.version.cuda)
+
 
 PROMPTS = ((50, 9, 30), (50,))
 """Lengths of the prompts of each run: a batch, from which rows leave, and one row."""
@@ -54,13 +125,13 @@ def self_check(reader: Reader, sources: Sequence[DrafterSource], capturer: Captu
     The result is kept, so that it takes its seconds once for a machine, a model and a version of the code.
     """
     capturer.unchecked = False
-    key = kept.key(reader.backbone, [source.drafter for source in sources], capturer.backend)
-    known = kept.read(key)
+    known_as = result_key(reader.backbone, [source.drafter for source in sources], capturer.backend)
+    known = read_result(known_as)
     fault = _fault(reader, sources) if known is None else known
     if known is None:
-        kept.write(key, fault)
+        write_result(known_as, fault)
     if fault:
-        again = f" (found before; remove {kept.place()} to check again)" if known else ""
+        again = f" (found before; remove {results_file()} to check again)" if known else ""
         capturer.give_up(f"in a check before the first text {fault}{again}")
 
 

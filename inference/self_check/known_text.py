@@ -17,8 +17,7 @@ from headstart.heads.backbone.features import Features
 from headstart.inference.adaptive.latency import Costs
 from headstart.inference.engine.known_processors import stateless
 from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
-from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source import Accepted, Source
+from headstart.inference.sources.source import Accepted, Draft, Source
 from headstart.inference.speculation.speculation import Speculation
 
 SIZES = (1, 1, 3, 8, 13, 27, 50)

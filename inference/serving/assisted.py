@@ -36,9 +36,8 @@ from headstart.heads.backbone.probes import require_same_model
 from headstart.heads.base import Drafter
 from headstart.inference.engine.known_processors import name_of
 from headstart.inference.engine.processing import Processing
-from headstart.inference.engine.turn import turn
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.handover import entry, handed_streamer
+from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.support.devices import without_autocast
 from headstart.support.errors import UserError
 

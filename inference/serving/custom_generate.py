@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads.checkpoint import METADATA
-from headstart.inference.engine.turn import share
 from headstart.inference.generate import GenerateOutput, SpeculativeModel, load
+from headstart.inference.handover import share
 from headstart.support.errors import UserError
 from headstart.support.hub import find_folder
 

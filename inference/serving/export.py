@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 
 from headstart import __version__
-from headstart.heads.backbone.adapter import CONFIG as ADAPTER_CONFIG
-from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG
 from headstart.heads.backbone.backbone import load_tokenizer
 from headstart.heads.backbone.gguf_file import find_gguf
 from headstart.heads.checkpoint import recipe_section

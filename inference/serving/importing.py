@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
 from headstart.heads.backbone.embedded import EMBEDDED, resolve
-from headstart.heads.backbone.end_tokens import end_tokens
-from headstart.heads.backbone.model_config import load_config
+from headstart.heads.backbone.model_config import end_tokens, load_config
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import METADATA, check_contract, read_drafter, read_metadata, save_drafter
 from headstart.heads.methods import construct_drafter, require_weights
@@ -22,7 +21,7 @@ from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_texts, measure_tau
 from headstart.inference.serving.export import PROVENANCE
-from headstart.inference.serving.layouts.files import Files, read_files
+from headstart.inference.serving.layouts.files import Files, read_files, require_new
 from headstart.inference.serving.layouts.layout import Counting, Imported, Layout, Sizes, layouts, recognise
 from headstart.support.chat.prompts import Prompter, read_prompts
 from headstart.support.chat.template import ChatSettings
@@ -79,8 +78,7 @@ def import_heads(path: str, backbone_path: str, out: Path, load: Callable[[], Ba
     ``load`` loads the backbone at ``backbone_path`` once the heads are known to fit it. Raises UserError, and writes nothing, for layouts
     that are unknown or that Headstart's heads cannot compute, for another backbone, and for missing, unexpected or misshapen tensors.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists and is not an empty folder; give a new one")
+    require_new(out)
     files = read_files(path)
     layout = layout_of(files)
     require_fit(files, layout, backbone_path, wishes.trust_remote_code)

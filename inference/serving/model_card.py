@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.adapter import ADAPTER
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.backbone.gguf_file import SUFFIX, find_gguf
 from headstart.heads.checkpoint import recipe_section

@@ -15,11 +15,9 @@ from typing import Any
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
-from headstart.heads.backbone.adapter import CONFIG, WEIGHTS
-from headstart.heads.backbone.adapter import FOLDER as ADAPTER
+from headstart.heads.backbone.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, DRAFTER_ADAPTER
 from headstart.heads.backbone.embedded import resolve
 from headstart.heads.checkpoint import METADATA, read_metadata
-from headstart.heads.lora import FOLDER as DRAFTER_ADAPTER
 from headstart.inference.serving.engines import readers
 from headstart.inference.serving.export import PROVENANCE as EXPORTED
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, method_of
@@ -37,7 +35,7 @@ SAVED = (
     "custom_generate/*.txt",
 )  # fmt: skip
 """Files of a checkpoint; what else stands in a run's folder (state, log, reports) is not published."""
-WITH_PATHS = ("config.json", METADATA, EXPORTED, CONFIG)
+WITH_PATHS = ("config.json", METADATA, EXPORTED, ADAPTER_CONFIG)
 """Files in which paths of this machine may stand."""
 AGAIN = "train, export or fetch the heads again"
 
@@ -179,6 +177,6 @@ def _hub_id(backbone: str) -> str | None:
 
 
 def _require_adapter(folder: Path, wanted: bool) -> None:
-    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file()]
     if wanted and missing:
         raise UserError(f"{folder} lacks {missing[0]} of the adapter that the heads were trained with; train, export or fetch them again")

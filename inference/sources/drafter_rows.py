@@ -14,7 +14,7 @@ from headstart.heads.backbone.features import Features, join_features
 from headstart.heads.base import Drafter
 from headstart.heads.kv.rows import list_stores, map_stores, pad_rows, padded_rows
 from headstart.inference.capture.capture import Capturer
-from headstart.inference.engine.sizes import graph_size
+from headstart.inference.engine.tree import graph_size
 from headstart.inference.sources.source import Accepted, Source
 
 MAX_PENDING = 8

@@ -8,26 +8,72 @@ Shape suffixes: B batch, W beam width, D width, K depths, V draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.kv.ragged_cache import RaggedCache
-from headstart.heads.kv.rows import pad_rows, padded_rows
+from headstart.heads.kv.rows import STEP, pad_rows, padded_rows
+from headstart.inference.capture.backend import Call, all_nearly_equal
 from headstart.inference.capture.capture import Captured, Capturer
-from headstart.inference.engine.sizes import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH
-from headstart.inference.engine.tree import TreeShape
-from headstart.inference.sources.compiled_drafts import compiled_drafts
-from headstart.inference.sources.draft import Draft, DraftScoring
+from headstart.inference.engine.compiled_read import compiles, described
+from headstart.inference.engine.tree import BEAM_WIDTH, CPU_GREEDY_WIDTH, CPU_SAMPLED_WIDTH, TreeShape
 from headstart.inference.sources.drafter_rows import LAST, DrafterRows, not_capturable
 from headstart.inference.sources.levels import Level, Nodes, Progress, draft_levels, unpacked
-from headstart.support.pytree import map_tensors
+from headstart.inference.sources.source import Draft, DraftScoring
+from headstart.support.pytree import list_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from headstart.inference.compiled.compiled_pass import CompiledPass
+    from headstart.inference.compiled.sizes import Shape
 
 MIN_SCORE = -1e9
 """Nodes with a lower score, as from diverged heads, are dropped."""
+
+
+def compiled_drafts(drafter: Drafter, capturer: Capturer, function: Callable[..., Any]) -> CompiledPass | None:
+    """`draft_levels` compiled; None where nothing is compiled."""
+    if drafter.uses_backbone_cache or not compiles(capturer, drafter.backbone):
+        return None
+    from headstart.inference.compiled.compiled_pass import CompiledPass, Where  # here, since few calls need it
+
+    depends = (described(drafter), str(drafter.arguments), described(drafter.backbone.model))
+    where = Where([], [drafter, drafter.backbone.model], depends)
+    compiled = CompiledPass(function, _shapes, where, wait=capturer.name == "compile", agree=_first_level_agrees, lasting=False)
+    capturer.compiled.append(compiled)
+    return compiled
+
+
+def _first_level_agrees(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """True if the scores of the first level do: further ones may be of other nodes, where two had nearly the same score."""
+    return all_nearly_equal(others, results, slice(2, 3)) and all(bool(one.isfinite().all()) for one in others)
+
+
+def _shapes(call: Call) -> list[Shape] | None:
+    """The sizes of a call for one row: the slots of its caches, and of tables for their positions, change, and the number of features."""
+    if call.inputs[-3].tokens_BW.shape[0] != 1:
+        return None
+    held = call.leaves[: call.held_leaves]
+    slots = {leaf.shape[-2] for leaf in held if leaf.dim() >= 3 and leaf.shape[-2] % STEP == 0}
+    if len(slots) > 1:
+        return None
+    found: list[Shape] = []
+    for leaf in held:
+        sizes: list[int | str] = list(leaf.shape)
+        if leaf.dim() >= 3 and leaf.shape[-2] in slots:
+            sizes[-2] = "room"
+        elif leaf.dim() == 2 and leaf.shape[0] in slots:
+            sizes[0] = "room"
+        found.append(tuple(sizes))
+    found += [tuple(leaf.shape) for leaf in call.leaves[call.held_leaves :]]
+    for place, leaf in enumerate(list_tensors(call.inputs[0]), call.held_leaves):
+        found[place] = (leaf.shape[0], "nodes", *leaf.shape[2:]) if leaf.dim() > 1 else tuple(leaf.shape)
+    return found
 
 
 class DrafterSource(DrafterRows):
@@ -82,8 +128,16 @@ class DrafterSource(DrafterRows):
     # Drafting.
 
     def draft(self, draft: Draft, depths: int) -> None:
-        assert draft.cache is not None
-        longest, depth = draft.cache.longest, max(self.depth_of(draft.shape), depths)
+        if draft.cache is not None:  # otherwise the state is prepared
+            self._prepare(draft, draft.cache, depths)
+        roots = self.roots([pool.tokens[0] for pool in draft.pools])
+        levels, packed_BX = self._drafted(self._steps, range(depths), roots, self._width(draft), draft.scoring(depths))
+        above = [[0] for _ in draft.pools]
+        for depth, nodes in enumerate(unpacked(packed_BX, levels)):
+            above = self._attach(draft, nodes, above, depth)
+
+    def _prepare(self, draft: Draft, cache: RaggedCache, depths: int) -> None:
+        longest, depth = cache.longest, max(self.depth_of(draft.shape), depths)
         if self.in_one_call:
             self._select_rows()
             if self.state is None:
@@ -91,21 +145,12 @@ class DrafterSource(DrafterRows):
         if self.in_one_call and self.state is not None:
             self.state = self.drafter.reserve(self.state, longest + _room(depth, self._width(draft)))
         else:
-            self.prepare(longest, self._width(draft), draft.cache, depth)
-        self.grow(draft, depths)
+            self.prepare(longest, self._width(draft), cache, depth)
 
     def fixed_depths(self, shape: TreeShape, remaining: int) -> int:
         limit = min(self.depth_of(shape), remaining)
         few = [count for count in self.counts if limit <= count <= self.depth_of(shape)]
         return few[0] if few and limit > 0 and self.fixed else limit  # the last ones may not fit in the text
-
-    def grow(self, draft: Draft, depths: int) -> None:
-        """Draft so many depths; the state is prepared."""
-        roots = self.roots([pool.tokens[0] for pool in draft.pools])
-        levels, packed_BX = self._drafted(self._steps, range(depths), roots, self._width(draft), draft.scoring(depths))
-        above = [[0] for _ in draft.pools]
-        for depth, nodes in enumerate(unpacked(packed_BX, levels)):
-            above = self._attach(draft, nodes, above, depth)
 
     def _width(self, draft: Draft) -> int:
         return self.width(len(draft.pools)) if draft.shape is None else draft.shape.width

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.base import Drafter
 from headstart.inference.compiled.marks import region
-from headstart.inference.sources.draft import DraftScoring
+from headstart.inference.sources.source import DraftScoring
 
 GROUP, GROUPED = 64, 1 << 14
 """Candidates per group in `largest`, and how many there have to be for it."""

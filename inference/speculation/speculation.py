@@ -19,10 +19,8 @@ from torch import Tensor
 from headstart.inference.adaptive.best_tree import Choice, best_tree
 from headstart.inference.adaptive.latency import FIRST_NODES, CostModel
 from headstart.inference.capture.stopwatch import Stopwatch
-from headstart.inference.engine.sizes import TREE_SIZES, graph_size
-from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
-from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source import Source
+from headstart.inference.engine.tree import TREE_SIZES, CandidateTree, TreeShape, graph_size, root_only
+from headstart.inference.sources.source import Draft, Source
 
 Kind = TypeVar("Kind", bound=Source)
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from trained import ROOT, trained
 
-from headstart.heads.autoregressive import AutoregressiveDrafter
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
+from headstart.heads.eagle import AutoregressiveDrafter
 from headstart.inference.serving.verify import vllm
 
 PACKAGES = ROOT / ".venv-engines" / "sglang"

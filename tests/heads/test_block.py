@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from test_contract import CLOSE
 from torch import Tensor
 
-from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.block import Block, _taps
 from headstart.heads.layers.block_attention import lay_out
 from headstart.heads.methods import build_drafter

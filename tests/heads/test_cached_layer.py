@@ -12,7 +12,7 @@ from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, NormedAttention, Rotary
-from headstart.heads.mtp_module import GatedAttention
+from headstart.heads.mtp import GatedAttention
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=4

@@ -16,7 +16,7 @@ from test_contract import CLOSE, each_drafter, made
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.anchors import Anchors, at_all_positions
+from headstart.heads.backbone.features import Anchors, at_all_positions
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.methods import build_drafter, construct_drafter

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone, load_head_only
-from headstart.heads.backbone.layer_weights import layer_weights
-from headstart.heads.backbone.weight_files import E2M1
+from headstart.heads.backbone.native_mtp import E2M1
+from headstart.heads.layers.start_values import layer_weights
 from headstart.support.errors import UserError
 
 UNVERIFIED = {"DeepSeek-V3.2, GLM-5", "MiniMax-01", "Jamba", "LFM2", "Nemotron-H", "BLOOM", "Llama-4"}

@@ -21,7 +21,7 @@ from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.checkpoint import check_contract
 from headstart.heads.layers.start_values import probe
 from headstart.support.devices import spread
-from headstart.training.data.vocabulary import LabelCounts, coverage_report
+from headstart.training.data.data import LabelCounts, coverage_report
 from headstart.training.inspect.recipe import percentiles
 from headstart.training.loop import _sum_over_processes
 

@@ -22,12 +22,11 @@ from headstart.heads.backbone.native_mtp import LAYOUTS
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import OTHER_STREAM_SCALE
 from headstart.heads.methods import build_drafter
-from headstart.heads.mtp import Mtp
-from headstart.heads.mtp_module import MtpModule
-from headstart.heads.native_mtp import INDEX, NEW_FILE, write_back
+from headstart.heads.mtp import Mtp, MtpModule
 from headstart.inference.contract import chain, part
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
+from headstart.inference.serving.layouts.mtp import INDEX, NEW_FILE, write_back
 from headstart.support.errors import UserError
 
 GATED = SIZES | {

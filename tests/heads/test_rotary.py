@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.eagle3 import Eagle3
-from headstart.heads.mtp_module import partial_rotary
+from headstart.heads.mtp import partial_rotary
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
 

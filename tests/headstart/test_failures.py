@@ -12,10 +12,10 @@ from families import say
 from small_run import make_recipe
 from torch import Tensor
 
-from headstart.cli.failures import guarded
+from headstart.cli.failures import Guard
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.inference.engine import memory
+from headstart.inference.engine import request as memory
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.support.errors import UserError
@@ -26,6 +26,12 @@ def raising(error: BaseException) -> Callable[[], int]:
         raise error
 
     return work
+
+
+def guarded(work: Callable[[], int], folder: Path | None = None, debug: bool = False) -> int:
+    with Guard(folder, debug) as guard:
+        guard.status = work()
+    return guard.status
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +64,7 @@ def test_what_is_known_is_one_line_that_says_what_to_try(
 
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("two\nlines"), RecursionError("too deep")])
 def test_what_nobody_foresaw_is_logged(error: Exception, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, expected in ((lambda: None, cache), (lambda: tmp_path, tmp_path)):
+    for folder, expected in ((None, cache), (tmp_path, tmp_path)):
         assert guarded(raising(error), folder) == 70
         (line,) = capsys.readouterr().err.splitlines()
         (log,) = expected.glob("failure-*.txt")

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 import headstart
 from headstart.cli.main import main
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.recipe.yaml_text import dump_yaml
 

@@ -37,7 +37,7 @@ class TestSecrets:
         assert b"SERVER_KEY" in (trained / "out" / "headstart.json").read_bytes(), "the variable's name is no secret"
 
     def test_wandb_gets_the_name_of_the_variable(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headstart.training.log import trackers
+        from headstart.training.log import log
 
         given: dict[str, Any] = {}
 
@@ -50,9 +50,9 @@ class TestSecrets:
 
         for name, value in SECRETS.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(trackers, "WandBTracker", Recorder)
+        monkeypatch.setattr(log, "WandBTracker", Recorder)
         monkeypatch.setitem(sys.modules, "wandb", type(sys)("wandb"))
-        trackers._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]))
+        log._start_wandb(load_recipe(trained / "recipe.yaml", ["log.wandb=offline"]))
         assert given["regenerate"]["api_key"] == "SERVER_KEY" and not [one for one in SECRETS.values() if one in json.dumps(given)]
 
     @pytest.mark.parametrize(

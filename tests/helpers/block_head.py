@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features, dense_from_anchors
 from headstart.heads.base import Drafter, DrafterConfig
 
 

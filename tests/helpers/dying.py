@@ -9,8 +9,7 @@ import os
 
 from torch import Tensor
 
-from headstart.heads.anchors import Anchors
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.eagle3 import Eagle3
 
 SIGNAL, FORWARD, NAN = "HEADSTART_TEST_SIGNAL", "HEADSTART_TEST_FORWARD", "HEADSTART_TEST_NAN"

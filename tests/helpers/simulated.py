@@ -18,10 +18,8 @@ import pytest
 from headstart.heads.backbone.features import Features
 from headstart.inference.adaptive.acceptance import shifted
 from headstart.inference.capture import stopwatch
-from headstart.inference.engine.sizes import TREE_SIZES
-from headstart.inference.engine.tree import Pool
-from headstart.inference.sources.draft import Draft
-from headstart.inference.sources.source import Accepted, Source
+from headstart.inference.engine.tree import TREE_SIZES, Pool
+from headstart.inference.sources.source import Accepted, Draft, Source
 from headstart.inference.speculation.speculation import Speculation
 
 

@@ -10,9 +10,8 @@ import torch
 from families import FAMILIES, VOCAB, backbone, prompts
 
 from headstart.heads.backbone.features import Features
-from headstart.inference.beam.breadth import DEPTHS, UNITS, Breadth
-from headstart.inference.beam.drafts import _corrected
-from headstart.inference.beam.features import NodeFeatures
+from headstart.inference.beam.drafts import NodeFeatures, _corrected
+from headstart.inference.beam.search import DEPTHS, UNITS, Breadth
 from headstart.inference.beam.trie import BeamTrie, TopK, read_tries
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.engine.reader import Reader

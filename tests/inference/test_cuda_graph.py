@@ -22,7 +22,7 @@ from headstart.inference.capture.capture import PATIENCE, Captured, Capturer, Ca
 from headstart.inference.capture.cuda_graph import CudaGraph
 from headstart.inference.capture.stopwatch import Stopwatch
 from headstart.inference.capture.writes import Writes
-from headstart.inference.engine.sizes import graph_size
+from headstart.inference.engine.tree import graph_size
 
 
 def captured_by_graph(function: Callable[..., Any]) -> tuple[Captured, FixedMemory]:

@@ -25,8 +25,8 @@ from headstart.inference.engine.tree import CandidateTree, TreeShape, root_only
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.inference.self_check import check
-from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
+from headstart.inference.sources.source import Draft
 from headstart.inference.speculation.speculation import Speculation
 from headstart.support.devices import cpu_as_accelerator
 

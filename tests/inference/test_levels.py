@@ -10,8 +10,8 @@ import torch
 from families import backbone, random_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.inference.sources.draft import DraftScoring
 from headstart.inference.sources.levels import GROUP, GROUPED, Level, Progress, draft_levels, largest
+from headstart.inference.sources.source import DraftScoring
 
 
 @pytest.mark.parametrize("count", [1, 4, 10, 300])

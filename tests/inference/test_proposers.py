@@ -10,8 +10,7 @@ import pytest
 from headstart.inference.proposers.history import HistoryProposer
 from headstart.inference.proposers.recycling import NEWEST_WEIGHT, RecyclingProposer
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.sources.best_first import MIN_PATH_PROB, grow
-from headstart.inference.sources.proposer import Candidates, Proposer
+from headstart.inference.sources.proposer import MIN_PATH_PROB, Candidates, Proposer, grow
 from headstart.support.errors import UserError
 
 KINDS = [SuffixProposer, RecyclingProposer, HistoryProposer]

@@ -19,7 +19,7 @@ from headstart.heads.kv.rows import FixedMemory, octave_up
 from headstart.inference.capture.cuda_graph import Replay
 from headstart.inference.engine.reader import Reader
 from headstart.inference.generate import SpeculativeModel
-from headstart.inference.self_check import check, kept
+from headstart.inference.self_check import check
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_fault_is_caught_before_the_first_text(
     again = recorded()
     monkeypatch.setattr(check, "_fault", None)  # it is known
     assert torch.equal(write(again), truth)
-    assert "found before; remove" in caplog.records[-1].message and str(kept.place()) in caplog.records[-1].message
+    assert "found before; remove" in caplog.records[-1].message and str(check.results_file()) in caplog.records[-1].message
 
 
 def test_a_fault_in_the_heads_memory_is_caught_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,27 +137,30 @@ def test_a_healthy_model_passes_once_for_a_machine(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_damaged_or_unwritable_file_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = kept.key(shallow(), [], Recorded)
+    key = check.result_key(shallow(), [], Recorded)
     for text in ("{", "[]", "{}", '{"format": 1}', '{"format": 1, "results": []}', json.dumps({"format": 0, "results": {key: "broken"}}),
                  json.dumps({"format": 1, "results": {key: 3}}), "\0"):  # fmt: skip
-        kept.place().parent.mkdir(parents=True, exist_ok=True)
-        kept.place().write_text(text)
-        assert kept.read(key) is None, text
-        kept.write(key, "")
-        assert kept.read(key) == "", text
-    kept.write("another", "a fault")
-    assert kept.read(key) == "" and kept.read("another") == "a fault"
+        check.results_file().parent.mkdir(parents=True, exist_ok=True)
+        check.results_file().write_text(text)
+        assert check.read_result(key) is None, text
+        check.write_result(key, "")
+        assert check.read_result(key) == "", text
+    check.write_result("another", "a fault")
+    assert check.read_result(key) == "" and check.read_result("another") == "a fault"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
-    kept.write(key, "")
-    assert kept.read(key) is None
+    check.write_result(key, "")
+    assert check.read_result(key) is None
 
 
 def test_a_result_is_for_a_version_of_the_code_for_the_heads_and_for_a_dtype() -> None:
     on = shallow()
-    keys = {kept.key(on, drafters, Recorded) for drafters in ([], [random_drafter("eagle3", on)], [random_drafter("eagle3", on, layers=2)])}
-    keys.add(kept.key(Backbone(tiny("llama", num_hidden_layers=2).bfloat16()), [], Recorded))  # other bits round otherwise
-    assert len(keys) == 4 and all(f"code {kept._code()}" in key and torch.__version__ in key for key in keys)
-    assert len(kept._code()) == 16
+    keys = {
+        check.result_key(on, drafters, Recorded)
+        for drafters in ([], [random_drafter("eagle3", on)], [random_drafter("eagle3", on, layers=2)])
+    }
+    keys.add(check.result_key(Backbone(tiny("llama", num_hidden_layers=2).bfloat16()), [], Recorded))  # other bits round otherwise
+    assert len(keys) == 4 and all(f"code {check._code()}" in key and torch.__version__ in key for key in keys)
+    assert len(check._code()) == 16
 
 
 def test_heads_that_cannot_be_captured_are_checked_as_well() -> None:

@@ -19,9 +19,9 @@ from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import Pool, TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
-from headstart.inference.sources.draft import Draft
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.levels import Progress
+from headstart.inference.sources.source import Draft
 from headstart.inference.speculation.speculation import Speculation
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}

@@ -12,7 +12,7 @@ from corrupting import a_logit, a_value, register
 from families import backbone, left_padded, prompts, random_drafter, say
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference import spot_check
+from headstart.inference import runtime
 from headstart.inference.capture.capture import BACKENDS, Capturer
 from headstart.inference.engine.judge import Judge
 from headstart.inference.engine.tree import TreeShape
@@ -23,8 +23,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "tree": TreeShape(8, 3), "seed"
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spot_check, "EVERY", 4)
-    monkeypatch.setattr(spot_check, "_numbers", itertools.count(1))
+    monkeypatch.setattr(runtime, "EVERY", 4)
+    monkeypatch.setattr(runtime, "_numbers", itertools.count(1))
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_healthy_captures_stay_on(monkeypatch: pytest.MonkeyPatch, judged: list[
 def test_what_is_not_read_again(monkeypatch: pytest.MonkeyPatch, judged: list[int]) -> None:
     register(monkeypatch, None)
     heads = model()
-    with spot_check.paused():  # as benchmarks do
+    with runtime.paused():  # as benchmarks do
         say(heads, left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
     say(model(capture="trace"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)
     say(model(capture="off"), left_padded(prompts((9, 1, 14, 4, 7))), **OPTIONS)

@@ -16,7 +16,7 @@ from headstart.heads.checkpoint import METADATA
 from headstart.inference.adaptive.acceptance import Acceptance
 from headstart.inference.engine.tree import Pool
 from headstart.support.errors import UserError
-from headstart.training.log.evaluate import evaluate
+from headstart.training.evaluation import evaluate
 from headstart.training.recipe.recipe import Eval
 
 

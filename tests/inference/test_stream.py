@@ -11,7 +11,7 @@ from test_rotary import TURN
 from test_rotary import heads as turning
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, Tally, continue_text
 from headstart.inference.proposers.suffix import SuffixProposer

@@ -49,7 +49,7 @@ print(json.dumps(wrote))
 """
 TRAINED = """
 import json, headstart
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.training.data.data import make_samples
 from headstart.training.data.rows import read_rows
 from headstart.training.recipe.recipe import Data

@@ -26,7 +26,7 @@ from headstart.heads.backbone import adapter as adapters
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.features import Features
 from headstart.support.errors import UserError
-from headstart.training.objective.lm_loss import lm_loss
+from headstart.training.objective.loss_rows import lm_loss
 from headstart.training.recipe.recipe import load_recipe
 from headstart.training.setup import prepare
 

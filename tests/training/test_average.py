@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from small_run import make_recipe, read_log
 
 from headstart.cli.train import main
-from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import find_state, read_state
+from headstart.training.run.optimizer import Average, in_place_of_weights
 
 STEPS = 8
 CONSTANT = {"steps": STEPS, "schedule": "constant", "warmup_ratio": 0.0, "ema_decay": 0.5}

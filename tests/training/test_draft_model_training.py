@@ -19,9 +19,8 @@ from test_draft_model import words
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.anchors import Anchors
 from headstart.heads.backbone.backbone import Backbone, load_backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
 from headstart.heads.draft_model import DraftModel
@@ -30,9 +29,9 @@ from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import LiveWithCache
-from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.rollout import rollout
+from headstart.training.objective.loss_rows import StepKey, sample_anchors
+from headstart.training.objective.objective import rollout
 from headstart.training.recipe.recipe import Objective
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-4}

@@ -18,9 +18,10 @@ from small_run import make_recipe, read_log
 from headstart.cli.main import main as headstart
 from headstart.cli.train import main
 from headstart.heads.backbone import adapter as adapters
+from headstart.heads.backbone.adapter import DRAFTER_ADAPTER
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.checkpoint import load_drafter
-from headstart.heads.lora import FOLDER, add_lora, merged
+from headstart.heads.lora import add_lora, merged
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings, continue_text
@@ -83,9 +84,9 @@ def test_names_and_drafts_stay_those_of_the_drafter(kind: str) -> None:
 def test_only_the_adapter_is_trained_and_saved_beside_the_weights(adapted: Path) -> None:
     base, out = load_file(adapted / "base" / WEIGHTS), load_file(adapted / "out" / WEIGHTS)
     assert base.keys() == out.keys() and all(torch.equal(base[name], out[name]) for name in base)
-    saved = load_file(adapted / "out" / FOLDER / "adapter_model.safetensors")
+    saved = load_file(adapted / "out" / DRAFTER_ADAPTER / "adapter_model.safetensors")
     assert {name.split(".lora_")[0] for name in saved} >= {"base_model.model.fc", "base_model.model.midlayer.mlp.down_proj"}
-    config = peft.PeftConfig.from_pretrained(str(adapted / "out" / FOLDER))
+    config = peft.PeftConfig.from_pretrained(str(adapted / "out" / DRAFTER_ADAPTER))
     assert (config.r, config.lora_alpha) == (2, 32.0) and "midlayer.self_attn.q_proj" in config.target_modules
     assert any(weight.abs().sum() > 0 for name, weight in saved.items() if "lora_B" in name)
     losses = [line["loss"] for line in read_log(adapted / "out") if "loss" in line]
@@ -97,7 +98,7 @@ def test_merged_on_request_it_drafts_the_same(adapted: Path, tmp_path: Path) -> 
     """The same command with ``merge`` saves whole weights; loading adds the adapter otherwise."""
     shutil.copytree(adapted / "out", tmp_path / "out")
     run = [str(adapted / "recipe.yaml"), f"save.dir={tmp_path}/out", "train.steps=7", "drafter.lora.merge=true"]
-    assert main(run) == 0 and not (tmp_path / "out" / FOLDER).exists()
+    assert main(run) == 0 and not (tmp_path / "out" / DRAFTER_ADAPTER).exists()
     assert main([*run[:2], f"save.dir={tmp_path}/apart", "train.steps=7"]) == 0
     on = load_backbone(str(adapted / "backbone"), device="cpu")
     whole, apart, base = (load_drafter(folder, on) for folder in (tmp_path / "out", tmp_path / "apart", adapted / "base"))
@@ -110,7 +111,7 @@ def test_merged_on_request_it_drafts_the_same(adapted: Path, tmp_path: Path) -> 
     assert drafts[0] == drafts[1]
     again = tmp_path / "again"
     apart.save_pretrained(again)  # a loaded drafter is merged
-    assert not (again / FOLDER).exists() and torch.equal(load_file(again / WEIGHTS)["fc.weight"], apart.tensors()["fc.weight"])
+    assert not (again / DRAFTER_ADAPTER).exists() and torch.equal(load_file(again / WEIGHTS)["fc.weight"], apart.tensors()["fc.weight"])
     assert main([str(adapted / "recipe.yaml"), f"drafter.init={tmp_path}/apart", f"save.dir={tmp_path}/chained", "train.steps=1"]) == 0
     assert torch.equal(load_file(tmp_path / "chained" / WEIGHTS)["fc.weight"], apart.tensors()["fc.weight"])
 
@@ -123,7 +124,7 @@ def test_resumed_bit_for_bit_without_the_heads_it_started_from(adapted: Path, tm
     assert "(LoRA" in capsys.readouterr().err.replace("of LoRA", "(LoRA")
     shutil.rmtree(source)
     assert main(run) == 0
-    for name in (WEIGHTS, f"{FOLDER}/adapter_model.safetensors"):
+    for name in (WEIGHTS, f"{DRAFTER_ADAPTER}/adapter_model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (adapted / "out" / name).read_bytes()
     one, other = (load_file(folder / "state" / "step-00000006" / "tensors.safetensors") for folder in (tmp_path / "out", adapted / "out"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -138,7 +139,7 @@ def test_two_processes_adapt_as_one_does(adapted: Path, tmp_path: Path, environm
     assert Forked(2, [recipe, *without_noise, f"save.dir={tmp_path}/two"], log, **environment).wait() == 0, log.read_text()[-3000:]
     one, two = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-5)
-    for name in (WEIGHTS, f"{FOLDER}/adapter_model.safetensors"):
+    for name in (WEIGHTS, f"{DRAFTER_ADAPTER}/adapter_model.safetensors"):
         for key, weight in load_file(tmp_path / "one" / name).items():
             torch.testing.assert_close(load_file(tmp_path / "two" / name)[key], weight, rtol=1e-4, atol=1e-5)
 
@@ -149,7 +150,7 @@ def test_planned_and_inspected(adapted: Path, tmp_path: Path) -> None:
     recipe = load_recipe(adapted / "recipe.yaml")
     models = make_fake_models(recipe, accelerator=False)
     planned = MemoryPlan(recipe, models, False, False).step(MicroBatch(2, 32)).phases[OPTIMIZER]
-    own, lora = (load_file(file) for file in (adapted / "out" / WEIGHTS, adapted / "out" / FOLDER / "adapter_model.safetensors"))
+    own, lora = (load_file(file) for file in (adapted / "out" / WEIGHTS, adapted / "out" / DRAFTER_ADAPTER / "adapter_model.safetensors"))
     adapter_bytes = sum(weight.nbytes for weight in lora.values())
     assert planned["gradients"] == planned["weight average"] == adapter_bytes and planned["optimizer state"] == 2 * adapter_bytes
     assert planned["drafter weights"] >= sum(weight.nbytes for weight in own.values()) + adapter_bytes
@@ -158,7 +159,7 @@ def test_planned_and_inspected(adapted: Path, tmp_path: Path) -> None:
     file = tmp_path / "inspect.json"
     assert headstart(["inspect", str(adapted / "out"), "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    saved = load_file(adapted / "out" / FOLDER / "adapter_model.safetensors")
+    saved = load_file(adapted / "out" / DRAFTER_ADAPTER / "adapter_model.safetensors")
     assert found["adapter"] == {"parameters": sum(weight.numel() for weight in saved.values()), "weights_match_hash": True}
 
 
@@ -182,7 +183,7 @@ def test_bad_input(adapted: Path, tmp_path: Path, change: str, message: str, cap
 def test_damaged_adapters_are_refused(adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = load_backbone(str(adapted / "backbone"), device="cpu")
     shutil.copytree(adapted / "out", tmp_path / "out")
-    file = tmp_path / "out" / FOLDER / "adapter_model.safetensors"
+    file = tmp_path / "out" / DRAFTER_ADAPTER / "adapter_model.safetensors"
     with monkeypatch.context() as patch, pytest.raises(UserError, match="pip install 'headstart\\[peft\\]'"):
         patch.setattr(adapters, "find_spec", lambda name: None)
         load_drafter(tmp_path / "out", on)

@@ -20,9 +20,8 @@ from webpage import Reader
 
 from headstart.cli.main import main as command
 from headstart.cli.train import main
-from headstart.training.log.evaluate import marked
+from headstart.training.log.log import marked, start_trackers
 from headstart.training.log.runs import runs_page
-from headstart.training.log.trackers import start_trackers
 from headstart.training.recipe.recipe import load_recipe
 
 GIVEN = ["train.schedule=constant", "eval.every=4", "log.tensorboard=true"]
@@ -79,7 +78,7 @@ def test_examples_are_the_continuations_and_their_passes(ran: Path) -> None:
 
 
 def test_long_examples_end_with_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.training.log.evaluate.LONGEST", 7)
+    monkeypatch.setattr("headstart.training.evaluation.LONGEST", 7)
     assert main([str(make_recipe(tmp_path, train={"steps": 1}))]) == 0
     for example in read_log(tmp_path / "out")[-1]["examples"]:
         assert 1 + sum(example["accept_lengths"]) == len(example["tokens"]) <= 7

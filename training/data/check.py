@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from headstart.inference.engine.processing import common_prefix
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, read_conversation
 from headstart.support.chat.template import TemplateRefusal
@@ -151,7 +152,7 @@ def _turn(where: str, row: Conversation, i: int, chat: Chat, written: list[int] 
         return_dict=False, **chat.template.arguments(row.tools),
     )  # fmt: skip
     length = len(asked)
-    sample = max(row.samples, key=lambda one: _common(one.tokens.tolist(), asked))
+    sample = max(row.samples, key=lambda one: common_prefix(one.tokens.tolist(), asked))
     tokens = sample.tokens.tolist()
     if tokens[:length] != asked:
         return Difference(f"{where}, its prompt", tokens[:length], asked, "the prompt is not what apply_chat_template gives: report this")
@@ -183,7 +184,3 @@ def _runs(sample: Sample) -> list[tuple[list[int], list[int]]]:
     tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
     runs = [[i for i, _ in run] for label, run in groupby(enumerate(mask), key=itemgetter(1)) if label]
     return [(tokens[: run[0]], tokens[run[0] : run[-1] + 1]) for run in runs]
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import end_tokens
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.heads.base import Drafter
 from headstart.heads.methods import construct_drafter
 from headstart.support.errors import UserError

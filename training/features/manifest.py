@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.checkpoint import same_weights
 from headstart.support.chat.template import template_hash
-from headstart.support.dtypes import dtype_name
+from headstart.support.devices import dtype_name
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, value_hash, write_json
 from headstart.support.hub import inside

@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.backbone.backbone import Backbone, load_tokenizer
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.page import Section, page
 from headstart.support.terminal import labelled
 from headstart.support.text import token_texts, visible
 from headstart.training.data.batch_sampler import BatchSampler
-from headstart.training.data.data import load_data, require_vocabulary
+from headstart.training.data.data import coverage_report, describe_coverage, label_counts, load_data, most_frequent, require_vocabulary
 from headstart.training.data.kept import Splits
 from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import chat_settings
-from headstart.training.data.vocabulary import coverage_report, describe_coverage, label_counts, most_frequent
 from headstart.training.features.source import require_packable
 from headstart.training.plan.fake_model import FakeModels, make_fake_models
 from headstart.training.recipe.recipe import Recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headstart.support.errors import UserError
-from headstart.support.json_text import Form, fault, log_lines
+from headstart.support.json_text import Form, fault, flattened, log_lines
 from headstart.support.page import Section, Series, charts, page
 from headstart.support.terminal import Table, show
 
@@ -151,16 +151,10 @@ def _latest(heads: Sequence[Head]) -> Table:
 
 def _differences(logs: Mapping[str, list[Line]]) -> list[Table]:
     """The dotted recipe keys that are not the same in all runs, with a column for each run; nothing if there are none."""
-    flat = [_flat(_recipe(log)) for log in logs.values()]
+    flat = [flattened(_recipe(log)) for log in logs.values()]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in IGNORED]
     rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
     return [Table(["key", *logs], [("", row) for row in rows], left=range(1 + len(logs)))] if rows else []
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 def _number(value: float | None) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads.base import Drafter
+from headstart.training.data.data import coverage_report, label_counts, most_frequent
 from headstart.training.data.kept import Splits
-from headstart.training.data.vocabulary import coverage_report, label_counts, most_frequent
 from headstart.training.plan.compute import active_parameters
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.recipe.drafter import VOCABULARY_KEY

@@ -28,21 +28,19 @@ from typing import Any
 
 import torch
 
-from headstart.heads.anchors import Anchors
-from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.recompute import recompute_within
+from headstart.heads.backbone.features import Anchors, Features
+from headstart.heads.backbone.hooks import recompute_within
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import ChunkPolicy, use_chunk_policy
-from headstart.support.dtypes import torch_dtype
+from headstart.support.devices import torch_dtype
 from headstart.support.errors import UserError
 from headstart.support.pytree import list_tensors
 from headstart.training.data.packing import Batch
 from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
-from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.lm_loss import lm_loss
+from headstart.training.objective.loss_rows import SampledAnchors, lm_loss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.plan.memory_counter import MemoryCounter, Parts

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.backbone.end_tokens import read_end_tokens
 from headstart.heads.backbone.gguf_file import find_gguf
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.errors import UserError
 from headstart.support.numeric_limits import MAX_MEMORY_GB
 from headstart.training.data.batch_sampler import BatchSampler

@@ -15,12 +15,10 @@ from headstart.support.config import RuleError, Seed, StrictModel, parse
 from headstart.support.errors import UserError
 from headstart.support.hub import local_or_shipped
 from headstart.training.recipe.drafter import by_name, per_drafter, require_arguments
-from headstart.training.recipe.extends import read_extended
-from headstart.training.recipe.regenerate import Regenerate
 from headstart.training.recipe.sections import Backbone, Cache, Data
-from headstart.training.recipe.served import Features
+from headstart.training.recipe.served import Features, Regenerate
 from headstart.training.recipe.training import Eval, Log, Objective, Save, Train
-from headstart.training.recipe.yaml_text import dump_yaml, override
+from headstart.training.recipe.yaml_text import dump_yaml, override, read_extended
 
 
 class Recipe(StrictModel):
@@ -76,13 +74,11 @@ class Recipe(StrictModel):
         return self
 
     def _check_served(self) -> None:
-        for key, used, rule in (
+        _refuse(
             ("backbone.adapter", self.backbone.adapter is not None, "is not served with hidden states; merge it into the model with PEFT"),
             ("backbone.lora", self.backbone.lora is not None, "changes hidden states, and servers have those before; set either to null"),
             ("objective.on_policy", self.objective.on_policy > 0, "runs the backbone on drafts, and servers do not; set either back"),
-        ):
-            if used:
-                raise RuleError(key, rule, True)
+        )
 
     def _check_drafter(self) -> None:
         options = require_arguments(self.drafter, "drafter")
@@ -94,17 +90,22 @@ class Recipe(StrictModel):
             raise RuleError("drafter.lora.dropout", rule, options.lora.dropout)
 
     def _check_lora(self) -> None:
-        for key, used, rule in (
+        _refuse(
             ("heads", bool(self.heads), "would each need an adapter with backbone.lora; train one drafter, or set lora to null"),
             ("cache.dir", self.cache.dir is not None, "keeps features, which change with backbone.lora; set either to null"),
             ("objective.on_policy", bool(self.objective.on_policy), "needs a frozen backbone; set it to 0, or backbone.lora to null"),
-        ):
-            if used:
-                raise RuleError(key, rule, True)
+        )
 
     def per_drafter(self) -> dict[str, Recipe]:
         """By name, the recipe of each drafter as if it were trained alone; with ``drafter`` the whole recipe, under an empty name."""
         return per_drafter(self)
+
+
+def _refuse(*rules: tuple[str, bool, str]) -> None:
+    """Raise the first of these rules, each a key, whether it is broken, and the rule."""
+    for key, broken, rule in rules:
+        if broken:
+            raise RuleError(key, rule, True)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

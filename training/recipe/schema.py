@@ -14,9 +14,9 @@ from headstart.heads.methods import find_drafter, methods
 from headstart.support.config import describe
 from headstart.support.errors import UserError
 from headstart.training.recipe.drafter import SHARED_KEYS, DrafterLora, DrafterOptions
-from headstart.training.recipe.extends import KEY as EXTENDS
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Lora
+from headstart.training.recipe.yaml_text import KEY as EXTENDS
 
 _EXTENDS = {
     "description": "Recipes, or parts of recipes, whose keys this one has too unless it replaces them; paths relative to this file.",

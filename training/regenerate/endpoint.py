@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.backbone.end_tokens import read_end_tokens
+from headstart.heads.backbone.model_config import read_end_tokens
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import ASSISTANT, Message, prompt_length
 from headstart.support.chat.template import TemplateRefusal, template_hash

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_tokenizer
-from headstart.heads.backbone.end_tokens import end_tokens
+from headstart.heads.backbone.model_config import end_tokens
 from headstart.inference.generate import SpeculativeModel, load
 from headstart.inference.measure import Settings, Tally
 from headstart.inference.proposers.recycling import RecyclingProposer
@@ -25,7 +25,7 @@ from headstart.inference.stream import Prompt, Queue, stream
 from headstart.support.chat.conversation import Chat
 from headstart.support.chat.messages import prompt_length
 from headstart.support.chat.template import TemplateRefusal, template_hash
-from headstart.support.dtypes import dtype_name
+from headstart.support.devices import dtype_name
 from headstart.support.files import value_hash
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.features.backbone import open_backbone

@@ -34,11 +34,11 @@ from headstart.heads.lora import lora_weights
 from headstart.support.chat.template import template_hash
 from headstart.support.errors import UserError
 from headstart.support.files import atomic, discard, discard_unfinished, file_hash, flush, value_hash
-from headstart.support.json_text import parse_json
+from headstart.support.json_text import flattened, parse_json
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
-from headstart.training.run.average import Average
-from headstart.training.run.sharding import distribute_like, full_tensor
+from headstart.training.run.optimizer import Average
+from headstart.training.run.processes import distribute_like, full_tensor
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def read_state(folder: Path) -> State:
 
 def require_same_recipe(state: State, recipe: dict[str, Any]) -> None:
     """Raise UserError if the saved run's recipe differs in keys other than `MAY_DIFFER`."""
-    before, now = _flat(state.progress["recipe"]), _flat(json.loads(json.dumps(recipe)))
+    before, now = flattened(state.progress["recipe"]), flattened(json.loads(json.dumps(recipe)))
     keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER))
     if keys:
         changes = ", ".join(f"{key} (was {before.get(key)!r}, now {now.get(key)!r})" for key in keys)
@@ -240,11 +240,3 @@ def _write_content(file: Path, content: dict[str, Any]) -> None:
 def _content_hash(content: dict[str, Any]) -> str:
     """A hash of ``state.json`` without its hash."""
     return value_hash({key: value for key, value in json.loads(json.dumps(content)).items() if key != "hash"})
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested keys to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

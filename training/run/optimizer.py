@@ -1,9 +1,16 @@
-"""Optimizers and schedules: AdamW for all weights, or Muon for hidden matrices and AdamW for the rest."""
+"""Optimizers and schedules: AdamW for all weights, or Muon for hidden matrices and AdamW for the rest.
+
+Exponential moving average of the trained weights (``train.ema_decay``), used for evaluation and for the saved heads.
+
+After step t the average moves towards the weights by ``1 - min(ema_decay, (1 + t) / (10 + t))``; early steps are large, so that the
+initial weights are soon forgotten. It has the weights' dtype and is part of the saved state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +21,45 @@ from headstart.heads.base import Drafter
 from headstart.heads.own_readout import OwnReadoutDrafter
 from headstart.training.recipe.recipe import Train
 from headstart.training.recipe.sections import Lora
-from headstart.training.run.sharding import distribute_like, gather_like, to_local
+from headstart.training.run.processes import distribute_like, gather_like, to_local
+
+
+class Average:
+    """Average of the named parameters ``trained``, which must stay the same objects during training."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.trained, self.decay = {name: weight for name, weight in trained.items() if weight.requires_grad}, decay
+        self.weights = {name: weight.detach().clone() for name, weight in self.trained.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the average after optimiser step ``step``, counted from 1."""
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, average in self.weights.items():
+            to_local(average).lerp_(to_local(self.trained[name]), share)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load averaged weights; names must match exactly."""
+        assert weights.keys() == self.weights.keys()
+        for name, average in self.weights.items():
+            average.copy_(distribute_like(weights[name], average))
+
+
+@contextmanager
+def in_place_of_weights(average: Average | None) -> Iterator[None]:
+    """Swap the averaged weights into the parameters inside the context; without an average, do nothing."""
+    _exchange(average)
+    try:
+        yield
+    finally:
+        _exchange(average)
+
+
+def _exchange(average: Average | None) -> None:
+    if average is not None:
+        for name, values in average.weights.items():
+            weight = average.trained[name]
+            average.weights[name], weight.data = weight.data, values
 
 
 def learning_rate(step: int, steps: int, train: Train) -> float:

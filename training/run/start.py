@@ -8,18 +8,18 @@ import torch
 from accelerate import Accelerator
 
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.warm_start import WarmStart, read_warm_start
 from headstart.support.terminal import progress
+from headstart.training.data.data import LabelCounts, most_frequent
 from headstart.training.data.packing import FORWARD_TOKENS, batches_by_length, collate
 from headstart.training.data.sample import Sample
-from headstart.training.data.vocabulary import LabelCounts, most_frequent
 from headstart.training.features.source import FeatureSource
 from headstart.training.features.supplement import FILE as SUPPLEMENT
 from headstart.training.features.supplement import chosen_texts
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
+from headstart.training.run.processes import is_sharded
 
 CPU_POSITIONS = 1024
 """Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""

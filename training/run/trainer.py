@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.sharding import is_sharded
 from headstart.heads.base import Drafter
 from headstart.heads.lora import add_lora, lora_weights, merged
 from headstart.heads.methods import build_drafter, construct_drafter
@@ -30,16 +29,14 @@ from headstart.support.errors import UserError
 from headstart.training.data.packing import Batch
 from headstart.training.features.source import FeatureSource
 from headstart.training.log.log import Meter, Result
-from headstart.training.objective.anchors import StepKey
+from headstart.training.objective.loss_rows import StepKey
 from headstart.training.objective.objective import Sums
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.average import Average, in_place_of_weights
 from headstart.training.run.checkpoint import pack, unpack_average, unpack_optimizer, without_prefix
 from headstart.training.run.defaults import Chosen
-from headstart.training.run.optimizer import adapter_rise, build_optimizer, learning_rate
-from headstart.training.run.processes import any_of
-from headstart.training.run.sharding import full_tensor, keep_gathered, to_local
+from headstart.training.run.optimizer import Average, adapter_rise, build_optimizer, in_place_of_weights, learning_rate
+from headstart.training.run.processes import any_of, full_tensor, is_sharded, keep_gathered, to_local
 from headstart.training.run.step import JointStep, TrainStep, recompute
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.support.chat.answer import Ending, Written, find_ending, written
 from headstart.support.chat.messages import ASSISTANT, Message
-from headstart.support.chat.reading import read_answer
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError
 
@@ -132,6 +131,8 @@ class Chat:
         """Return the message that the model has written after these, from its tokens (see `read_answer`)."""
         ended = bool(answer) and answer[-1] in self.ending.ends
         body = self.text(answer[:-1] if ended else answer)
+        from headstart.support.chat.reading import read_answer  # here, since few calls need it
+
         return read_answer(self.template, messages, body, tools, self.text(answer)[len(body) :])
 
     def tokens(self, texts: list[str]) -> list[list[int]]:

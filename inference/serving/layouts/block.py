@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.inference.serving.layouts.decoder_layer import IDS, layer_arguments, layer_ids_disagree
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
 from headstart.inference.serving.layouts.layout import (
     Counting,
@@ -24,10 +23,10 @@ from headstart.inference.serving.layouts.layout import (
     whole_number,
     without_copies,
 )
+from headstart.inference.serving.layouts.parts import IDS, layer_arguments, layer_ids_disagree, vocabulary_shapes
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
 from headstart.inference.serving.layouts.reader.block import BlockReader
 from headstart.inference.serving.layouts.reader.layer import layer_shapes, read_shape
-from headstart.inference.serving.layouts.vocabulary import vocabulary_shapes
 from headstart.support.errors import UserError
 
 UNUSED = ("confidence_head.", "verifier_")

@@ -21,7 +21,7 @@ from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, DamagedError, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, ServedLayout, Sizes, require_shapes
 from headstart.inference.serving.layouts.reader.base import Reading
-from headstart.inference.serving.layouts.reader.draft_model import DraftModelReader
+from headstart.inference.serving.layouts.reader.heads import DraftModelReader
 from headstart.support.errors import UserError
 
 TEXT = {".json", ".txt", ".model", ".jinja"}

@@ -221,7 +221,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def require_new(folder: Path) -> None:
     """Raise UserError if ``folder`` exists and is not an empty folder, or if it lies inside a file."""
-    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give a new one")
     if files := [parent for parent in folder.absolute().parents if parent.is_file()]:
         raise UserError(f"{folder} cannot be written: {files[0]} is a file; give a new folder")

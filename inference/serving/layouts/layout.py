@@ -17,8 +17,8 @@ from torch import Tensor
 import headstart.inference.serving.layouts as package
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.inference.serving.layouts.decoder_layer import IDS
 from headstart.inference.serving.layouts.files import Contents, Files
+from headstart.inference.serving.layouts.parts import IDS
 from headstart.inference.serving.layouts.quantize import How, quantized
 from headstart.inference.serving.layouts.reader.base import Reading
 from headstart.support.errors import UserError

@@ -13,9 +13,9 @@ from headstart.heads.mlp import PREFIX
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, whole_number
+from headstart.inference.serving.layouts.parts import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
 from headstart.inference.serving.layouts.reader.base import Reading, Shapes
-from headstart.inference.serving.layouts.reader.mlp import MlpReader
-from headstart.inference.serving.layouts.vocabulary import WHOLE, over_whole_vocabulary, vocabulary_shapes, with_vocabulary
+from headstart.inference.serving.layouts.reader.heads import MlpReader
 from headstart.support.errors import UserError
 
 SHARED = re.compile(re.escape(PREFIX) + r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")

@@ -14,13 +14,13 @@ from typing import Any
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.serving.layouts.block import Block
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype
-from headstart.inference.serving.layouts.decoder_layer import IDS, sliding_window
 from headstart.inference.serving.layouts.eagle3 import Eagle3, has_qk_norm, tap_choices
 from headstart.inference.serving.layouts.files import Contents, Files
 from headstart.inference.serving.layouts.layout import Counting, Imported, RenamedLayout, Sizes, unscaled_embedding
 from headstart.inference.serving.layouts.mtp import MtpStitch
+from headstart.inference.serving.layouts.parts import IDS, sliding_window
 from headstart.inference.serving.layouts.reader.base import Reading
-from headstart.inference.serving.layouts.reader.mtp import MtpReader
+from headstart.inference.serving.layouts.reader.eagle import MtpReader
 from headstart.support.errors import UserError
 
 VERSION = "0.9.0"

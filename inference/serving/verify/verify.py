@@ -27,10 +27,9 @@ from headstart.inference.serving.layouts.quantize import dequantized, quantized
 from headstart.inference.serving.layouts.reader.base import Reading, Target
 from headstart.inference.serving.verify import decode
 from headstart.inference.serving.verify.decode import Expected, Fit, headstart_drafts, read_heads, reference_drafts
-from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Transcript, compare
+from headstart.inference.serving.verify.drafts import Engine, EngineSettings, Transcript, Verdict, compare
 from headstart.inference.serving.verify.mistakes import differences, faults_of, other_readings
 from headstart.inference.serving.verify.stored import StoredTarget, require_states, stored_drafts
-from headstart.inference.serving.verify.verdict import Verdict
 from headstart.support.errors import UserError
 from headstart.support.files import file_hash
 from headstart.support.json_text import read_json

@@ -13,9 +13,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from headstart.heads.anchors import Anchors, dense_from_anchors
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.features import Features
+from headstart.heads.backbone.features import Anchors, Features, dense_from_anchors
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache

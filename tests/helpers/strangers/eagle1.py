@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Features
-from headstart.heads.backbone.layer_weights import layer_weights
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.heads.kv.cached_layers import CachedLayer
 from headstart.heads.kv.draft_cache import DraftCache, NodeSlots
@@ -22,6 +21,7 @@ from headstart.heads.kv.rows import RowState, drafted
 from headstart.heads.layers.causal_attention import divide
 from headstart.heads.layers.decoder_layer import DecoderLayer, Rotary
 from headstart.heads.layers.layer_config import llama_like
+from headstart.heads.layers.start_values import layer_weights
 
 
 @dataclass(frozen=True)

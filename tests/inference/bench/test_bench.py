@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench import timing
-from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.race import Race
+from headstart.inference.bench.bench import Plan, Race, compare
 from headstart.inference.bench.results import memory_bandwidth, repeated_ngrams, weight_bytes
 from headstart.inference.bench.systems import AR_TRANSFORMERS, LOOKUP, Continuations, TransformersSystem, load_assistant
 from headstart.inference.bench.table import AR, capture_notes, print_report, rows_at

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.methods import build_drafter
-from headstart.inference.bench import race
+from headstart.inference.bench import bench
 from headstart.inference.bench.bench import Plan, compare
 from headstart.inference.bench.judging import sentence
 from headstart.inference.bench.systems import Continuations, HeadstartSystem
@@ -169,14 +169,14 @@ class Compiling(HeadstartSystem):
 def test_what_is_compiled_beside_is_waited_for_and_said_if_it_does_not_end(
     times: int, heads: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(race, "LONGEST_WAIT", 1.0)
-    monkeypatch.setattr(race, "WAITS", 1)
+    monkeypatch.setattr(bench, "LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(bench, "WAITS", 1)
     system = Compiling(heads, times)
-    of = race.Race(system, [system], [Prompt(tokens_T) for tokens_T in PROMPTS], Settings(4), 1, 0)
+    of = bench.Race(system, [system], [Prompt(tokens_T) for tokens_T in PROMPTS], Settings(4), 1, 0)
     of._warm_up(dict(enumerate(of.prompts)))
     once = system.written
     assert ("still being compiled" in caplog.text) == (times > 3)
     again = Compiling(heads, 0)
-    of = race.Race(again, [again], of.prompts, Settings(4), 1, 0)
+    of = bench.Race(again, [again], of.prompts, Settings(4), 1, 0)
     of._warm_up(dict(enumerate(of.prompts)))
     assert (once > again.written) == (times > 0), "warmed up again with what is compiled"

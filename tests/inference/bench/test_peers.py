@@ -15,7 +15,7 @@ import torch
 from gguf_models import chat_model, write_gguf
 from small_run import ROOT
 
-from headstart.cli.failures import guarded
+from headstart.cli.failures import Guard
 from headstart.heads.backbone.backbone import load_backbone, load_tokenizer
 from headstart.heads.methods import build_drafter
 from headstart.inference.measure import Settings, continue_by_transformers
@@ -187,7 +187,9 @@ def test_bad_input(
 ) -> None:
     file = tmp_path / "python-0" if program is None else script(tmp_path / "python", program)
     asked = ["--heads", "embedded", "--prompts", "none.jsonl", "--vllm", str(file), *more]
-    assert guarded(lambda: peers.main(peers.parsed(asked))) == 2
+    with Guard() as guard:
+        peers.main(peers.parsed(asked))
+    assert guard.status == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert re.search(words_of_error, line), line

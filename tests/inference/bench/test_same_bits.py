@@ -11,16 +11,16 @@ from families import SIZES, VOCAB, backbone, build, prompts, random_drafter, sha
 
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.backbone.tree_attention import attend, attend_exactly
-from headstart.inference.bench import logits
+from headstart.inference.bench import judging
 from headstart.inference.bench.bench import Plan, compare
-from headstart.inference.bench.logits import LogitsComparison, continued
+from headstart.inference.bench.judging import LogitsComparison, continued
 from headstart.inference.bench.systems import AR, HeadstartSystem
 from headstart.inference.capture import onednn
 from headstart.inference.engine.tree import TreeShape
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.measure import Settings
 from headstart.support.chat.prompts import Prompt
-from headstart.support.dtypes import bf16_instructions
+from headstart.support.devices import bf16_instructions
 
 TREE = TreeShape(12, 4)
 needs_bf16 = pytest.mark.skipif(not bf16_instructions() or not onednn.available(torch.bfloat16), reason="no instructions for bf16")
@@ -85,7 +85,7 @@ def test_attention_in_fp32_has_the_bits_of_the_plain_step(slots: int) -> None:
 
 
 def test_large_batches_keep_fewer_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
+    monkeypatch.setattr(judging, "MOST_LOGITS", 2 * 5 * VOCAB + 7)
     on = backbone("llama")
     asked = [Prompt(ids_T) for ids_T in prompts((12, 9, 11, 10))]
     report = compare([("m", SpeculativeModel(on, random_drafter("medusa", on)))], asked, Plan(24, tree=TREE, batches=(1, 2)))
@@ -142,7 +142,7 @@ def test_logits_that_differ_are_counted() -> None:
     ],
 )
 def test_the_dtype_on_a_cpu(saved: torch.dtype, instructions: bool, dtype: str, loaded: torch.dtype, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("headstart.heads.backbone.quantization.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("headstart.heads.backbone.model_config.bf16_instructions", lambda: instructions)
     tiny("llama").to(saved).save_pretrained(tmp_path)
     assert load_backbone(str(tmp_path), dtype=dtype, device="cpu").dtype == loaded  # type: ignore[arg-type]
 

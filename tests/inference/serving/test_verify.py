@@ -23,8 +23,7 @@ from headstart.inference.serving.layouts.files import read_files
 from headstart.inference.serving.layouts.reader.base import Target
 from headstart.inference.serving.verify import verify as verification
 from headstart.inference.serving.verify.decode import read_heads, reference_drafts
-from headstart.inference.serving.verify.drafts import EngineSettings, Transcript
-from headstart.inference.serving.verify.verdict import Verdict
+from headstart.inference.serving.verify.drafts import EngineSettings, Transcript, Verdict
 from headstart.inference.serving.verify.verify import Check, verify
 
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], None]

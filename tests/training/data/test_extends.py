@@ -11,8 +11,8 @@ from test_recipe import LEAST
 
 from headstart.cli.main import main
 from headstart.support.errors import UserError
-from headstart.training.recipe.extends import read_extended
 from headstart.training.recipe.recipe import load_recipe
+from headstart.training.recipe.yaml_text import read_extended
 
 
 def write(path: Path, text: str) -> Path:

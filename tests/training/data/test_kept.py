@@ -22,10 +22,10 @@ from small_run import make_recipe
 from headstart.cli import failures
 from headstart.support.errors import UserError
 from headstart.training.data import data as data_module
-from headstart.training.data import kept, parts, tokenise
+from headstart.training.data import kept, tokenise
 from headstart.training.data.data import load_data, make_samples
 from headstart.training.data.kept import Splits
-from headstart.training.data.parts import free_cpus, in_parts
+from headstart.training.data.tokenise import free_cpus, in_parts
 from headstart.training.recipe.recipe import Data
 
 TALK = chat(*TURNS)
@@ -54,8 +54,8 @@ def load(train: Any, *, tokenizer: Any = None, ends: tuple[int, ...] = (), **dat
 
 
 def in_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART", 3)
-    monkeypatch.setattr(parts, "LEAST", 5)
+    monkeypatch.setattr(tokenise, "PART", 3)
+    monkeypatch.setattr(tokenise, "LEAST", 5)
 
 
 def test_several_processes_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_several_processes_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_part_has_its_process_and_small_data_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(in_parts(lambda part: os.getpid(), 2 * parts.LEAST - 1, 2)) == {os.getpid()}
+    assert set(in_parts(lambda part: os.getpid(), 2 * tokenise.LEAST - 1, 2)) == {os.getpid()}
     in_children(monkeypatch)
     assert len(set(in_parts(lambda part: os.getpid(), 40, 2)) - {os.getpid()}) == 2
     assert list(in_parts(lambda part: [*part], 11, 2)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]] and not list(in_parts(len, 0))
