@@ -16,11 +16,12 @@ from torch import Tensor
 from headstart.heads.backbone.features import Features
 from headstart.heads.kv.ragged_cache import RaggedCache
 from headstart.inference.capture.stopwatch import Stopwatch
+from headstart.inference.engine.noise import NoiseBuffer, gumbel
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.texts import Prompts, Texts
 from headstart.inference.engine.tree import CandidateTree, Pass, Pool, TreeShape, VerifiedTree
-from headstart.inference.engine.verify import NoiseBuffer, accept, gumbel, pick
+from headstart.inference.engine.verify import accept, pick
 from headstart.inference.sources.source import Accepted, Draft, DraftScoring
 from headstart.inference.speculation.speculation import Speculation
 

@@ -28,9 +28,9 @@ from headstart.inference.capture.capture import BackendName
 from headstart.inference.capture.watch import dependencies
 from headstart.inference.decode import Decoder
 from headstart.inference.engine.known_processors import name_of, say_undeclared
+from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.request import read_request, require_all_rows, require_memory, require_one_side
 from headstart.inference.engine.tree import TreeShape, TreeSize
-from headstart.inference.engine.verify import row_seeds
 from headstart.inference.handover import entry, handed_streamer, turn
 from headstart.inference.output import GenerateOutput, output_of
 from headstart.inference.runtime import Engine

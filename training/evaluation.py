@@ -37,7 +37,8 @@ from headstart.training.features.supplement import evaluated
 from headstart.training.objective.fused import FusedLoss, acceptance
 from headstart.training.objective.loss_rows import count_label_tokens, lm_loss
 from headstart.training.recipe.recipe import Eval
-from headstart.training.run.processes import StopSignal, any_of, is_sharded
+from headstart.training.run.processes import StopSignal, any_of
+from headstart.training.run.sharding import is_sharded
 from headstart.training.run.trainer import DrafterTrainer
 from headstart.training.saving import save_results
 from headstart.training.setup import Run

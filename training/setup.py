@@ -45,7 +45,8 @@ from headstart.training.run.checkpoint import (
     without_prefix,
 )
 from headstart.training.run.defaults import AUTO, Chosen, advice, autocast_name, choose
-from headstart.training.run.processes import empty_model, fsdp_plugin, in_first_process, is_sharded, require_known, shard_layers
+from headstart.training.run.processes import in_first_process
+from headstart.training.run.sharding import empty_model, fsdp_plugin, is_sharded, require_known, shard_layers
 from headstart.training.run.start import choose_vocabularies, fit_starts, read_starts
 from headstart.training.run.trainer import DrafterTrainer, build, build_trainer
 

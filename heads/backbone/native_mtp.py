@@ -2,151 +2,23 @@
 
 Tensors are named ``mtp.<module>.{enorm,hnorm,eh_proj,norm}.weight`` and ``mtp.<module>.layer.<Llama's name>`` here; each `Layout` maps
 these names to those of a family. Engines read MTP weights from the backbone's checkpoint only.
-
-Single weights of a checkpoint in safetensors, read by name; nothing else of its files is read.
-
-Weights in 8 or 4 bits are dequantized by the scales beside them. ``weight_scale_inv`` (DeepSeek-V3, 2412.19437, section 3.3) and
-``weight_scale`` (compressed-tensors, ModelOpt) are factors of a block, a row or the whole. NVFP4 holds two numbers (E2M1) in a byte, the
-first in the low bits, and an FP8 factor for each 16 of them, and one for all: ``weight_scale_2`` multiplies (ModelOpt), and
-``weight_global_scale`` divides (compressed-tensors).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.embedded import resolve
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.support.errors import UserError
-from headstart.support.hub import find_folder, inside
-from headstart.support.json_text import read_json
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of NVFP4 without their sign, which is the highest bit."""
-GROUP = 16
-"""Numbers of NVFP4 that share a factor."""
-BLOCK = (128, 128)
-"""Rows and columns that share a factor, where the configuration does not say."""
-OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp\w*|encoder|layers|h|blocks)\.")
-"""Parts of a model whose norms and tables are not those of its language model as a whole."""
-
-
-class WeightFiles:
-    """The checkpoint at ``path``, a folder or hub id, of which only the index and the files that hold what is read are downloaded."""
-
-    def __init__(self, path: str, quantization: Mapping[str, Any] | None = None) -> None:
-        """``quantization``: the ``quantization_config`` of the model's configuration. Raises UserError if there is no checkpoint."""
-        self.path, self.quantization = path, quantization or {}
-        self.rename: Callable[[str], str] = str
-        """What transformers makes of a name in the files."""
-        self.read_names: list[str] = []
-        """The tensors read so far, by their names in the files."""
-
-    @cached_property
-    def _file_of(self) -> dict[str, str]:
-        """The file of each tensor, by their names."""
-        folder = self._folder(["*.json"])
-        if (index := folder / INDEX).is_file():
-            listed: dict[str, str] = read_json(index, "fetch the backbone again")["weight_map"]
-            return listed
-        return {name: path.name for name, path in weight_files(self._folder(["*.json", SINGLE])).items()}
-
-    @cached_property
-    def _renamed(self) -> dict[str, str]:
-        """The names in the files of weights outside the layers, by transformers' names."""
-        return {self.rename(key): key for key in self._file_of if not re.search(r"(^|\.)(layers|h|blocks)\.\d", key)}
-
-    def _folder(self, files: Sequence[str]) -> Path:
-        return find_folder(resolve(self.path), "backbone", files)
-
-    def find(self, name: str) -> str | None:
-        """Return the name in the files of a weight that transformers calls ``name``; None if there is none.
-
-        A checkpoint may have it under a name that transformers changes, under another prefix, as those of models with images do, or packed.
-        """
-        for wanted in (name, f"{name.removesuffix('.weight')}.weight_packed"):
-            if wanted in self._file_of:
-                return wanted
-            if wanted in self._renamed:
-                return self._renamed[wanted]
-            tail = ".".join(wanted.split(".")[-2:]) if "layers." not in wanted else wanted[wanted.index("layers.") :]
-            found = [key for key in self._file_of if f".{key}".endswith(f".{tail}")]
-            found = [key for key in found if not OTHER_PARTS.search(key.removesuffix(tail))]
-            if len(found) == 1:
-                return found[0]
-        return None
-
-    def read(self, name: str) -> Tensor | None:
-        """Return a weight, dequantized to fp32 where it is quantized; None if there is none. Raises UserError if it cannot be read."""
-        key = self.find(name)
-        if key is None:
-            return None
-        tensor, stem = self._tensor(key), re.sub(r"weight(_packed)?$", "", key)
-        scales = {kind: self._tensor(at) for kind in ("_scale_inv", "_scale", "_scale_2", "_global_scale")
-                  if (at := f"{stem}weight{kind}") in self._file_of}  # fmt: skip
-        if tensor.dtype == torch.uint8 and "_scale" in scales:
-            return _from_nvfp4(tensor, scales)
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-            scale = scales.get("_scale_inv", scales.get("_scale"))
-            return tensor.float() if scale is None else tensor.float() * self._spread(scale.float(), tensor.shape)
-        if not tensor.dtype.is_floating_point:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{key} of {self.path} is {kind}, in a way that is not known (known: floating point, FP8, NVFP4); give the model "
-                "before it was quantized as the backbone, which has the same embedding and output layer"
-            )
-        return tensor
-
-    def _spread(self, scale: Tensor, shape: torch.Size) -> Tensor:
-        """Return the factor of every entry of a matrix: one for all, for each row, or for each block."""
-        if scale.numel() == 1 or len(shape) == 1:
-            return scale.reshape(-1) if scale.numel() > 1 else scale.reshape(())
-        if scale.numel() == shape[0]:
-            return scale.reshape(-1, 1)
-        rows, columns = self.quantization.get("weight_block_size") or BLOCK
-        return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
-
-    def _tensor(self, key: str) -> Tensor:
-        name = self._file_of[key]
-        file = inside(self._folder(["*.json", name]), name)
-        self.read_names.append(key)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(key)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {key} in {file}: {' '.join(str(error).split())[:200]}; fetch the backbone again") from None
-
-
-def _from_nvfp4(packed: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    pairs = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    scale = scales["_scale"].float()
-    scale = scale * scales["_scale_2"].float() if "_scale_2" in scales else scale / scales.get("_global_scale", torch.ones(1)).float()
-    return values[pairs.long()] * scale.repeat_interleave(GROUP, -1)[..., : pairs.shape[-1]]
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Map the name of every tensor in a folder's safetensors files to its file."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read {path}: {' '.join(str(error).split())[:200]}; fetch the backbone again") from None
-    return files
-
+from headstart.support.hub import find_folder
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the backbone's embedding and output layer that some checkpoints hold for every module."""

@@ -41,7 +41,8 @@ def new_recipe(args: argparse.Namespace) -> int:
     from headstart.support.files import require_writable, write_json, write_text
     from headstart.support.text import gigabytes
     from headstart.training.plan.plan import find_machine
-    from headstart.training.rules.methods import find_method, read_facts
+    from headstart.training.rules.methods import find_method
+    from headstart.training.rules.model import read_facts
     from headstart.training.rules.propose import propose
     from headstart.training.rules.text import recipe_text
 

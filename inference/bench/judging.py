@@ -28,8 +28,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.bench.systems import AR, HeadstartSystem, System, SystemResult
 from headstart.inference.engine.judge import Judge, Judgement, Text
+from headstart.inference.engine.noise import row_seeds
 from headstart.inference.engine.processing import Processing
-from headstart.inference.engine.verify import row_seeds
 from headstart.inference.measure import Settings, continue_texts
 
 Row = dict[str, Any]

@@ -31,10 +31,11 @@ from transformers import DynamicCache
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.hooks import nudged
 from headstart.inference.capture.capture import Capturer
+from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import History, Processing
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.tree import chain
-from headstart.inference.engine.verify import gumbel, pick
+from headstart.inference.engine.verify import pick
 
 WIDTHS = (64, 8, 1)
 """Positions of a piece: trees, batches and plain steps multiply 1 to some hundred rows, a whole text more."""

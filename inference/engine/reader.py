@@ -23,8 +23,8 @@ from headstart.heads.kv.rows import pad_rows, padded_rows
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.capture.onednn import OneDNNProducts, available
 from headstart.inference.engine.compiled_read import compiled_read
+from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import CandidateTree, graph_size
-from headstart.inference.engine.verify import gumbel
 from headstart.support.pytree import list_tensors, map_tensors
 
 PREFILL_PATIENCE = 8

@@ -25,11 +25,11 @@ from headstart.heads.base import Drafter
 from headstart.inference.capture.backend import Backend
 from headstart.inference.capture.capture import Capturer
 from headstart.inference.decode import Decoder
+from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.processing import Processing
 from headstart.inference.engine.reader import Reader
 from headstart.inference.engine.request import Request
 from headstart.inference.engine.tree import BEAM_WIDTH, TreeShape
-from headstart.inference.engine.verify import gumbel
 from headstart.inference.self_check.known_text import Known, KnownText, RandomTrees
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.speculation.tuned import machine

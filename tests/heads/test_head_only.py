@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.heads.backbone.backbone import load_backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone, load_head_only
-from headstart.heads.backbone.native_mtp import E2M1
+from headstart.heads.backbone.weight_files import E2M1
 from headstart.heads.layers.start_values import layer_weights
 from headstart.support.errors import UserError
 

@@ -27,8 +27,8 @@ from headstart.cli.main import main
 from headstart.heads.backbone.backbone import Backbone, load_backbone
 from headstart.heads.base import Drafter
 from headstart.heads.checkpoint import load_drafter
+from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.engine.verify import gumbel
 from headstart.inference.generate import SpeculativeModel
 from headstart.inference.proposers.suffix import SuffixProposer
 from headstart.training.recipe.yaml_text import dump_yaml

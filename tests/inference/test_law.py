@@ -17,8 +17,8 @@ from families import build, random_drafter, say
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
+from headstart.inference.engine.noise import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
 from headstart.inference.engine.tree import TreeShape
-from headstart.inference.engine.verify import BLOCK_POSITIONS, GOLDEN, MAX_BLOCK_VALUES, NoiseBuffer, gumbel, row_seeds
 from headstart.inference.generate import SpeculativeModel
 
 FEW = 7

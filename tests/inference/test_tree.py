@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, DrafterConfig
 from headstart.inference.capture.capture import Capturer
+from headstart.inference.engine.noise import gumbel
 from headstart.inference.engine.tree import MAX_PROB, CandidateTree, Pool, TreeShape, root_only
-from headstart.inference.engine.verify import accept, gumbel, pick
+from headstart.inference.engine.verify import accept, pick
 from headstart.inference.sources.drafter_source import DrafterSource
 from headstart.inference.sources.source import Draft, DraftScoring
 from headstart.inference.speculation.speculation import Speculation

@@ -29,8 +29,8 @@ from headstart.support.errors import UserError
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import LiveWithCache
+from headstart.training.objective.anchors import StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import StepKey, sample_anchors
 from headstart.training.objective.objective import rollout
 from headstart.training.recipe.recipe import Objective
 

@@ -16,7 +16,7 @@ from headstart.cli.main import main
 from headstart.cli.train import main as train
 from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.head_only import HeadOnlyBackbone
-from headstart.heads.backbone.native_mtp import WeightFiles
+from headstart.heads.backbone.weight_files import WeightFiles
 from headstart.training import setup
 from headstart.training.features import backbone as opening
 from headstart.training.features.supplement import FILE

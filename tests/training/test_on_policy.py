@@ -24,8 +24,9 @@ from headstart.support.pytree import map_tensors
 from headstart.training.data.data import Sample
 from headstart.training.data.packing import collate
 from headstart.training.features.on_policy import FeaturesWithCache, LiveWithCache
+from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import SampledAnchors, StepKey, count_label_tokens, sample_anchors
+from headstart.training.objective.loss_rows import count_label_tokens
 from headstart.training.objective.objective import on_policy_loss, rollout, target_hidden
 from headstart.training.recipe.recipe import Objective
 

@@ -19,9 +19,10 @@ from headstart.support.chat.messages import prompt_length
 from headstart.support.errors import UserError
 from headstart.training.data.batch_sampler import Mix
 from headstart.training.data.check import Check, Source, compare
+from headstart.training.data.columns import TEXTS, find_column, sound_rows
 from headstart.training.data.kept import Splits, keep_splits, read_splits, tokens_file
 from headstart.training.data.rows import Row, read_rows
-from headstart.training.data.sample import TEXTS, Sample, find_column, sound_rows
+from headstart.training.data.sample import Sample
 from headstart.training.data.tokenise import Stats, chat_settings, make_samples
 from headstart.training.recipe.recipe import Data, Eval
 

@@ -29,7 +29,8 @@ from headstart.support.chat.conversation import Chat
 from headstart.support.chat.template import ChatSettings, Template, TemplateRefusal
 from headstart.support.errors import UserError, cause
 from headstart.support.json_text import Row
-from headstart.training.data.sample import IDS, Column, Joined, Sample, find_column, read_tokens, whole
+from headstart.training.data.columns import Column, find_column
+from headstart.training.data.sample import IDS, Joined, Sample, read_tokens, whole
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 

@@ -40,12 +40,13 @@ from headstart.heads.backbone.backbone import Backbone
 from headstart.heads.backbone.features import Anchors, Features, anchors_by_row
 from headstart.heads.base import Drafter
 from headstart.heads.layers.causal_attention import draft_masks
-from headstart.inference.engine.verify import gumbel
+from headstart.inference.engine.noise import gumbel
 from headstart.support.errors import UserError
 from headstart.support.pytree import map_tensors
 from headstart.training.features.on_policy import FeaturesWithCache
+from headstart.training.objective.anchors import SampledAnchors, StepKey, sample_anchors, text_rows
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import LossRows, SampledAnchors, StepKey, dense_rows, sample_anchors, text_rows
+from headstart.training.objective.loss_rows import LossRows, dense_rows
 from headstart.training.objective.terms import FEATURES, at_least_fp32, in_vocabulary
 
 

@@ -39,8 +39,9 @@ from headstart.training.data.packing import Batch
 from headstart.training.features.backbone import opens_head_only
 from headstart.training.features.codec import TopKTeacher
 from headstart.training.features.source import LiveFeatures, Teacher
+from headstart.training.objective.anchors import SampledAnchors
 from headstart.training.objective.fused import FusedLoss
-from headstart.training.objective.loss_rows import SampledAnchors, lm_loss
+from headstart.training.objective.loss_rows import lm_loss
 from headstart.training.objective.objective import objective
 from headstart.training.plan.fake_model import FakeModels
 from headstart.training.plan.memory_counter import MemoryCounter, Parts

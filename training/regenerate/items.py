@@ -16,8 +16,8 @@ from typing import Any
 from headstart.support.chat.conversation import Trace
 from headstart.support.chat.messages import ASSISTANT, Message
 from headstart.support.files import value_hash
+from headstart.training.data.columns import TEXTS, find_column
 from headstart.training.data.rows import Row
-from headstart.training.data.sample import TEXTS, find_column
 from headstart.training.recipe.recipe import Data, Regenerate
 
 ERRORS = {

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from headstart.support.errors import UserError
 from headstart.support.files import as_path, require_writable, value_hash
 from headstart.support.terminal import FILE_SECONDS
+from headstart.training.data.columns import TEXTS, sound_rows
 from headstart.training.data.rows import read_rows
-from headstart.training.data.sample import TEXTS, sound_rows
 from headstart.training.data.tokenise import begun_at, now
 from headstart.training.features.caching import open_kept, write_cache
 from headstart.training.features.kept import KeptFeatures

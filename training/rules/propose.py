@@ -19,17 +19,8 @@ from headstart.training.recipe.drafter import VOCABULARY_KEY
 from headstart.training.recipe.recipe import Recipe
 from headstart.training.recipe.sections import Data
 from headstart.training.recipe.yaml_text import merged
-from headstart.training.rules.methods import (
-    BATCH_TOKENS,
-    EVERY_METHOD,
-    METHODS,
-    PASSES,
-    Method,
-    ModelFacts,
-    find_method,
-    own_values,
-    values_on_cpu,
-)
+from headstart.training.rules.methods import BATCH_TOKENS, EVERY_METHOD, METHODS, PASSES, Method, find_method, own_values, values_on_cpu
+from headstart.training.rules.model import ModelFacts
 
 HELD: int = Data.model_fields["eval_rows"].default
 """Rows that are held out where there are plenty."""

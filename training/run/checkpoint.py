@@ -38,7 +38,7 @@ from headstart.support.json_text import flattened, parse_json
 from headstart.training.data.tokenise import chat_settings
 from headstart.training.recipe.recipe import Recipe, to_dict
 from headstart.training.run.optimizer import Average
-from headstart.training.run.processes import distribute_like, full_tensor
+from headstart.training.run.sharding import distribute_like, full_tensor
 
 
 def provenance(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from headstart.training.features.supplement import FILE as SUPPLEMENT
 from headstart.training.features.supplement import chosen_texts
 from headstart.training.recipe.drafter import split_drafter
 from headstart.training.recipe.recipe import Recipe
-from headstart.training.run.processes import is_sharded
+from headstart.training.run.sharding import is_sharded
 
 CPU_POSITIONS = 1024
 """Positions of a forward pass on a CPU, where more bring no speed and would show progress seldom."""

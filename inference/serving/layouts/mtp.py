@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder, weight_files
+from headstart.heads.backbone.native_mtp import LAYOUTS, SHARED, checkpoint_folder
 from headstart.heads.backbone.native_mtp import Layout as Names
+from headstart.heads.backbone.weight_files import weight_files
 from headstart.heads.checkpoint import read_drafter
 from headstart.heads.mtp import Mtp
 from headstart.inference.serving.layouts.checkpoint import Checkpoint, Dtype

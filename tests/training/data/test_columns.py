@@ -12,8 +12,8 @@ from published import shapes
 
 from headstart.support.chat.messages import read_messages
 from headstart.support.errors import UserError
+from headstart.training.data.columns import find_column, sound_rows
 from headstart.training.data.data import load_data, make_samples
-from headstart.training.data.sample import find_column, sound_rows
 from headstart.training.recipe.recipe import Data
 
 QWEN_25 = shapes()["qwen2.5"]
