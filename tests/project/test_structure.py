@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 357, "lines": 42_883, "lines of code": 30_190}
+LIMITS = {"files": 357, "lines": 42_886, "lines of code": 30_191}
 IMPORTED = 142
 FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15
