@@ -99,9 +99,8 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
 
 def _log(run: Run) -> None:
     """Write the log lines that are due at this step and not written yet."""
-    last = run.done == run.feed.steps
     for trainer in run.trainers:
-        if trainer.meter.tokens and (last or _due(run.done, run.recipe.log.every)):
+        if trainer.meter.tokens and (run.done == run.feed.steps or _due(run.done, run.recipe.log.every)):
             rate = learning_rate(run.done, run.feed.steps, trainer.recipe.train)
             run.log.line(run.done, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
             trainer.meter = Meter()

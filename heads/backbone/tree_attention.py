@@ -43,8 +43,7 @@ FEW_ROWS = 2
 QUERIES, KEYS, ONES = 4, 24, 8
 """Multiples of queries, keys and further values at which MKL's products in fp64 give each number by itself the same bits."""
 _active: ContextVar[bool] = ContextVar("tree attention", default=False)
-_exactly: ContextVar[bool] = ContextVar("exact tree attention", default=True)
-_equal_widths: ContextVar[bool] = ContextVar("values as wide as keys", default=False)
+_exactly: ContextVar[bool | None] = ContextVar("exact tree attention, None outside the context", default=None)
 _one_operation: ContextVar[bool] = ContextVar("attention as one operation", default=False)
 _equal: ContextVar[bool] = ContextVar("equal queries", default=False)
 
@@ -175,17 +174,16 @@ def equal_queries() -> Iterator[None]:
 def tree_attention(exactly: bool = True, trees: bool = True) -> Iterator[None]:
     """Within this context, of this thread alone, transformers' SDPA attention of few queries is that of `attend` or `attend_exactly`.
 
-    That of many is transformers' own, and all is without ``trees``; values narrower than keys (DeepSeek-V3) are padded on a CPU: torch's
-    kernel that does not hold the scores of all pairs, 10 GB for 8,000 tokens and 16 heads, wants them as wide.
+    That of many, and without ``trees`` all, is its own, with values as wide as keys on a CPU: else torch holds the scores of all pairs.
     """
     if AttentionInterface()["sdpa"] is not _sdpa:
         AttentionInterface.register("sdpa", _sdpa)
-    tokens = _active.set(trees), _exactly.set(exactly), _equal_widths.set(True)
+    tokens = _active.set(trees), _exactly.set(exactly)
     try:
         yield
     finally:
-        for variable, token in zip((_active, _exactly, _equal_widths), tokens, strict=True):
-            variable.reset(token)
+        _active.reset(tokens[0])
+        _exactly.reset(tokens[1])
 
 
 def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> tuple[Tensor, None]:
@@ -195,10 +193,9 @@ def _sdpa(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     exactly = _exactly.get() and query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[2] <= MAX_EXACT
     as_operation = _is_one_operation(query)
     if not (_active.get() and plain and fits and (as_operation or exactly or query.shape[1] != key.shape[1])):
-        lacking = key.shape[-1] - value.shape[-1] if _equal_widths.get() and query.device.type == "cpu" else 0
+        lacking = key.shape[-1] - value.shape[-1] if _exactly.get() is not None and query.device.type == "cpu" else 0
         padded = pad(value, (0, lacking)) if lacking > 0 else value
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, padded, attention_mask, **options)
-        return (found[0][..., : value.shape[-1]], None) if lacking > 0 else found
+        return sdpa_attention_forward(module, query, key, padded, attention_mask, **options)[0][..., : value.shape[-1]], None
     assert attention_mask is not None
     compute, queries = in_blocks_of_rows if exactly and not as_operation else attend, query.shape[2]
     if _equal.get():

@@ -40,9 +40,8 @@ def compile_region(region: Region, folder: Path) -> None:
     discard(folder)  # what is left of a damaged one
     with atomic(folder, folder=True) as path, tempfile.TemporaryDirectory() as scratch, torch.no_grad(), _quiet():
         built = Path(str(compile_fx_aot(graph, list(fakes.tensors), config_patches={**OPTIONS, "aot_inductor.output_path": scratch})))
-        shutil.copyfile(built, path / FILE)
-        if (ours := built.with_suffix(".json")).exists():  # says how operations of ours are called, where there are any
-            shutil.copyfile(ours, path / "layer.json")
+        for file in filter(Path.exists, (built, built.with_suffix(".json"))):  # the latter, if any, says how operations of ours are called
+            shutil.copyfile(file, path / f"layer{file.suffix}")
         seal(path / FILE)
 
 

@@ -13,8 +13,6 @@ import torch
 from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, say, tiny
 
 from headstart.heads.backbone.backbone import Backbone
-from headstart.inference.capture.backend import all_nearly_equal
-from headstart.inference.capture.capture import choose
 from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
@@ -293,17 +291,3 @@ def test_without_a_compiler_it_is_said_once(monkeypatch: pytest.MonkeyPatch, cap
     assert len([one for one in caplog.records if "no C++ compiler (no-such-compiler is missing)" in one.message]) == 1
     with pytest.raises(UserError, match="no-such-compiler is missing.*choose 'auto' or 'off'"):
         SpeculativeModel(backbone("llama"), capture="compile").engine(False)
-
-
-def test_compiled_layers_are_for_the_cpu() -> None:
-    with pytest.raises(UserError, match="'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'"):
-        choose("compile", torch.device("cuda"))
-
-
-def test_scores_in_fp32_may_differ_by_the_rounding_of_what_they_are_computed_of() -> None:
-    """The scores of drafts are fp32 numbers; those of heads in bf16 differ by what bf16 rounds."""
-    hidden, scores = torch.ones(2, 8), torch.tensor([[0.4, 3.53]])
-    others = scores + torch.tensor([[0.002, 0.003]])
-    assert all_nearly_equal([scores, hidden.bfloat16()], [others, hidden.bfloat16()], slice(0, 1))
-    assert not all_nearly_equal([scores, hidden], [others, hidden], slice(0, 1))
-    assert not all_nearly_equal([scores, hidden.bfloat16()], [scores + 0.5, hidden.bfloat16()], slice(0, 1))

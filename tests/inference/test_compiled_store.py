@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from headstart.inference.capture.backend import all_nearly_equal
+from headstart.inference.capture.capture import choose
 from headstart.inference.compiled import kernels, layer, store, whole
 from headstart.inference.compiled.program import NotCompiled, Program, Region
+from headstart.support.errors import UserError
 
 
 def test_damaged_programs_and_those_of_other_code_are_made_again(tmp_path: Path) -> None:
@@ -74,3 +78,17 @@ def test_a_region_is_kept_with_the_file_about_operations_of_ours_if_it_has_some(
     layer.compile_region(Region("def forward(self, x):\n    return [x + 1]", (("float32", ("rows", 4)),)), tmp_path / "layer-1")
     names = {layer.FILE, f"{layer.FILE}.sha256"} | ({"layer.json"} if ours else set())
     assert {file.name for file in (tmp_path / "layer-1").iterdir()} == names
+
+
+def test_compiled_layers_are_for_the_cpu() -> None:
+    with pytest.raises(UserError, match="'compile' is for the CPU; the model is on cuda: choose 'auto', 'cuda-graph' or 'off'"):
+        choose("compile", torch.device("cuda"))
+
+
+def test_scores_in_fp32_may_differ_by_the_rounding_of_what_they_are_computed_of() -> None:
+    """The scores of drafts are fp32 numbers; those of heads in bf16 differ by what bf16 rounds."""
+    hidden, scores = torch.ones(2, 8), torch.tensor([[0.4, 3.53]])
+    others = scores + torch.tensor([[0.002, 0.003]])
+    assert all_nearly_equal([scores, hidden.bfloat16()], [others, hidden.bfloat16()], slice(0, 1))
+    assert not all_nearly_equal([scores, hidden], [others, hidden], slice(0, 1))
+    assert not all_nearly_equal([scores, hidden.bfloat16()], [scores + 0.5, hidden.bfloat16()], slice(0, 1))
