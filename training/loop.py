@@ -44,6 +44,7 @@ class Outcome:
 def train(run: Run) -> int:
     """Train to the last step or until a signal; returns the exit status."""
     steps = run.feed.steps
+    _log(run)  # what an earlier run could not write
     prepare_evaluations(run)
     with StopSignal() as signal:
         if run.pending and evaluate_all(run, signal):  # the run was ended before or during it
@@ -82,7 +83,8 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     for trainer in run.trainers if run.pending else []:
         trainer.tau = trainer.acceptance = trainer.teacher_forced = None  # those before were of other weights
     try:
-        _log(run, last)
+        run.log.advance()
+        _log(run)
     finally:  # a log that cannot be written costs no training either
         if stop or last or _due(run.done, run.recipe.save.every):
             save(run)
@@ -95,11 +97,11 @@ def _finish_step(run: Run, stop: bool, signal: StopSignal) -> bool:
     return run.pending or not last
 
 
-def _log(run: Run, last: bool) -> None:
-    """Write the log lines that are due at this step."""
-    run.log.advance()
+def _log(run: Run) -> None:
+    """Write the log lines that are due at this step and not written yet."""
+    last = run.done == run.feed.steps
     for trainer in run.trainers:
-        if last or _due(run.done, run.recipe.log.every):
+        if trainer.meter.tokens and (last or _due(run.done, run.recipe.log.every)):
             rate = learning_rate(run.done, run.feed.steps, trainer.recipe.train)
             run.log.line(run.done, {**trainer.meter.record(), "lr": rate, "tokens": run.tokens}, trainer.name)
             trainer.meter = Meter()

@@ -4,8 +4,9 @@
     verify.begin()                       # at the start of every text: a text is finished as it was begun
     found = verify(held, *inputs)        # None: not compiled, run the function itself
 
-The first text that lasts traces the function and has its regions compiled by a process of their own; texts that begin later use them. Later
-processes load what is there. At its first use a program is run beside the function: their results must agree up to rounding.
+During the first text that lasts a copy of the process traces the function, and one of their own compiles its regions; texts that begin
+later use them. Later processes load what is there. At its first use a program is run beside the function: their results must agree up to
+rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from headstart.inference.capture.backend import Call, Flat, all_nearly_equal, is_out_of_memory, sizes_of_one
 from headstart.inference.capture.stopwatch import void_running
-from headstart.inference.compiled import store
+from headstart.inference.compiled import beside, store
 from headstart.inference.compiled.loaded import Loaded
 from headstart.inference.compiled.program import NotCompiled, Program, named_weights
 from headstart.inference.compiled.sizes import Inputs, Shape
@@ -170,6 +171,7 @@ class _Variant:
         self.file = store.program_file((owner.where.depends, repr(call.structure), inputs))
         self.calls, self.text, self.active, self.requested = 0, -1, False, False
         self.program: Program | None = None
+        self.tracing: beside.Copy | None = None
         self.loaded: Loaded | None = None
         self._builders: dict[Hashable, Callable[[Iterator[Tensor]], Any]] = {}
         """What makes the function's result of its tensors, by what was compared with the function: which sizes are 1."""
@@ -177,7 +179,11 @@ class _Variant:
 
     @property
     def pending(self) -> bool:
-        """True while it is being compiled."""
+        """True while it is being traced or compiled."""
+        if self.tracing is not None and self.tracing.works:
+            return True
+        if self.requested and self.program is None:
+            self.program = store.read_program(self.file)
         return self.program is not None and self.loaded is None and store.lacks(self.program)
 
     def available(self, call: Call) -> bool:
@@ -195,13 +201,21 @@ class _Variant:
         return self.loaded is not None
 
     def request(self, call: Call) -> None:
-        """Have the program compiled by a process of its own."""
+        """Have the program traced by a copy of this process where that is possible, and compiled by one of its own."""
         self.requested = True
+        if self.program is not None and not self.pending:
+            return
+        logger.info("the model's layers are being compiled beside, for texts that begin in a minute and for later processes")
+        void_running()
+        if self.program is None:
+            self.tracing = beside.Copy.doing(lambda: self._request(call))
+        if self.tracing is None:
+            self._request(call)
+
+    def _request(self, call: Call) -> None:
         if self.program is None:
             self._trace(call)
-        if self.pending:
-            logger.info("the model's layers are being compiled beside, for texts that begin in a minute and for later processes")
-            store.compile_beside(self.file)
+        beside.compile_beside(self.file)
 
     def _compile(self, call: Call) -> None:
         say_waiting()

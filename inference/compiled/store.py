@@ -1,16 +1,10 @@
-"""Programs and compiled layers in the user's cache folder, and the process that compiles what is missing.
-
-Compiling a layer takes some 20 seconds. A detached process does it, so that decoding begins at once and a short command is not kept
-waiting; what it has made serves every later process. A file that is damaged is made again.
-"""
+"""Programs and compiled layers in the user's cache folder, and why some cannot be compiled. A file that is damaged is made again."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +17,7 @@ from headstart.inference.compiled.layer import FILE, Layer, compile_region
 from headstart.inference.compiled.program import NotCompiled, Program, Region
 from headstart.inference.compiled.whole import require_whole
 from headstart.support.errors import UserError
-from headstart.support.files import locked, write_json, write_text
+from headstart.support.files import write_json, write_text
 from headstart.support.json_text import read_json
 
 
@@ -121,30 +115,6 @@ def compile_missing(program: Program) -> None:
             note_failure(region, error)
 
 
-def compile_beside(file: Path) -> None:
-    """Have a detached process compile what the program in the file lacks; it outlives this one."""
-    root = Path(headstart.__file__).parent.parent
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    command = [sys.executable, "-P", "-m", "headstart.inference.compiled.store", str(file)]
-    nothing = subprocess.DEVNULL
-    subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd=kernels.folder())
-
-
-def main(file: Path) -> None:
-    """Compile one program after the other, the given one first, until none lacks anything; ends at once if another process does so."""
-    os.nice(10)
-    with locked(kernels.folder() / "compiling.lock", "XDG_CACHE_HOME") as mine:
-        while mine and (program := _lacking(file)) is not None:
-            compile_missing(program)
-
-
-def _lacking(first: Path) -> Program | None:
-    """A program of which something is to be compiled; others may be added at any time."""
-    programs = (read_program(file) for file in (first, *sorted(kernels.folder().glob("pass-*.json"))))
-    return next((one for one in programs if one is not None and lacks(one)), None)
-
-
 def lacks(program: Program) -> bool:
     """True if something of it is not compiled, and can be."""
     return not ready(program) and why_not(program) is None
@@ -154,7 +124,3 @@ def why_not(program: Program) -> str | None:
     """Why something of the program cannot be compiled; None if that is not known."""
     of: list[Region | Path] = [kernels.library(), *program.regions]
     return next((reason for one in of if (reason := failure(one)) is not None), None)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

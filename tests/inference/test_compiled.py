@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from families import DRAFTERS, backbone, left_padded, prompts, random_drafter, s
 from headstart.heads.backbone.backbone import Backbone
 from headstart.inference.capture.backend import all_nearly_equal
 from headstart.inference.capture.capture import choose
-from headstart.inference.compiled import compiled_pass, kernels, layer, loaded, store, weights
+from headstart.inference.compiled import beside, compiled_pass, kernels, layer, loaded, store, weights
 from headstart.inference.compiled.program import Program
 from headstart.inference.compiled.sizes import hold, sizes_named
 from headstart.inference.compiled.traced import traced
@@ -57,7 +59,8 @@ def first(heads: SpeculativeModel, speculate: bool = True) -> Any:
 def test_equal_layers_are_one_region(family: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products of packed weights: queries, keys and values as one, gate and up as one."""
     found: list[Program] = []
-    monkeypatch.setattr(store, "compile_beside", lambda file: None)
+    monkeypatch.setattr(beside, "compile_beside", lambda file: None)
+    monkeypatch.setattr(beside.Copy, "doing", lambda work: None)
     monkeypatch.setattr(store, "write_program", lambda file, program: found.append(program))
     heads = SpeculativeModel(backbone(family), proposers=made("suffix"))
     say(heads, left_padded(prompts([9])), max_new_tokens=compiled_pass.PATIENCE + 8, speculate=False)
@@ -182,19 +185,31 @@ def test_compiled_drafts_are_those_of_the_heads(kind: str) -> None:
 
 
 @needs_a_compiler
-def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, asked = in_bf16(), list[Path]()
-    monkeypatch.setattr(store, "program_file", lambda what: kernels.folder() / "pass-of-this-test.json")
-    (kernels.folder() / "pass-of-this-test.json").unlink(missing_ok=True)
+@pytest.mark.parametrize("copied", [True, False])
+def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(
+    copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced in a copy of the process, or in the process itself where it cannot be copied."""
+    on, asked, here = in_bf16(), tmp_path / "asked", os.getpid()
+    file = kernels.folder() / f"pass-of-this-test-{copied}.json"
+    file.unlink(missing_ok=True)
+    ready, trace = store.ready, compiled_pass._Variant._trace
 
-    def beside(file: Path) -> None:
-        asked.append(file)
-        store.main(file)  # at once, in the middle of the text
+    def traced_in(variant: Any, call: Any) -> None:
+        assert (os.getpid() != here) is copied
+        trace(variant, call)
 
-    ready = store.ready
-    monkeypatch.setattr(store, "ready", lambda program: bool(asked) and ready(program))
-    monkeypatch.setattr(store, "compile_beside", beside)
-    monkeypatch.setattr(store.os, "nice", lambda more: 0)
+    def at_once(file: Path) -> None:  # in the middle of the text
+        asked.write_text("")
+        beside.main(file)
+
+    monkeypatch.setattr(store, "program_file", lambda what: file)
+    monkeypatch.setattr(store, "ready", lambda program: asked.exists() and ready(program))
+    monkeypatch.setattr(beside, "compile_beside", at_once)
+    monkeypatch.setattr(beside, "NICENESS", 0)
+    monkeypatch.setattr(compiled_pass._Variant, "_trace", traced_in)
+    if not copied:
+        monkeypatch.setattr(beside.Copy, "doing", lambda work: None)
     heads = SpeculativeModel(on, capture="auto")
     used: list[bool] = []
     read = heads.engine(False).reader.nodes
@@ -202,8 +217,10 @@ def test_the_first_process_goes_on_at_once_and_finishes_a_text_as_it_began_it(mo
     rows = left_padded(prompts([9]))
     for _ in range(2):
         say(heads, rows, max_new_tokens=compiled_pass.PATIENCE + 12, speculate=False)
+        while first(heads, False).pending:
+            time.sleep(0.1)
     half = len(used) // 2
-    assert not any(used[:half]) and all(used[half:]) and len(asked) == 1
+    assert first(heads, False).reason is None and not any(used[:half]) and all(used[half:])
 
 
 @needs_a_compiler

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from structure import ROOT, counts, depths, generate, lines_of_code
 
-LIMITS = {"files": 357, "lines": 43_098, "lines of code": 30_337}
-IMPORTED = 141
+LIMITS = {"files": 358, "lines": 43_234, "lines of code": 30_443}
+IMPORTED = 142
 FRAMES = {"generate": 15, "SpeculativeModel.generate": 10, "train": 15}
 TEST_ENTRIES = 15
 

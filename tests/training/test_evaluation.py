@@ -157,9 +157,12 @@ def test_a_log_that_cannot_be_written_does_not_cost_the_training(
             raise full
         write(self, line)
 
-    monkeypatch.setattr(Log, "_write", failing)
-    assert main([str(recipe)]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "_write", failing)
+        assert main([str(recipe)]) == 2
     assert provenance(tmp_path / "out")["steps"] == 3 and (tmp_path / "out" / "state" / "step-00000003").exists()
+    assert main([str(recipe)]) == 0
+    assert [line["step"] for line in read_log(tmp_path / "out") if "loss" in line] == [1, 2, 3], "the line is written by the next run"
 
 
 class Wrong:

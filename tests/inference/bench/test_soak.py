@@ -31,15 +31,21 @@ def test_the_verdict() -> None:
 
 
 def test_flat_memory_is_told_from_growing() -> None:
-    steady = [(second, 500.0 + second % 7) for second in range(100)]
-    growing = [(second, 500.0 + second) for second in range(100)]
+    steady = [(second, 500.0 + second % 7, 9) for second in range(100)]
+    growing = [(second, 500.0 + second, 9) for second in range(100)]
     assert soak.flatness(steady)["flat"] is True and soak.flatness(growing)["flat"] is False
     assert soak.flatness(steady[:1])["flat"] is None
+    filling = [(second, memory, second // 10) for second, memory, _ in growing]
+    assert soak.flatness(filling)["flat"] is None, "captures are still added"
 
 
 def test_calls_are_drawn_by_the_seed_and_cancelled_at_their_token() -> None:
     first, second = (str([soak.draw(random.Random(seed), ["a", "b"]) for seed in range(9)]) for _ in range(2))
     assert first == second
+    drawn = [soak.draw(random.Random(seed), ["a"]) for seed in range(200)]
+    cancelled = [call for call in drawn if call.cancel is not None]
+    assert len(cancelled) > 9 and all(call.own.get("batch_size", 9) >= len(call.rows["input_ids"]) for call in cancelled)
+    assert any(call.own.get("batch_size", 9) < len(call.rows["input_ids"]) for call in drawn)
     stop = soak.CancelAt(2)
     ids = torch.zeros(3, 4)
     assert [stop(ids, None).tolist() for _ in range(2)] == [[False] * 3] * 2
